@@ -1,4 +1,4 @@
-"""Parts of the embedded engine: the distribution sampled from, the end of an output, the choice of slots."""
+"""Parts of the embedded engine: the distribution sampled from, and the end of an output."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from support.embedded import TOKENIZER
 
 torch = pytest.importorskip("torch")
 
-from outrider.engines.embedded.kv_cache import SlotTable  # noqa: E402  # these import torch
-from outrider.engines.embedded.sampler import SamplingState, sample  # noqa: E402
+from outrider.engines.embedded.sampler import SamplingState, sample  # noqa: E402  # these import torch
 from outrider.engines.embedded.sequence import StopChecker  # noqa: E402
 
 PROBABILITIES = (0.4, 0.3, 0.2, 0.08, 0.02)
@@ -83,80 +82,6 @@ def test_stop_ids_win_over_the_limit_and_the_limit_comes_last() -> None:
     assert stops(" jade<|im_end|>", limit=2, stop_token_ids=(end,)) == (2, FinishReason.STOP, end)
     assert stops(" jade<|im_end|>", limit=1, stop_token_ids=(end,)) == (1, FinishReason.LENGTH, None)
     assert stops(" jade", stop=(" jade",), limit=1) == (1, FinishReason.STOP, " jade")
-
-
-def filled(slots: SlotTable, *tokens: int) -> int:
-    """Take a slot for `tokens` and compute them all."""
-    prompt = np.array(tokens, dtype=np.int32)
-    lease = slots.take(prompt)
-    assert lease is not None
-    slots.extend(lease.slot, prompt[lease.cached :])
-    return lease.slot
-
-
-def ids(*tokens: int) -> np.ndarray:
-    return np.array(tokens, dtype=np.int32)
-
-
-def test_a_session_that_goes_on_gets_its_own_slot_back() -> None:
-    slots = SlotTable(3, 16)
-    first, second = filled(slots, 1, 2, 3), filled(slots, 1, 2, 4)
-    slots.release(second)
-    slots.release(first)
-    lease = slots.take(ids(1, 2, 4, 5))
-    assert lease is not None
-    assert (lease.slot, lease.cached, lease.donor) == (second, 3, None)
-
-
-def test_a_fork_copies_and_leaves_the_other_history_whole() -> None:
-    slots = SlotTable(3, 16)
-    kept = filled(slots, 1, 2, 3, 4)
-    slots.release(kept)
-    lease = slots.take(ids(1, 2, 9))
-    assert lease is not None
-    assert lease.slot != kept
-    assert (lease.cached, lease.donor) == (2, kept)
-    again = slots.take(ids(1, 2, 3, 4, 5))
-    assert again is not None
-    assert (again.slot, again.cached) == (kept, 4)
-
-
-def test_the_last_token_of_a_prompt_is_always_computed() -> None:
-    slots = SlotTable(1, 16)
-    slots.release(filled(slots, 1, 2, 3))
-    lease = slots.take(ids(1, 2, 3))
-    assert lease is not None
-    assert (lease.cached, lease.donor) == (2, None)
-    assert slots.take(ids(1)) is None
-    slots.release(lease.slot)
-    single = slots.take(ids(1))
-    assert single is not None
-    assert single.cached == 0
-
-
-def test_the_least_recently_used_slot_is_given_up() -> None:
-    slots = SlotTable(2, 16)
-    old, new = filled(slots, 1, 1), filled(slots, 2, 2)
-    slots.release(old)
-    slots.release(new)
-    lease = slots.take(ids(7, 7))
-    assert lease is not None
-    assert lease.slot == old
-    assert slots.free == 1
-
-
-def test_what_older_weights_computed_is_nobodys_prefix() -> None:
-    slots = SlotTable(2, 16)
-    busy = filled(slots, 1, 2, 3)
-    slots.weights_changed()
-    other = slots.take(ids(1, 2, 3, 4))
-    assert other is not None
-    assert (other.cached, other.donor) == (0, None)
-    slots.extend(busy, 9)
-    slots.release(busy)
-    lease = slots.take(ids(1, 2, 3, 9, 9))
-    assert lease is not None
-    assert (lease.slot, lease.cached) == (busy, 0)
 
 
 LOGITS = (2.0, 1.0, -1.0, 0.0, -2.0)

@@ -5,7 +5,7 @@ it.
 Hugging Face model in training. The service's end is `outrider.engines.relay`.
 """
 
-from outrider.relay.function_engine import FunctionEngine
+from outrider.engines.embedded.function_engine import FunctionEngine
 from outrider.relay.worker import Worker
 
 __all__ = ["FunctionEngine", "Worker"]

@@ -28,6 +28,7 @@ import aiohttp
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Engine, SetsVersion, TakesConstraints, TokenizesText, weights_loader
+from outrider.engines.embedded.function_engine import FunctionEngine, Generate
 from outrider.engines.relay import messages
 from outrider.engines.relay.messages import (
     MAX_TO_WORKER,
@@ -56,7 +57,6 @@ from outrider.errors import (
     record_of,
 )
 from outrider.plugins import plugin_code
-from outrider.relay.function_engine import FunctionEngine, Generate
 from outrider.relay.generations import Generations
 from outrider.wire.client_socket import ClientSocket
 from outrider.wire.frames import Close, Nonsense, encode

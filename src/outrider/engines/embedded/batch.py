@@ -1,180 +1,175 @@
-"""Continuous batching: admits waiting sequences to slots, prefills prompts in pieces, decodes all sequences together.
+"""Continuous batching: generations join and leave a running batch, and each step samples one token for each of them.
 
-The module is independent of event loops, threads and protocols: the owner of the batch calls `step` repeatedly. Eight
-concurrent sequences take a quarter of the time of the same sequences in turn, and 32 about a seventh (one core, the
-demo's policy). Invariant: when the weights change, a sequence with output keeps its keys and values, and a sequence
-without output is computed again. No other sequence ever reads values computed by older weights.
+The module is independent of event loops and threads, and of the kind of model: the owner of the batch calls `step`
+repeatedly. Eight concurrent generations take a quarter of the time of the same generations in turn, and 32 about a
+seventh (one core, the demo's policy). Invariant: a token is sampled over keys and values of the weights of its version.
+So all keys and values are computed again when the weights change.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Generic, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from outrider.engines.base import Chunk, PauseMode
-from outrider.engines.embedded.kv_cache import KeyValueCache, SlotTable
-from outrider.engines.embedded.model import Llama
-from outrider.engines.embedded.sampler import SampledToken, sample
-from outrider.engines.embedded.sequence import NONE, RequestChecker, SequenceStop, TokenSequence
-from outrider.engines.embedded.weights import StateDict, apply_weights
-from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.trajectory import FinishReason
+from outrider.engines.base import Chunk
+from outrider.engines.embedded.sampler import sample
+from outrider.engines.embedded.sequence import TokenSequence
+from outrider.trajectory import Ids, VersionSpan
 
-PREFILL_TOKENS = 256
-"""Maximum prompt tokens computed in a step, so that a long prompt does not delay the sequences that decode."""
+Cache = list[tuple[Tensor, Tensor]]
+"""The keys and values of each layer, of shape (rows, heads, columns, size)."""
 
 
-class BatchOutput(msgspec.Struct, frozen=True):
-    """New output of one sequence."""
+class Forward(Protocol):
+    """A model, on any device. Returns the logits after the last column of `ids`, float32 on the CPU, of shape (rows,
+    vocab); and the cache with the new columns. `ids` and `positions` have the shape (rows, tokens). `mask` (rows,
+    columns) is 0 for padding, and covers the columns of the cache and of `ids`."""
 
-    sequence: TokenSequence
-    chunk: Chunk
+    def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]: ...
 
 
-class SequenceBatch:
-    """Sequences over one model. Not thread-safe: one thread makes every call, under `torch.inference_mode`.
+class Row:
+    """One generation: its sequence, and the ids of prompt and output so far. `cached` counts the prompt tokens that
+    needed no computing. The owner sets `gone` when the output is no longer wanted."""
 
-    `slots` sequences of at most `context` tokens run at once. The others wait, first come, first served.
-    """
+    def __init__(self, sequence: TokenSequence) -> None:
+        self.sequence = sequence
+        self.ids: list[int] = sequence.prompt.tolist()
+        self.cached = 0
+        self.gone = False
 
-    def __init__(self, model: Llama, *, slots: int, context: int, tokenizer: Tokenizer | None = None) -> None:
-        self.model = model
-        self.checker = RequestChecker(vocab=model.shape.vocab, context=context, tokenizer=tokenizer)
-        self.version = 0
-        self.waiting: deque[TokenSequence] = deque()
-        self.running: list[TokenSequence] = []
-        self.paused: PauseMode | None = None
-        self._slots = SlotTable(slots, context)
-        self._cache = KeyValueCache(model.shape, slots, context)
 
-    @property
-    def free_slots(self) -> int:
-        return self._slots.free
+RowT = TypeVar("RowT", bound=Row)
 
-    @property
-    def has_work(self) -> bool:
-        """True if `step` would compute anything now."""
-        if self.paused == "keep":
-            return False
-        return bool(self.running or (self.waiting and self.paused is None))
 
-    def add(self, sequence: TokenSequence) -> None:
-        self.waiting.append(sequence)
+class RowBatch(Generic[RowT]):
+    """The running generations with their keys and values, padded on the left, so that all rows end in the same column.
+    Not thread-safe. The keys and values of the last `kept` rows that have left are kept: a later prompt that begins
+    with the same ids takes them over."""
 
-    def remove(self, sequence: TokenSequence) -> None:
-        """Remove a sequence, running or waiting, and free its slot at once. Does nothing for a sequence that has
-        ended."""
-        if sequence in self.running:
-            self._leave(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+    def __init__(self, forward: Forward, *, kept: int = 0) -> None:
+        self.rows: list[RowT] = []
+        self._forward = forward
+        self._cache: Cache = []
+        self._mask = torch.zeros((0, 0), dtype=torch.long)
+        self._left: deque[tuple[Ids, Cache]] = deque(maxlen=kept)
+        """The ids of rows that have left, and the keys and values of each, without padding."""
 
-    def pause(self, mode: PauseMode) -> list[BatchOutput]:
-        """Stop admitting. Running sequences continue ("finish"), end now ("abort") or freeze ("keep"). Waiting
-        sequences keep waiting. Returns the last output of every sequence that was aborted."""
-        self.paused = mode
-        if mode != "abort":
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not type-checked
+    def step(self, new: list[RowT], version: int, *, stale: bool = False) -> list[tuple[RowT, Chunk]]:
+        """Sample one token for each row, new rows included, with the weights of `version`. `stale`: the weights have
+        changed. Returns the chunk of each row; a row with a last chunk has left the batch."""
+        # no_grad and not inference_mode: a model may keep buffers computed here, and training cannot use inference
+        # tensors.
+        self._keep([place for place, row in enumerate(self.rows) if not row.gone])
+        if stale:
+            self._left.clear()
+            new, self.rows = [*self.rows, *new], []
+        logits = []
+        if self.rows:
+            self._mask = pad(self._mask, (0, 1), value=1)
+            last = torch.tensor([[row.ids[-1]] for row in self.rows])
+            decoded, self._cache = self._forward(last, self._mask, _positions(self._mask, 1), self._cache)
+            logits.append(decoded)
+        if new:
+            logits.append(self._prefill(new))
+        if not logits:
             return []
-        return [self._end(sequence, SequenceStop(FinishReason.ABORT), []) for sequence in list(self.running)]
-
-    def resume(self) -> None:
-        self.paused = None
-
-    def update(self, state: StateDict | None, version: int) -> None:
-        """Serve policy `version` from the next token on, with the weights of `state`. `state` is None if the model's
-        owner has already written the weights into the model. Raises EngineRejected, with nothing changed."""
-        if state is not None:
-            apply_weights(self.model, state)
-        self.version = version
-        self._slots.weights_changed()
-        for sequence in self.running:
-            if sequence.last == NONE:  # nothing sampled yet: computing the prompt again costs only time
-                self._slots.clear(sequence.slot)
-                sequence.cached = 0
-
-    def step(self) -> list[BatchOutput]:
-        """Prefill up to PREFILL_TOKENS tokens, then compute one token for every sequence whose prompt is complete."""
-        self._admit()
-        decoding = [sequence for sequence in self.running if sequence.last != NONE]
-        ready, states = self._prefill()
-        if decoding:  # compute the newest token of each
-            slots = [sequence.slot for sequence in decoding]
-            last = [sequence.last for sequence in decoding]
-            positions = [self._slots.length(slot) for slot in slots]
-            hidden = self.model.hidden(
-                torch.tensor(last)[:, None], torch.tensor(positions)[:, None], self._cache.decode(slots, positions)
+        outputs, staying = [], []
+        sampled = sample(torch.cat(logits), [row.sequence.sampling for row in self.rows])
+        for place, (row, token) in enumerate(zip(self.rows, sampled, strict=True)):
+            count = len(row.ids) - len(row.sequence.prompt)
+            row.ids.append(token.token)
+            stop = row.sequence.accept(token, version)
+            chunk = Chunk(
+                ids=[token.token], logprobs=[token.logprob], versions=(VersionSpan(version, count, count + 1),)
             )
-            for slot, token_id in zip(slots, last, strict=True):
-                self._slots.extend(slot, token_id)
-            ready = decoding + ready
-            states.insert(0, hidden[:, 0])
-        if not ready:
-            return []
-        outputs = []
-        sampled = sample(self.model.logits(torch.cat(states)), [sequence.sampling for sequence in ready])
-        for sequence, token in zip(ready, sampled, strict=True):
-            stop = sequence.accept(token, self.version)
-            if stop is not None:
-                outputs.append(self._end(sequence, stop, [token]))
+            if stop is None:
+                staying.append(place)
             else:
-                outputs.append(BatchOutput(sequence, Chunk(ids=[token.token], logprobs=[token.logprob])))
+                chunk = Chunk(
+                    ids=chunk.ids,
+                    logprobs=chunk.logprobs,
+                    finish=stop.reason,
+                    stop_match=stop.match,
+                    versions=row.sequence.version_spans(),
+                    cached_tokens=row.cached,
+                )
+            outputs.append((row, chunk))
+        self._keep(staying)
         return outputs
 
-    def _admit(self) -> None:
-        """Move waiting sequences to slots while there are free slots."""
-        while self.paused is None and self.waiting:
-            sequence = self.waiting[0]
-            lease = self._slots.take(sequence.prompt)
-            if lease is None:
-                return
-            if lease.donor is not None:
-                self._cache.copy(lease.donor, lease.slot, lease.cached)
-            sequence.slot, sequence.cached = lease.slot, lease.cached
-            self.running.append(self.waiting.popleft())
+    def _prefill(self, new: list[RowT]) -> Tensor:
+        """Add rows to the batch. Returns the logits after the last token of each new row."""
+        found = [self._prefix(row) for row in new]
+        old = max(row.cached for row in new)
+        width = max(len(row.ids) - row.cached for row in new)
+        ids = torch.zeros((len(new), width), dtype=torch.long)
+        mask = torch.zeros((len(new), old + width), dtype=torch.long)
+        for place, row in enumerate(new):
+            fresh = len(row.ids) - row.cached
+            ids[place, width - fresh :] = torch.tensor(row.ids[row.cached :])
+            mask[place, old - row.cached : old] = 1
+            mask[place, old + width - fresh :] = 1
+        cache = [_stacked(layers, old) for layers in zip(*found, strict=True)] if old else []
+        logits, cache = self._forward(ids, mask, _positions(mask, width), cache)
+        if not self.rows:
+            self._mask, self._cache = mask, cache
+        else:
+            total = max(mask.shape[1], self._mask.shape[1])
+            self._cache = [_stacked(pair, total) for pair in zip(self._cache, cache, strict=True)]
+            self._mask = torch.cat([pad(each, (total - each.shape[1], 0)) for each in (self._mask, mask)])
+        self.rows += new
+        return logits
 
-    def _prefill(self) -> tuple[list[TokenSequence], list[Tensor]]:
-        """Compute prompt tokens, oldest sequence first. Returns the sequences whose prompt is now complete, and their
-        final states (1, hidden)."""
-        budget = PREFILL_TOKENS
-        ready: list[TokenSequence] = []
-        states: list[Tensor] = []
-        for sequence in self.running:
-            if sequence.last != NONE:
-                continue
-            start = self._slots.length(sequence.slot)
-            end = min(len(sequence.prompt), start + budget)
-            if end == start:
-                break
-            budget -= end - start
-            ids = sequence.prompt[start:end]
-            hidden = self.model.hidden(
-                torch.from_numpy(ids.astype(np.int64))[None],
-                torch.arange(start, end)[None],
-                self._cache.prefill(sequence.slot, start, end),
-            )
-            self._slots.extend(sequence.slot, ids)
-            if end == len(sequence.prompt):
-                ready.append(sequence)
-                states.append(hidden[:, -1])
-        return ready, states
+    def _prefix(self, row: RowT) -> Cache:
+        """Set `cached`, and return the keys and values of so many ids. The last id never counts, because the state
+        after it is needed to sample from."""
+        limit = len(row.ids) - 1
+        asked = np.asarray(row.ids[:limit])
+        best: Cache = []
+        row.cached = 0
+        for ids, cache in self._left:
+            length = min(limit, len(ids))
+            differs = np.append(ids[:length] != asked[:length], True)
+            if not best or int(differs.argmax()) > row.cached:
+                best, row.cached = cache, int(differs.argmax())
+        return [(keys[:, :, : row.cached], values[:, :, : row.cached]) for keys, values in best]
 
-    def _end(self, sequence: TokenSequence, stop: SequenceStop, sampled: list[SampledToken]) -> BatchOutput:
-        self._leave(sequence)
-        chunk = Chunk(
-            ids=[each.token for each in sampled],
-            logprobs=[each.logprob for each in sampled],
-            finish=stop.reason,
-            stop_match=stop.match,
-            versions=sequence.version_spans(),
-            cached_tokens=sequence.cached,
-        )
-        return BatchOutput(sequence, chunk)
+    def _keep(self, places: list[int]) -> None:
+        """Drop all rows except `places`, and the columns that are padding in every remaining row."""
+        if len(places) == len(self.rows):
+            return
+        if self._left.maxlen:
+            for place in {*range(len(self.rows))} - {*places}:
+                here = self._mask[place].bool()
+                cache = [
+                    (keys[place : place + 1, :, here], values[place : place + 1, :, here])
+                    for keys, values in self._cache
+                ]
+                self._left.append((np.asarray(self.rows[place].ids[: int(here.sum())]), cache))
+        self.rows = [self.rows[place] for place in places]
+        staying = torch.tensor(places, dtype=torch.long)
+        mask = self._mask[staying]
+        first = int(mask.any(dim=0).long().argmax()) if places else mask.shape[1]
+        self._mask = mask[:, first:]
+        self._cache = [(keys[staying, :, first:], values[staying, :, first:]) for keys, values in self._cache]
 
-    def _leave(self, sequence: TokenSequence) -> None:
-        self.running.remove(sequence)
-        self._slots.release(sequence.slot)
-        sequence.slot = NONE
+
+def _positions(mask: Tensor, tokens: int) -> Tensor:
+    """Return the positions of the last `tokens` columns; 0 for padding at the start."""
+    return (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -tokens:]
+
+
+def _stacked(parts: tuple[tuple[Tensor, Tensor], ...], width: int) -> tuple[Tensor, Tensor]:
+    """Stack the keys and the values of several groups of rows, padded on the left to `width` columns."""
+
+    def stack(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([pad(each, (0, 0, width - each.shape[2], 0)) for each in tensors])
+
+    return stack([keys for keys, _ in parts]), stack([values for _, values in parts])

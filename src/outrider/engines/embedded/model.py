@@ -1,7 +1,7 @@
 """A decoder-only transformer of the Llama family (Llama, Qwen2), in plain torch.
 
-The model is independent of requests and of the storage of keys and values: attention is a callable given to `hidden`,
-so that the same module serves (over a cache) and trains (over the sequence itself). Invariant: parameters are float32,
+The model is independent of requests: attention is a callable given to `hidden`, so that the same module serves (over a
+cache) and trains (over the sequence itself). Invariant: parameters are float32,
 with query, key and value fused into one matrix, and gate and up into another.
 """
 
@@ -110,6 +110,26 @@ class CausalAttention:
         return attention(query, key, value, self._mask)
 
 
+class CachedAttention:
+    """Attention of new tokens over the keys and values of `cache`, which afterwards holds those of the new tokens, too.
+    `mask` (rows, columns) is 0 for padding."""
+
+    def __init__(self, shape: ModelShape, mask: Tensor, tokens: int, cache: list[tuple[Tensor, Tensor]]) -> None:
+        self.cache = list(cache)
+        columns = mask.shape[1]
+        own = torch.arange(columns) - torch.arange(columns - tokens, columns)[:, None]
+        allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)  # padding attends to itself: nothing would give NaN
+        self._mask = grouped_mask(allowed, shape.heads // shape.kv_heads)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if layer < len(self.cache):
+            keys, values = self.cache[layer]
+            self.cache[layer] = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
+        else:
+            self.cache.append((key, value))
+        return attention(query, *self.cache[layer], self._mask)
+
+
 class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
     """One block: attention and a gated MLP, each behind an RMS norm and added to its input."""
 
@@ -173,3 +193,10 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         """Return the logits (..., vocab) of final states (..., hidden)."""
         weight = self.embed.weight if self.head is None else self.head.weight
         return functional.linear(hidden, weight)
+
+    def extend(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """See `batch.Forward`."""
+        attend = CachedAttention(self.shape, mask, ids.shape[1], cache)
+        return self.logits(self.hidden(ids, positions, attend)[:, -1]), attend.cache

@@ -15,8 +15,6 @@ from outrider.errors import ContextOverflow, EngineRejected, Overflow
 from outrider.tokens.rendering.tokenizer import TextStream, Tokenizer
 from outrider.trajectory import FinishReason, Ids, VersionSpan
 
-NONE = -1
-
 
 class SequenceStop(msgspec.Struct, frozen=True):
     """The end of a sequence. `match` is the stop id or stop string, None for every other reason."""
@@ -57,21 +55,16 @@ class StopChecker:
 
 
 class TokenSequence:
-    """A prompt and its output in the batch. `slot` is NONE for a waiting sequence. `last`, the newest token, is NONE
-    before the first output. `cached` counts the prompt tokens that needed no computing."""
+    """A prompt, and the sampling and the ends of its output."""
 
     def __init__(self, prompt: Ids, sampling: SamplingState, stops: StopChecker) -> None:
         self.prompt = prompt
         self.sampling = sampling
-        self.slot = NONE
-        self.last = NONE
-        self.cached = 0
         self._stops = stops
         self._versions: list[int] = []
 
     def accept(self, sampled: SampledToken, version: int) -> SequenceStop | None:
         """Take the next token, sampled under policy `version`. Returns the stop if this token ends the sequence."""
-        self.last = sampled.token
         self._versions.append(version)
         self.sampling.accept(sampled.token)
         return self._stops.push(sampled.token)

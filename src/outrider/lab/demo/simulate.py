@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 import random
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-import torch
 
 from outrider.engines.base import GenerateRequest, SamplingParams
-from outrider.engines.embedded.batch import SequenceBatch
+from outrider.engines.embedded.batch import Row, RowBatch
 from outrider.engines.embedded.model import Llama
-from outrider.engines.embedded.sequence import TokenSequence
+from outrider.engines.embedded.sequence import RequestChecker
 from outrider.lab.demo.dialogue import END, Script, tool_output
 from outrider.lab.demo.task import MAX_TOKENS, TURNS, Episode, score
 from outrider.messages import Message, Role, ToolCall
@@ -39,39 +39,45 @@ class SimulatedSession(msgspec.Struct):
         return score(self.transcript, item=self.episode.item, zone=self.episode.zone).reward
 
 
+ROWS = 128
+
+
 class Simulator:
-    """Runs episodes, 128 at once, at temperature 1. `model` may be trained between two runs."""
+    """Runs episodes, ROWS at once, at temperature 1. `model` may be trained between two runs."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, script: Script, *, seed: int) -> None:
-        self._batch = SequenceBatch(model, slots=128, context=256)
+        self._batch: RowBatch[Row] = RowBatch(model.extend, kept=ROWS)
+        self._checker = RequestChecker(vocab=model.shape.vocab, context=256, tokenizer=None)
         self._tokenizer = tokenizer
         self._script = script
         self._stop_ids = tuple(tokenizer.encode(END))
         self._seeds = random.Random(seed)
 
-    @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not type-checked
     def run(self, episodes: Sequence[Episode]) -> list[SimulatedSession]:
         """Return one rollout for each episode, in the order of the episodes."""
-        # The trainer has changed the weights in place: prefixes cached under the old weights must not be reused.
-        self._batch.update(None, self._batch.version + 1)
         rollouts = []
         for episode in episodes:
             prompt = self._tokenizer.encode(self._script.prompt(episode.question))
             rollouts.append(SimulatedSession(episode, prompt, [False] * len(prompt), [], []))
-        going = {self._ask(rollout): rollout for rollout in rollouts}
+        waiting = deque(self._ask(rollout) for rollout in rollouts)
+        going = dict(zip(waiting, rollouts, strict=True))
+        stale = True  # the trainer has changed the weights in place
         while going:
-            for output in self._batch.step():
-                rollout = going[output.sequence]
-                rollout.ids += output.chunk.ids
-                rollout.spoken += [True] * len(output.chunk.ids)
-                rollout.logprobs += output.chunk.logprobs
-                if output.chunk.finish is not None:
-                    del going[output.sequence]
-                    if self._answer(rollout, len(output.sequence.prompt)):
-                        going[self._ask(rollout)] = rollout
+            new = [waiting.popleft() for _ in range(min(len(waiting), ROWS - len(self._batch.rows)))]
+            for row, chunk in self._batch.step(new, 0, stale=stale):
+                rollout = going[row]
+                rollout.ids += chunk.ids
+                rollout.spoken += [True] * len(chunk.ids)
+                rollout.logprobs += chunk.logprobs
+                if chunk.finish is not None:
+                    del going[row]
+                    if self._answer(rollout, len(row.sequence.prompt)):
+                        waiting.append(self._ask(rollout))
+                        going[waiting[-1]] = rollout
+            stale = False
         return rollouts
 
-    def _ask(self, rollout: SimulatedSession) -> TokenSequence:
+    def _ask(self, rollout: SimulatedSession) -> Row:
         seed = self._seeds.getrandbits(48)
         request = GenerateRequest(
             request_id="simulated",
@@ -79,9 +85,7 @@ class Simulator:
             input_ids=np.asarray(rollout.ids, dtype=np.int32),
             sampling=SamplingParams(max_tokens=MAX_TOKENS, seed=seed, stop_token_ids=self._stop_ids),
         )
-        sequence = self._batch.checker.check(request)
-        self._batch.add(sequence)
-        return sequence
+        return Row(self._checker.check(request))
 
     def _answer(self, rollout: SimulatedSession, start: int) -> bool:
         """Add the turn whose ids begin at `start` to the transcript, and the sandbox's output if the turn is a call

@@ -6,13 +6,23 @@ This module is independent of engine protocols. Invariant: when the client leave
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import orjson
 
 from outrider.constraint import Constraint
-from outrider.engines.base import Engine, TakesConstraints
+from outrider.engines.adapters.policy_versions import label_of, version_of
+from outrider.engines.base import (
+    Chunk,
+    Engine,
+    GenerateRequest,
+    LoadsWeights,
+    SamplingParams,
+    SetsVersion,
+    TakesConstraints,
+)
 from outrider.errors import EngineRejected
 from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -51,6 +61,20 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     incremental: bool = False
     spans: bool = False
     prefix_cache: PrefixCache | None = None
+
+
+class AskedSampling(msgspec.Struct, kw_only=True):
+    """The sampling parameters that both protocols name alike."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
 
 
 class ServerDied(Exception):
@@ -135,21 +159,73 @@ NOT_FOUND = {"detail": "Not Found"}
 """The response of both servers for a missing route."""
 
 
-def checked_constraint(engine: Engine, constraint: Constraint | None) -> Constraint | None:
-    """Return the constraint of a request. Raises EngineRejected if the engine cannot enforce it."""
-    if constraint is None or (isinstance(engine, TakesConstraints) and constraint.kind in engine.constraints):
-        return constraint
-    raise EngineRejected(f"this engine cannot hold a reply to a {constraint.kind.value}")
-
-
-class Served(Protocol):
+class Served:
     """One engine behind one server's protocol. `dead` is true once the server has exited: connections then break
     off."""
 
-    routes: Routes
-    dead: bool
+    def __init__(self, engine: Engine, settings: ServeSettings, routes: Routes) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.routes = routes
+        self.dead = False
 
-    def error_body(self, message: str, status: int) -> Any: ...
+    def error_body(self, message: str, status: int) -> Any:
+        raise NotImplementedError
+
+    def generation(
+        self,
+        request_id: str,
+        session_key: str | None,
+        prompt: list[int],
+        asked: AskedSampling,
+        constraint: Constraint | None,
+        **sampling: Any,
+    ) -> GenerateRequest:
+        """Return the request for the engine. `sampling` are the parameters that the protocols name differently. Raises
+        EngineRejected if the engine cannot enforce the constraint."""
+        if constraint is not None and not (
+            isinstance(self.engine, TakesConstraints) and constraint.kind in self.engine.constraints
+        ):
+            raise EngineRejected(f"this engine cannot hold a reply to a {constraint.kind.value}")
+        return GenerateRequest(
+            request_id=request_id,
+            session_key=session_key or request_id,
+            input_ids=np.array(prompt, dtype=np.int32),
+            sampling=SamplingParams(
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                min_p=asked.min_p,
+                stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
+                stop_token_ids=tuple(asked.stop_token_ids or ()),
+                repetition_penalty=asked.repetition_penalty,
+                presence_penalty=asked.presence_penalty,
+                frequency_penalty=asked.frequency_penalty,
+                logit_bias=asked.logit_bias or {},
+                constraint=constraint,
+                **sampling,
+            ),
+        )
+
+    async def set_version(self, label: str) -> None:
+        """Set the version of the engine. Raises EngineRejected if the engine has none."""
+        if not isinstance(self.engine, SetsVersion):
+            raise EngineRejected("this engine's version cannot be set")
+        await self.engine.set_version(version_of(label))
+
+    def loader(self) -> LoadsWeights:
+        """Return the engine. Raises EngineRejected if the engine cannot load weights."""
+        if not isinstance(self.engine, LoadsWeights):
+            raise EngineRejected("this engine's weights cannot be loaded")
+        return self.engine
+
+    def forget_prefixes(self) -> None:
+        if self.settings.prefix_cache:
+            self.settings.prefix_cache.clear()
+
+
+def labelled(chunk: Chunk) -> list[dict[str, Any]]:
+    """Return a chunk's versions in the form of both protocols."""
+    return [{"version": label_of(span.version), "start": span.start, "end": span.end} for span in chunk.versions]
 
 
 def common_routes(engine: Engine, settings: ServeSettings, tokenizer_length: int | None = None) -> Routes:

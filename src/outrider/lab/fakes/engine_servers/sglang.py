@@ -13,28 +13,20 @@ from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn, cast
 
 import msgspec
-import numpy as np
 
 from outrider.concurrency.events import wait_for_event
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of, version_of
-from outrider.engines.base import (
-    Chunk,
-    Engine,
-    GenerateRequest,
-    LoadsWeights,
-    PauseMode,
-    SamplingParams,
-    SetsVersion,
-)
+from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode
 from outrider.errors import ContextOverflow, EngineError, EngineRejected
 from outrider.lab.fakes.engine_servers.asgi import (
+    AskedSampling,
     HttpCall,
-    Routes,
+    Served,
     ServerDied,
     ServeSettings,
-    checked_constraint,
     common_routes,
+    labelled,
 )
 from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream
 from outrider.trajectory import FinishReason
@@ -46,25 +38,16 @@ TOKENIZER_LENGTH = 131_072
 """`max_model_len` in the response of `/tokenize`: the tokenizer's own limit."""
 
 
-class _Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _Sampling(AskedSampling, kw_only=True, forbid_unknown_fields=True):
     max_new_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
     top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     min_new_tokens: int = 0
     n: int = 1
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: int | None = None
-    logit_bias: dict[int, float] | None = None
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -115,15 +98,11 @@ _PAUSE = msgspec.json.Decoder(_Pause)
 _NEW_VERSION = msgspec.json.Decoder(_NewVersion)
 
 
-class ServedSGLang:
+class ServedSGLang(Served):
     """SGLang's routes for one engine. `health_checks` counts the requests to `/health`."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
-        self.engine = engine
-        self.settings = settings
-        self.dead = False
-        self.health_checks = 0
-        self.routes: Routes = common_routes(engine, settings, TOKENIZER_LENGTH) | {
+        routes = common_routes(engine, settings, TOKENIZER_LENGTH) | {
             ("GET", "/health"): self._health,
             ("POST", "/generate"): self._generate,
             ("GET", "/model_info"): self._model_info,
@@ -134,6 +113,8 @@ class ServedSGLang:
             ("POST", "/update_weight_version"): self._update_weight_version,
             ("POST", "/update_weights_from_disk"): self._update_weights,
         }
+        super().__init__(engine, settings, routes)
+        self.health_checks = 0
         self._paused: str | None = None
         """The mode of the current pause."""
         self._resumed = asyncio.Event()
@@ -249,27 +230,16 @@ class ServedSGLang:
                 f" {sampling.max_new_tokens} tokens for the completion. Please reduce the number of tokens in the input"
                 " messages or the completion to fit within the limit."
             )
-        stop = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop or ())
-        return GenerateRequest(
-            request_id=body.rid,
-            session_key=body.routing_key or body.rid,
-            input_ids=np.array(body.input_ids, dtype=np.int32),
-            sampling=SamplingParams(
-                max_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                seed=sampling.sampling_seed,
-                stop=stop,
-                stop_token_ids=tuple(sampling.stop_token_ids or ()),
-                min_tokens=sampling.min_new_tokens,
-                repetition_penalty=sampling.repetition_penalty,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                logit_bias=sampling.logit_bias or {},
-                constraint=checked_constraint(self.engine, sampling.constraint()),
-            ),
+        return self.generation(
+            body.rid,
+            body.routing_key,
+            body.input_ids,
+            sampling,
+            sampling.constraint(),
+            max_tokens=sampling.max_new_tokens,
+            top_k=sampling.top_k,
+            seed=sampling.sampling_seed,
+            min_tokens=sampling.min_new_tokens,
         )
 
     async def _respond(self, call: HttpCall, request: GenerateRequest, body: _Generate) -> None:
@@ -322,27 +292,20 @@ class ServedSGLang:
         if self._in_flight:
             await call.answer_text(400, "Cache not flushed because there are pending requests.")
             return
-        self._forget()
+        self.forget_prefixes()
         await call.answer_text(200, "Cache flushed.")
-
-    def _forget(self) -> None:
-        if self.settings.prefix_cache:
-            self.settings.prefix_cache.clear()
 
     async def _update_weight_version(self, call: HttpCall) -> None:
         body = await call.read(_NEW_VERSION)
-        if not isinstance(self.engine, SetsVersion):
-            raise EngineRejected("this engine's version cannot be set")
         if body.abort_all_requests:
             await self.engine.pause("abort")
             await self.engine.resume()
-        await self.engine.set_version(version_of(body.new_version))
+        await self.set_version(body.new_version)
         await call.answer(200, {"success": True, "new_version": body.new_version})
 
     async def _update_weights(self, call: HttpCall) -> None:
         body = await call.read(_WEIGHTS)
-        if not isinstance(self.engine, LoadsWeights):
-            raise EngineRejected("this engine's weights cannot be loaded")
+        loader = self.loader()
         if body.abort_all_requests:
             await self.engine.pause("abort")
         # During a pause in place, requests stay in the scheduler. A cache flush asserts that the scheduler has none, so
@@ -350,12 +313,12 @@ class ServedSGLang:
         if body.flush_cache and self._paused == "in_place" and self._in_flight:
             self._die()
         try:
-            await self.engine.update_weights(body.model_path, version_of(body.weight_version))
+            await loader.update_weights(body.model_path, version_of(body.weight_version))
         except EngineRejected as error:
             await call.answer(400, {"success": False, "message": error.message})
             return
         if body.flush_cache:
-            self._forget()
+            self.forget_prefixes()
         if not body.keep_pause and self._paused is None:
             await self.engine.resume()
         message = f"Succeeded to update model weights. Weight version updated to {body.weight_version}."
@@ -404,9 +367,7 @@ class _SGLangWriter:
             ]
             meta["output_token_logprobs"] = self._entries
         if chunk.versions and self._spans:
-            meta["weight_versions"] = [
-                {"version": label_of(span.version), "start": span.start, "end": span.end} for span in chunk.versions
-            ]
+            meta["weight_versions"] = labelled(chunk)
         return {"text": self._text, "output_ids": self._ids, "meta_info": meta}
 
 

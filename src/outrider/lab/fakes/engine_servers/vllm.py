@@ -11,21 +11,19 @@ from typing import Any, Literal, Protocol
 from urllib.parse import parse_qs
 
 import msgspec
-import numpy as np
 
 from outrider.constraint import Constraint, ConstraintKind
-from outrider.engines.adapters.policy_versions import label_of, version_of
-from outrider.engines.base import (
-    Chunk,
-    Engine,
-    GenerateRequest,
-    LoadsWeights,
-    PauseMode,
-    SamplingParams,
-    SetsVersion,
-)
+from outrider.engines.adapters.policy_versions import label_of
+from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode
 from outrider.errors import EngineError, EngineRejected, EngineUnavailable
-from outrider.lab.fakes.engine_servers.asgi import HttpCall, Routes, ServeSettings, checked_constraint, common_routes
+from outrider.lab.fakes.engine_servers.asgi import (
+    AskedSampling,
+    HttpCall,
+    Served,
+    ServeSettings,
+    common_routes,
+    labelled,
+)
 from outrider.tokens.rendering.tokenizer import TextStream
 from outrider.trajectory import FinishReason
 
@@ -60,21 +58,12 @@ class _StructuredOutputs(msgspec.Struct):
         return found[0]
 
 
-class _Sampling(msgspec.Struct, kw_only=True):
+class _Sampling(AskedSampling, kw_only=True):
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     logprobs: int | None = None
     min_tokens: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
     structured_outputs: _StructuredOutputs | None = None
 
 
@@ -114,14 +103,11 @@ _NEW_VERSION = msgspec.json.Decoder(_NewVersion)
 _RELOAD = msgspec.json.Decoder(_Reload)
 
 
-class ServedVLLM:
+class ServedVLLM(Served):
     """vLLM's routes for one engine."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
-        self.engine = engine
-        self.settings = settings
-        self.dead = False
-        self.routes: Routes = common_routes(engine, settings) | {
+        routes = common_routes(engine, settings) | {
             ("GET", "/health"): self._health,
             ("POST", "/inference/v1/generate"): self._generate,
             ("POST", "/v1/completions"): self._complete,
@@ -133,9 +119,10 @@ class ServedVLLM:
             ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
         }
         if not settings.labels:
-            self.routes = {key: handler for key, handler in self.routes.items() if key[1] not in LABEL_ROUTES}
+            routes = {key: handler for key, handler in routes.items() if key[1] not in LABEL_ROUTES}
         if not settings.dev_mode:
-            self.routes = {key: handler for key, handler in self.routes.items() if key[1] not in DEV_ROUTES}
+            routes = {key: handler for key, handler in routes.items() if key[1] not in DEV_ROUTES}
+        super().__init__(engine, settings, routes)
         self._paused: PauseMode | None = None
 
     def error_body(self, message: str, status: int) -> Any:
@@ -169,28 +156,17 @@ class ServedVLLM:
         max_tokens = sampling.max_tokens or max_tokens
         if max_tokens is None:
             max_tokens = max(((await self.engine.health()).context_tokens or 32768) - len(prompt), 1)
-        stop = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop or ())
         form = sampling.structured_outputs
-        return GenerateRequest(
-            request_id=request_id,
-            session_key=call.header(b"x-session-id") or request_id,
-            input_ids=np.array(prompt, dtype=np.int32),
-            sampling=SamplingParams(
-                max_tokens=max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k or -1,
-                min_p=sampling.min_p,
-                seed=sampling.seed,
-                stop=stop,
-                stop_token_ids=tuple(sampling.stop_token_ids or ()),
-                min_tokens=sampling.min_tokens,
-                repetition_penalty=sampling.repetition_penalty,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                logit_bias=sampling.logit_bias or {},
-                constraint=checked_constraint(self.engine, form.constraint() if form is not None else None),
-            ),
+        return self.generation(
+            request_id,
+            call.header(b"x-session-id"),
+            prompt,
+            sampling,
+            form.constraint() if form is not None else None,
+            max_tokens=max_tokens,
+            top_k=sampling.top_k or -1,
+            seed=sampling.seed,
+            min_tokens=sampling.min_tokens,
         )
 
     async def _respond(
@@ -246,18 +222,15 @@ class ServedVLLM:
 
     async def _update_weight_version(self, call: HttpCall) -> None:
         label = (await call.read(_NEW_VERSION)).new_version
-        if not isinstance(self.engine, SetsVersion):
-            raise EngineRejected("this engine's version cannot be set")
-        await self.engine.set_version(version_of(label))
+        await self.set_version(label)
         await call.answer(200, {"success": True, "new_version": label})
 
     async def _collective_rpc(self, call: HttpCall) -> None:
         """Load weights, as `reload_weights` of the workers does. The label of the version is set by another call."""
         path = (await call.read(_RELOAD)).kwargs.weights_path
-        if not isinstance(self.engine, LoadsWeights):
-            raise EngineRejected("this engine's weights cannot be loaded")
+        loader = self.loader()
         try:
-            await self.engine.update_weights(path, (await self.engine.health()).version)
+            await loader.update_weights(path, (await self.engine.health()).version)
         except EngineRejected:  # the real server exits if it cannot read the folder
             self.dead = True
             message = f"Call to collective_rpc method failed: Repo id must be in the form 'repo_name': '{path}'."
@@ -266,8 +239,7 @@ class ServedVLLM:
         await call.answer(200, {"results": [None]})
 
     async def _reset_prefix_cache(self, call: HttpCall) -> None:
-        if self.settings.prefix_cache:
-            self.settings.prefix_cache.clear()
+        self.forget_prefixes()
         await call.answer(200, {"success": True})
 
 
@@ -350,7 +322,7 @@ class _TokenChoices:
             "stop_reason": chunk.stop_match,
         }
         if chunk.versions and self._labels and not self._text_token_ids:
-            choice["weight_versions"] = _labelled(chunk)
+            choice["weight_versions"] = labelled(chunk)
         return choice
 
 
@@ -390,10 +362,6 @@ class _CompletionChoices:
             choice["token_ids"] = chunk.ids
             choice["prompt_token_ids"] = self._asked.prompt if self._first else None
         if chunk.versions and self._asked.return_weight_versions:
-            choice["weight_versions"] = _labelled(chunk)
+            choice["weight_versions"] = labelled(chunk)
         self._first = False
         return choice
-
-
-def _labelled(chunk: Chunk) -> list[dict[str, Any]]:
-    return [{"version": label_of(span.version), "start": span.start, "end": span.end} for span in chunk.versions]

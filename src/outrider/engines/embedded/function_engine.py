@@ -46,7 +46,7 @@ class FunctionEngine:
         logprob_kind: LogprobKind = LogprobKind.SAMPLING,
         version: int = 0,
         constraints: Iterable[ConstraintKind] = (),
-        tokenize: Callable[[str], list[int]] | None = None,
+        tokenize: Callable[[str], list[int] | None] | None = None,
         healthy: Callable[[], Awaitable[str]] | None = None,
         changed: Callable[[], object] = lambda: None,
     ) -> None:
@@ -144,7 +144,8 @@ class FunctionEngine:
         self._gate.open()
 
     async def set_version(self, version: int) -> None:
-        self.version = version
+        if version != self._version:
+            self.version = version
 
     async def token_check(self, text: str) -> list[int] | None:
         return None if self._tokenize is None else self._tokenize(text)

@@ -1,0 +1,364 @@
+"""The common part of the adapters for vLLM and SGLang: one server, or a router of servers, that takes token ids.
+
+An adapter is a subclass with the server's routes, request bodies, events and labels. It is a base class with state,
+against the house's habit, because both servers have the same generations, pauses and versions. Invariant: a server
+samples the whole of a reply by the weights for which its request was salted, or the reply is cut off before its first
+token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+
+from outrider.concurrency.retries import RetryPolicy
+from outrider.constraint import ConstraintKind
+from outrider.engines.adapters.options import ServerOptions, server_url
+from outrider.engines.adapters.policy_versions import LabelSpan, spans_of, version_of
+from outrider.engines.adapters.router import Servers, WorkersOutOfReach
+from outrider.engines.adapters.server_api import decode_batch, served_by_all
+from outrider.engines.base import (
+    Capability,
+    Chunk,
+    EngineHealth,
+    EngineOptions,
+    GenerateRequest,
+    KnownVersions,
+    PauseMode,
+)
+from outrider.engines.http.client import CONTROL_SECONDS, Cut, HttpClient, WasCut
+from outrider.engines.http.connections import Buffer
+from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
+from outrider.engines.pause_gate import PauseGate
+from outrider.errors import EngineError, EngineUnavailable
+from outrider.trajectory import FinishReason, LogprobKind, TokenMode
+
+WEIGHTS_SECONDS = 600.0
+ABORT_SECONDS = 1.0
+"""Seconds in which the end of a reply that a pause has aborted can still arrive. After that the reply is ended here."""
+
+
+class ServerEvent(msgspec.Struct):
+    """The part of an event that all servers have."""
+
+    error: Any = None
+
+
+EventT = TypeVar("EventT", bound=ServerEvent)
+
+
+class ServerReply(Generic[EventT]):
+    """Reads the events of one generation into chunks. The tokens of the finishing event are kept for `last`, so that
+    the stream is read to its end: its connection is then used again, and the usage may come in a later event.
+
+    `versions` is called when the request is sent, and again when the first token comes. If the version has changed in
+    between, WasCut is raised: a request held back by the server would be sampled by new weights over old keys and
+    values. `begun` is True once an event has come, `unfinished` once the stream has ended properly, but without a
+    finish.
+    """
+
+    event: ClassVar[msgspec.json.Decoder[Any]]
+    events: ClassVar[msgspec.json.Decoder[list[Any]]]
+
+    def __init__(self, engine: str, versions: Callable[[], KnownVersions]) -> None:
+        self.begun = self.unfinished = False
+        self._engine = engine
+        self._current_versions = versions
+        self._asked: KnownVersions | None = None
+        self._versions: KnownVersions | None = None
+        self._length = 0
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._prompt_ids: list[int] | None = None
+        self._last: Chunk | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._last is not None
+
+    def ask(self) -> str:
+        """Return the cache salt of the request, which is about to be sent."""
+        self._asked = self._current_versions()
+        return self._asked.cache_salt
+
+    def read(self, payloads: Sequence[bytes]) -> Chunk | None:
+        """Return the tokens of these events as one chunk; None if there are none, or after the finish.
+
+        Raises EngineMisbehaved or StatusFailure for a malformed event or an error event; `unsent` then returns the
+        tokens before that event.
+        """
+        self.begun = True
+        for event in decode_batch(self.event, self.events, payloads, self._engine):
+            if event.error is not None:
+                raise failure_of_event(event.error)
+            self.take(event)
+        return None if self.finished else self.unsent()
+
+    def take(self, event: EventT) -> None:
+        """Read one event. Calls `first_token`, `add` and `finish`."""
+        raise NotImplementedError
+
+    def first_token(self) -> None:
+        """Note the version of the first token; does nothing for later tokens. Raises WasCut."""
+        if self._versions is None:
+            self._versions = self._current_versions()
+            if self._asked is not None and self._versions.cache_salt != self._asked.cache_salt:
+                raise WasCut
+
+    def add(self, ids: list[int], logprobs: list[float]) -> None:
+        self._ids += ids
+        self._logprobs += logprobs
+        self._length += len(ids)
+
+    def finish(
+        self,
+        reason: FinishReason,
+        stop_match: int | str | None = None,
+        labels: Sequence[LabelSpan] | None = None,
+        *,
+        cached_tokens: int | None = None,
+        prompt_tokens: int | None = None,
+    ) -> None:
+        versions = self._versions or self._current_versions()
+        spans = spans_of(labels, length=self._length, version=versions.served, unlabelled=versions.unlabelled)
+        self._last = Chunk(
+            ids=[],
+            logprobs=[],
+            finish=reason,
+            stop_match=stop_match,
+            versions=spans,
+            cached_tokens=cached_tokens,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def abort(self) -> None:
+        """Finish the reply with the tokens so far: the server has dropped the request, or the request was given up."""
+        self.finish(FinishReason.ABORT)
+
+    def unsent(self) -> Chunk | None:
+        """Return the tokens that were read and are in no chunk yet."""
+        if not self._ids:
+            return None
+        chunk = Chunk(ids=self._ids, logprobs=self._logprobs, prompt_ids=self._prompt_ids)
+        self._ids, self._logprobs, self._prompt_ids = [], [], None
+        return chunk
+
+    def check_finished(self) -> None:
+        """Raise EngineUnavailable if the stream ended before the generation did."""
+        if not self.finished:
+            self.unfinished = True
+            how = "ended its stream before the generation's end" if self.begun else "answered without a stream"
+            raise EngineUnavailable(f"engine {self._engine!r} {how}")
+
+    def last(self) -> Chunk:
+        """The finishing chunk, once `finished`."""
+        assert self._last is not None
+        return msgspec.structs.replace(self._last, ids=self._ids, logprobs=self._logprobs, prompt_ids=self._prompt_ids)
+
+
+ReplyT = TypeVar("ReplyT", bound=ServerReply[Any])
+
+
+class ServerEngine(Generic[ReplyT]):
+    """`Engine`, `TokenizesText`, `SetsVersion` and `HoldsBack` over one server, or a router of such servers.
+
+    `route` is the route of generations, `label_route` the one that reports the label of the weights, `pause_modes` are
+    the server's words for our modes, `gated` the modes in which new generations are held back here, and `hint` is the
+    advice for a server without a route of control.
+    """
+
+    mode = TokenMode.TOKENS
+    constraints = frozenset(ConstraintKind)
+    capabilities = frozenset({Capability.VERSIONED_CACHE})
+    logprob_kind: LogprobKind
+    reply: type[ReplyT]
+    route: str
+    label_route: ClassVar[str]
+    session_header: ClassVar[str]
+    pause_modes: ClassVar[dict[PauseMode, str]]
+    gated: ClassVar[frozenset[PauseMode]]
+    hint: ClassVar[str] = ""
+
+    def __init__(self, options: EngineOptions, own: ServerOptions, retry: RetryPolicy) -> None:
+        self.name = options.name
+        self._model = options.model
+        connect = partial(HttpClient, options.name, api_key=own.api_key, retry=retry)
+        self._http = connect(server_url(options))
+        self._servers = Servers(options.name, self._http, connect)
+        self._gate = PauseGate()
+        self._context: int | None = None
+        self.versions = KnownVersions.of_new_run()
+        self.advice = ""
+
+    async def start(self) -> None:
+        await self._http.start()
+
+    async def close(self) -> None:
+        await self._http.close()
+        await self._servers.close()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        route = self.route
+        while True:
+            reply = self.reply(self.name, lambda: self.versions)
+            cut, closings = Cut(), self._gate.closings
+            headers = {self.session_header: request.session_key}
+            body = partial(self.body, request, route, reply.ask)
+            try:
+                async with (
+                    self._gate.passage(cut.now),
+                    aclosing(self._http.events(route, body, headers, cut)) as batches,
+                ):
+                    closings = self._gate.closings  # a pause before the request was sent does not abort it
+                    async for payloads in batches:
+                        if (chunk := reply.read(payloads)) is not None:
+                            yield chunk
+                reply.check_finished()
+            except Exception as error:  # the tokens read before the error are passed on first
+                aborted = isinstance(error, WasCut) or self.aborted(
+                    error, reply, paused=self._gate.closings != closings
+                )
+                if aborted:
+                    reply.abort()
+                elif not reply.begun and (other := self.other_route(route, error, reply)) is not None:
+                    route = other
+                    continue
+                # A connection that breaks after the finish is no failure: all tokens have arrived.
+                elif not (reply.finished and isinstance(error, EngineUnavailable)):
+                    if (unsent := reply.unsent()) is not None:
+                        yield unsent
+                    if not isinstance(error, StatusFailure):
+                        raise
+                    sizes = Sizes(
+                        prompt=len(request.input_ids), output=request.sampling.max_tokens, context=self._context
+                    )
+                    raise translate(error, self.name, sizes) from None
+            self.route = route
+            last = reply.last()
+            if last.versions and last.versions[-1].version > self.versions.served:
+                self.versions = self.versions.with_version(last.versions[-1].version)
+            self.note(last, reply)
+            yield last
+            return
+
+    def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
+        """Return the body of an attempt of a request, in pieces."""
+        raise NotImplementedError
+
+    def aborted(self, error: Exception, reply: ReplyT, *, paused: bool) -> bool:
+        """Return True if the error shows that a pause has aborted the generation. `paused`: there was such a pause."""
+        raise NotImplementedError
+
+    def other_route(self, route: str, error: Exception, reply: ReplyT) -> str | None:
+        """Return the route to try after this error of `route` before the first event, None if there is none."""
+        return None
+
+    def note(self, last: Chunk, reply: ReplyT) -> None:
+        """Record what only a reply shows."""
+
+    async def health(self) -> EngineHealth:
+        try:
+            await self.check()
+            models = await self._servers.query_all(lambda server: server.get("/v1/models"))
+            card = served_by_all(models, self._model, self.name)
+            self._context = card.max_model_len
+            served = min(await self._servers.query_all(self._served_version))
+            self.versions = self.versions.with_version(served)
+        except StatusFailure as failure:
+            return EngineHealth(ok=False, detail=translate(failure, self.name).message)
+        except EngineError as error:
+            return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
+        return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=served)
+
+    async def check(self) -> None:
+        """Find the servers, and check the one at the URL. Raises EngineError and StatusFailure."""
+        raise NotImplementedError
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause the servers. Raises EngineRejected if a server has no such route."""
+        if mode in self.gated:
+            self._gate.close()
+            if mode == "finish":
+                await self._gate.drained()
+        await self.order_pause(self.pause_modes[mode])
+        if mode == "abort":
+            # The server would hold a request that arrives just now until the resume, so this request is given up here.
+            await self._gate.drained(ABORT_SECONDS)
+            self._gate.cut_off()
+
+    async def resume(self) -> None:
+        try:
+            await self.order_resume()
+        finally:  # a server that is still paused holds new generations back itself
+            self._gate.open()
+
+    async def order_pause(self, mode: str) -> None:
+        raise NotImplementedError
+
+    async def order_resume(self) -> None:
+        raise NotImplementedError
+
+    def hold_back(self) -> None:
+        self._gate.close()
+        self._gate.cut_off()
+
+    def release(self) -> None:
+        self._gate.open()
+
+    async def set_version(self, version: int) -> None:
+        """Label the servers' weights; generations in flight continue. If a server has no such route, or the workers of
+        a router are out of reach, `version` is only recorded here."""
+
+        async def label(server: HttpClient) -> bool:
+            # SGLang would abort all generations without the second field.
+            body = {"new_version": str(version), "abort_all_requests": False}
+            try:
+                await server.post("/update_weight_version", body)
+            except StatusFailure as failure:
+                if failure.status != 404:
+                    raise translate(failure, self.name) from None
+                return False
+            return True
+
+        try:
+            labelled = all(await self._servers.order_all(label))
+        except WorkersOutOfReach:
+            labelled = False
+        self.versions = self.versions.with_version(version, 0 if labelled else version)
+
+    async def token_check(self, text: str) -> list[int] | None:
+        body: dict[str, Any] = {"prompt": text, "add_special_tokens": False}
+        if self._model is not None:
+            body["model"] = self._model
+        try:
+            answer = (await self._servers.query_all(lambda server: server.post("/tokenize", body)))[0]
+        except StatusFailure as failure:
+            if failure.transient:
+                raise translate(failure, self.name) from None
+            return None
+        return answer.get("tokens") if isinstance(answer, dict) else None
+
+    async def control(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> list[Any]:
+        """Send an order to all servers, and return the replies. Raises EngineError."""
+        try:
+            return await self._servers.order_all(lambda server: server.post(path, body, seconds=seconds))
+        except StatusFailure as failure:
+            error = translate(failure, self.name)
+            raise (error.replace(hint=self.hint) if failure.status == 404 and self.hint else error) from None
+
+    async def _served_version(self, server: HttpClient) -> int:
+        """Return the version of the served weights: the last known version for a server that reports no label."""
+        try:
+            answer = await server.get(self.label_route)
+        except StatusFailure as failure:
+            if failure.transient:
+                raise
+            return self.versions.served
+        label = answer.get("weight_version") if isinstance(answer, dict) else None
+        if not isinstance(label, str | int):
+            return self.versions.served
+        return version_of(str(label), unlabelled=self.versions.unlabelled)
