@@ -41,7 +41,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "tools": "outrider.harnesses.tool_agent:ToolAgent",
     },
     "evaluator": {
-        "all": "outrider.evaluators.combined:AllEvaluator",
+        "all": "outrider.evaluators.combined:CombiningEvaluator",
         "callable": "outrider.evaluators.function:CallableEvaluator",
         "code": "outrider.evaluators.code.evaluator:CodeEvaluator",
         "command": "outrider.evaluators.command:CommandEvaluator",
@@ -51,7 +51,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "math": "outrider.evaluators.maths:MathEvaluator",
         "reasoning-gym": "outrider.evaluators.reasoning:ReasoningGymEvaluator",
         "swebench": "outrider.evaluators.swebench.evaluator:SwebenchEvaluator",
-        "weighted": "outrider.evaluators.combined:WeightedEvaluator",
+        "weighted": "outrider.evaluators.combined:CombiningEvaluator",
     },
 }
 

@@ -130,7 +130,7 @@ async def test_what_cannot_be_imported_leaves_the_file_as_it_was(cli: Cli, sums:
     assert "two of the tasks have the id 'six'" in ran.err
     ran = await cli("task", "import", sums, "--out", tmp_path / "out.toml")
     assert "does not end in .jsonl" in ran.err
-    ran = await cli("task", "import", sums, "--out", tmp_path / "none" / "out.jsonl")
+    ran = await cli("task", "import", sums, "--out", out / "out.jsonl")
     assert "cannot write" in ran.err
     assert out.read_text() == "old"
     assert not list(tmp_path.glob(".*.draft"))  # noqa: ASYNC240

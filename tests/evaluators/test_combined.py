@@ -12,7 +12,7 @@ from outrider.client.client import AsyncClient
 from outrider.config import Config, PluginsConfig
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import ChecksSpec, Outcome
-from outrider.evaluators.combined import WeightedEvaluator
+from outrider.evaluators.combined import CombiningEvaluator
 from outrider.evaluators.factory import make_evaluator
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.service.allow_lists import AllowLists
@@ -148,14 +148,14 @@ def test_what_is_wrong_is_named_at_submission(kind: str, options: Any, field: st
     assert caught.value.field == f"task.evaluator.{field}"
 
 
-class Renamed(WeightedEvaluator):
+class Renamed(CombiningEvaluator):
     """A combining class under a name of its own."""
 
 
 def test_only_the_built_in_names_have_parts() -> None:
     """Of any other the allow-list would not check what the parts name."""
     inner = {"kind": "callable", "path": "os:system"}
-    for kind in (f"{__name__}:Renamed", "outrider.evaluators.combined:AllEvaluator"):
+    for kind in (f"{__name__}:Renamed", "outrider.evaluators.combined:CombiningEvaluator"):
         with pytest.raises(InvalidField, match="only the kinds weighted and all have parts") as caught:
             make_evaluator(EvaluatorSpec(kind=kind, options={"parts": {"a": inner}}))
         assert caught.value.field == "task.evaluator.kind"

@@ -1,6 +1,6 @@
 import json
 
-from outrider.harnesses.placeholders import fill, fill_file, options_in
+from outrider.harnesses.placeholders import fill, fill_file, names_in
 
 
 def test_only_the_exact_words_are_replaced() -> None:
@@ -33,4 +33,4 @@ def test_values_in_a_json_file_are_escaped() -> None:
 
 
 def test_the_options_that_texts_mention() -> None:
-    assert options_in(["{option.a} {option.b-c}", "{option.a}", "{option.}", "option.d"]) == {"a", "b-c"}
+    assert names_in(["{option.a} {option.b-c}", "{option.a}", "{option.}", "option.d"], "option") == {"a", "b-c"}

@@ -13,7 +13,8 @@ from outrider.client.client import AsyncClient
 from outrider.errors import InvalidField, ServiceError, Unauthorized
 from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import ServiceStatus
-from outrider.trainers.shared_client import SharedClient, checked_url, shared_client
+from outrider.trainers.shared_client import SharedClient, shared_client
+from outrider.trainers.shared_settings import checked_url
 from support.coin import coin_task
 from support.service import running_service, say
 

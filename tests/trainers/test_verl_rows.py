@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -18,7 +19,6 @@ from outrider.service.admission import validate_group
 from outrider.trainers.trajectories import trajectories_of
 from outrider.trainers.verl_rows import (
     SETTINGS,
-    Columns,
     Terms,
     VerlSettings,
     columns_of,
@@ -54,7 +54,8 @@ def columns(*samples: Any, given: Terms | None = None, settings: VerlSettings | 
     asked = given or terms(sampling={"temperature": 1.0})
     settings = settings or VerlSettings()
     [trajectory] = trajectories_of(group(*samples, **result), settings, logprobs=asked.logprobs)
-    return columns_of(trajectory, settings, asked, step=3)
+    found = columns_of(trajectory, settings, asked, step=3)
+    return [SimpleNamespace(**fields, **fields["extra_fields"]) for fields in found]
 
 
 def test_a_row_becomes_verls_columns_to_the_bit() -> None:
@@ -63,11 +64,11 @@ def test_a_row_becomes_verls_columns_to_the_bit() -> None:
     assert one.response_ids == [20, 21, 13, 14, 22, 23, 24]
     assert one.response_mask == [1, 1, 0, 0, 1, 1, 1]
     assert one.response_logprobs == [-0.5, -1.25, 0.0, 0.0, -2.5, -0.125, -3.0]
-    assert (one.reward, one.num_turns) == (0.75, 4)
-    assert (one.min_version, one.max_version) == (4, 6)
+    assert (one.reward_score, one.num_turns) == (0.75, 4)
+    assert (one.min_global_steps, one.max_global_steps) == (4, 6)
     assert one.reward_extra_info == {"score": 0.75, "acc": 0.75}
-    assert one.about["session_id"] == "s-1"
-    assert one.about["metrics"] == {"tests": 3.0}
+    assert one.outrider["session_id"] == "s-1"
+    assert one.outrider["metrics"] == {"tests": 3.0}
 
 
 @pytest.mark.parametrize("prompt_length", range(1, 5))
@@ -85,22 +86,22 @@ def test_lengths_never_change_the_sequence(prompt_length: int, response_length: 
     assert len(one.prompt_ids) <= prompt_length
     assert len(one.response_ids) <= response_length
     assert len(one.response_ids) == len(one.response_mask) == len(one.response_logprobs)
-    assert sum(one.response_mask) + one.about["cut_tokens"] == sum(sample.loss_mask)
+    assert sum(one.response_mask) + one.outrider["cut_tokens"] == sum(sample.loss_mask)
     assert sum(one.response_mask) == sum(sample.loss_mask[: len(kept)]) > 0
 
 
 def test_versions_are_of_what_is_kept_and_never_missing() -> None:
-    assert [columns(row(), given=terms(response_length=5, sampling={}))[0].max_version] == [4]
+    assert [columns(row(), given=terms(response_length=5, sampling={}))[0].max_global_steps] == [4]
     [one] = columns(row(versions=[-1] * 10))
-    assert (one.min_version, one.max_version) == (3, 3)
+    assert (one.min_global_steps, one.max_global_steps) == (3, 3)
 
 
 def test_rows_that_must_not_train_are_left_out_and_the_main_one_is_last() -> None:
     helper = row(row=1, kind=BranchKind.SUBAGENT, ids=[1, 2, 3, 9, 9, 9, 9, 9, 9, 9])
     masked = row(row=2, kind=BranchKind.AUXILIARY, reward=None)
-    assert [one.about["kind"] for one in columns(row(), helper, masked)] == ["subagent", "main"]
+    assert [one.outrider["kind"] for one in columns(row(), helper, masked)] == ["subagent", "main"]
     only = columns(row(), helper, masked, settings=VerlSettings(rows="main"))
-    assert [one.about["kind"] for one in only] == ["main"]
+    assert [one.outrider["kind"] for one in only] == ["main"]
 
 
 @pytest.mark.parametrize(
@@ -115,12 +116,12 @@ def test_rewards_of_turns_are_at_their_ends(given: dict[str, int], expected: lis
     sample = row(turn_spans=((3, 5), (7, 10)), turn_rewards=(0.5, 0.25))
     [one] = columns(sample, given=terms(sampling={"temperature": 1.0}, **given))
     assert one.token_rewards == expected
-    assert one.turn_rewards == [0.5, 0.25]
+    assert one.turn_scores == [0.5, 0.25]
 
 
 def test_a_row_keeps_its_own_reward() -> None:
     helper = row(row=1, kind=BranchKind.SUBAGENT, reward=-1.0)
-    assert [(one.reward, one.token_rewards[-1]) for one in columns(row(), helper)] == [(-1.0, -1.0), (0.75, 0.75)]
+    assert [(one.reward_score, one.token_rewards[-1]) for one in columns(row(), helper)] == [(-1.0, -1.0), (0.75, 0.75)]
     assert [one.reward_extra_info["score"] for one in columns(row(), helper)] == [0.75, 0.75]
 
 
@@ -248,7 +249,6 @@ def test_wrong_settings_are_named_with_their_source(
 
 def test_no_settings_are_the_defaults() -> None:
     assert verl_settings(None) == verl_settings({"other": 1}) == VerlSettings()
-    assert isinstance(columns(row())[0], Columns)
 
 
 @pytest.mark.deep

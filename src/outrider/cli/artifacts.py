@@ -11,7 +11,7 @@ import typer
 
 from outrider.cli.options import command
 from outrider.cli.tables import table
-from outrider.cli.terminal import Terminal, printable
+from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
 from outrider.errors import InvalidField, ServiceError
 
@@ -57,14 +57,11 @@ def artifacts(
         raise InvalidField("--json needs a file to write to", field="output", hint="add -o FILE")
     if path is None:
         listed = service.artifacts(session, attempt=attempt)
-        if terminal.json:
-            terminal.write_json(listed)
-            return
-        rows = [(f"{file.size:,}", file.sha256[:12], printable(file.path)) for file in listed.artifacts]
-        terminal.out.print(table(("bytes>", "sha256", "path"), rows))
+        rows = [(f"{file.size:,}", file.sha256[:12], file.path) for file in listed.artifacts]
+        tables = [table(("bytes>", "sha256", "path"), rows)]
         if listed.left_out:
-            left_out = [(printable(each.path), printable(each.reason)) for each in listed.left_out]
-            terminal.out.print(table(("left out", "reason"), left_out))
+            tables.append(table(("left out", "reason"), [(each.path, each.reason) for each in listed.left_out]))
+        terminal.show(listed, *tables)
         return
     data = service.artifact(session, path, attempt=attempt)
     if output is None:

@@ -15,26 +15,20 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli import delivery, engines, harness, image, nodes, policy, task, token
 from outrider.cli.artifacts import artifacts
-from outrider.cli.delivery import callback_commands, consumer_commands, gc
 from outrider.cli.demo import demo
 from outrider.cli.doctor import doctor
-from outrider.cli.engines import engine_commands
 from outrider.cli.evaluate import eval_
 from outrider.cli.export import export
-from outrider.cli.harness import harness_commands
-from outrider.cli.image import image_commands
-from outrider.cli.nodes import node_commands
-from outrider.cli.policy import policy_commands
+from outrider.cli.join import join
 from outrider.cli.regrade import regrade
 from outrider.cli.run import run
 from outrider.cli.serve import serve
 from outrider.cli.show import show
 from outrider.cli.slurm import slurm
 from outrider.cli.status import cancel, status
-from outrider.cli.task import task_commands
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.cli.token import token_commands
 from outrider.config import unknown_variables
 from outrider.errors import OutriderError, RequestError, ServiceError, described, lacks_means
 
@@ -59,6 +53,48 @@ HINTS = {
     errno.EISDIR: "that is a folder: name a file",
 }
 """Advice about a system error, by errno."""
+
+COMMANDS = (serve, run, status, cancel, show, regrade, artifacts, export, delivery.gc, doctor, demo, slurm, eval_)
+GROUPS = {
+    "consumers": (
+        "List, move and remove the named consumers of the results.",
+        {"list": delivery.list_consumers, "ack": delivery.acknowledge, "rm": delivery.remove_consumer},
+    ),
+    "callbacks": (
+        "List, redeliver and discard callbacks that were given up.",
+        {"list": delivery.list_callbacks, "redeliver": delivery.redeliver, "discard": delivery.discard},
+    ),
+    "engines": (
+        "List, add, drain and remove the engines of a running service.",
+        {"list": engines.list_engines, "add": engines.add, "drain": engines.drain, "rm": engines.remove},
+    ),
+    "harness": (
+        "List, install and check the agent programs of this machine.",
+        {"list": harness.list_harnesses, "install": harness.install_harness, "check": harness.check_harness},
+    ),
+    "image": (
+        "Make, list and remove images for sandboxes.",
+        {"import": image.import_image, "pull": image.pull_image, "build": image.build_image}
+        | {"list": image.list_images, "rm": image.remove_image},
+    ),
+    "nodes": (
+        "List, drain and resume the nodes that run sessions; join with another one.",
+        {"join": join, "list": nodes.list_nodes, "pull": nodes.pull, "drain": nodes.drain, "resume": nodes.resume},
+    ),
+    "policy": (
+        "Show, pause, resume and update the policy that the engines serve.",
+        {"show": policy.show, "pause": policy.pause, "resume": policy.resume, "update": policy.update},
+    ),
+    "task": (
+        "Look at tasks, and check them, before a model sees them.",
+        {"list": task.list_, "show": task.show, "import": task.import_, "check": task.check},
+    ),
+    "token": (
+        "Make, list and revoke tokens, each with a name and a role.",
+        {"create": token.create, "list": token.list_tokens, "revoke": token.revoke},
+    ),
+}
+"""The groups of commands: the help of each, and its commands by name."""
 
 # Some versions of Typer bring their own copy of click. In every version, its UsageError is the base of BadParameter.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -121,18 +157,13 @@ def commands() -> typer.Typer:
         for unknown in unknown_variables():
             terminal_of(ctx).note(f"warning: {unknown}")
 
-    for command in (serve, run, status, cancel, show, regrade, artifacts, export, gc, doctor, demo, slurm):
-        app.command()(command)
-    app.command("eval")(eval_)
-    app.add_typer(consumer_commands(), name="consumers")
-    app.add_typer(callback_commands(), name="callbacks")
-    app.add_typer(engine_commands(), name="engines")
-    app.add_typer(harness_commands(), name="harness")
-    app.add_typer(image_commands(), name="image")
-    app.add_typer(node_commands(), name="nodes")
-    app.add_typer(policy_commands(), name="policy")
-    app.add_typer(task_commands(), name="task")
-    app.add_typer(token_commands(), name="token")
+    for command in COMMANDS:
+        app.command(command.__name__.rstrip("_"))(command)
+    for name, (help, members) in GROUPS.items():
+        group = typer.Typer(no_args_is_help=True, help=help)
+        for own, command in members.items():
+            group.command(own)(command)
+        app.add_typer(group, name=name)
     return app
 
 

@@ -13,7 +13,7 @@ from outrider.cli.tables import callback_table, consumer_table
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
 from outrider.errors import InvalidField
-from outrider.schemas import CallbackList, CallbackView, ConsumerList, ConsumerView, GcReport, Redelivered
+from outrider.schemas import CallbackList, CallbackView, ConsumerList, ConsumerView, Redelivered
 
 Consumer = Annotated[str, typer.Argument(metavar="NAME", help="The consumer's name.")]
 Tenant = Annotated[
@@ -22,22 +22,6 @@ Tenant = Annotated[
 ]
 LISTED = 1000
 """Maximum number of callbacks shown."""
-
-
-def consumer_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="List, move and remove the named consumers of the results.")
-    app.command("list")(list_consumers)
-    app.command("ack")(acknowledge)
-    app.command("rm")(remove_consumer)
-    return app
-
-
-def callback_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="List, redeliver and discard callbacks that were given up.")
-    app.command("list")(list_callbacks)
-    app.command("redeliver")(redeliver)
-    app.command("discard")(discard)
-    return app
 
 
 @command
@@ -125,10 +109,7 @@ def redeliver(
     if (group is None) is not everything:
         raise InvalidField("give either a GROUP or --all", field="group", hint="see outrider callbacks list")
     count = service.redeliver(group)
-    if terminal.json:
-        terminal.write_json(Redelivered(callbacks=count))
-    else:
-        terminal.out.print(f"{count} callbacks are tried anew")
+    terminal.show(Redelivered(callbacks=count), f"{count} callbacks are tried anew")
 
 
 @command
@@ -181,31 +162,19 @@ def gc(
         rest = service.gc(days=days, size_mb=size_mb, force=force)
         done = {name: getattr(report, name) + getattr(rest, name) for name in ("groups", "sessions", "bytes")}
         report = msgspec.structs.replace(rest, **done)
-    if terminal.json:
-        terminal.write_json(report)
-    else:
-        terminal.out.print(_told(report))
-
-
-def _told(report: GcReport) -> str:
     kept = {"not acknowledged by a consumer": report.unacknowledged, "with a callback to deliver": report.undelivered}
     held = ", ".join(f"{count} {why}" for why, count in kept.items() if count)
-    return (
+    terminal.show(
+        report,
         f"{'would remove' if report.dry_run else 'removed'} {report.groups} groups with {report.sessions} sessions, "
         f"{report.bytes / (1 << 20):,.1f} MiB; {report.stored_bytes / (1 << 20):,.1f} MiB are stored"
-        + (f"; kept: {held}" if held else "")
+        + (f"; kept: {held}" if held else ""),
     )
 
 
 def _show_consumers(terminal: Terminal, consumers: tuple[ConsumerView, ...]) -> None:
-    if terminal.json:
-        terminal.write_json(ConsumerList(consumers=consumers))
-    else:
-        terminal.out.print(consumer_table(consumers))
+    terminal.show(ConsumerList(consumers=consumers), consumer_table(consumers))
 
 
 def _show_callbacks(terminal: Terminal, callbacks: tuple[CallbackView, ...]) -> None:
-    if terminal.json:
-        terminal.write_json(CallbackList(callbacks=callbacks))
-    else:
-        terminal.out.print(callback_table(callbacks))
+    terminal.show(CallbackList(callbacks=callbacks), callback_table(callbacks))

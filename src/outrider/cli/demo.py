@@ -11,7 +11,7 @@ from outrider.cli.event_loop import run_service
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
-from outrider.cli.tables import STAGES, number, table
+from outrider.cli.tables import STAGES, table
 from outrider.cli.terminal import Terminal
 from outrider.sandbox.runtimes.default_runtime import default_runtime
 
@@ -96,14 +96,9 @@ def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary) -> No
     columns = ("group", "sessions>", "errors>", "reward>", "turns>", "sampled>", "trained>", *STAGES)
     rows = [
         (
-            row.name,
-            str(row.sessions),
-            str(row.errors),
-            number(row.mean_reward),
-            str(row.turns),
-            str(row.sampled_tokens),
-            str(row.trained_tokens),
-            *map(number, (row.wait_seconds, row.init_seconds, row.run_seconds, row.eval_seconds)),
+            *(row.name, row.sessions, row.errors, row.mean_reward),
+            *(row.turns, row.sampled_tokens, row.trained_tokens),
+            *(row.wait_seconds, row.init_seconds, row.run_seconds, row.eval_seconds),
         )
         for row in tallies(rollouts.groups)
     ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import typer
 
 from outrider.cli.options import command
-from outrider.cli.tables import table, word
-from outrider.cli.terminal import Terminal, printable
+from outrider.cli.tables import table
+from outrider.cli.terminal import Terminal
 from outrider.doctor import Finding, diagnose
 
 
@@ -26,12 +26,7 @@ def doctor(terminal: Terminal) -> None:
         outrider doctor --json | jq .runtimes
     """
     diagnosis = diagnose()
-    exit_code = 0 if diagnosis.ok else 1
-    if terminal.json:
-        terminal.write_json(diagnosis)
-        raise typer.Exit(exit_code)
     versions = [f"{name} {found or '-'}" for name, found in diagnosis.versions.items()]
-    terminal.out.print(", ".join(versions), soft_wrap=True)
     parts: tuple[tuple[str, tuple[Finding, ...]], ...] = (
         ("runtimes", diagnosis.runtimes),
         ("harnesses", diagnosis.harnesses),
@@ -43,11 +38,10 @@ def doctor(terminal: Terminal) -> None:
         ("GPUs", diagnosis.gpus),
     )
     rows = [
-        (part if index == 0 else "", found.name, word("yes" if found.ok else "no"), printable(found.detail))
+        (part if index == 0 else "", found.name, found.ok, found.detail)
         for part, findings in parts
         for index, found in enumerate(findings)
     ]
-    terminal.out.print(table(("", "name", "usable", "detail"), rows))
-    for found in (found for _, findings in parts for found in findings if found.hint):
-        terminal.out.print(f"{found.name}: {found.hint}", soft_wrap=True)
-    raise typer.Exit(exit_code)
+    hints = [f"{found.name}: {found.hint}" for _, findings in parts for found in findings if found.hint]
+    terminal.show(diagnosis, ", ".join(versions), table(("", "name", "usable", "detail"), rows), *hints)
+    raise typer.Exit(0 if diagnosis.ok else 1)

@@ -16,15 +16,6 @@ from outrider.schemas import EngineList, EngineStatus
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The engine's name.")]
 
 
-def engine_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="List, add, drain and remove the engines of a running service.")
-    app.command("list")(list_engines)
-    app.command("add")(add)
-    app.command("drain")(drain)
-    app.command("rm")(remove)
-    return app
-
-
 @command
 def list_engines(terminal: Terminal, service: Client) -> None:
     """List the engines with their load.
@@ -97,7 +88,4 @@ def remove(terminal: Terminal, service: Client, name: Name) -> None:
 
 
 def _show(terminal: Terminal, engines: tuple[EngineStatus, ...]) -> None:
-    if terminal.json:
-        terminal.write_json(EngineList(engines=engines))
-    else:
-        terminal.out.print(engine_table(engines))
+    terminal.show(EngineList(engines=engines), engine_table(engines))

@@ -10,11 +10,11 @@ import typer
 
 from outrider.cli.options import Offline, command
 from outrider.cli.progress import session_progress
-from outrider.cli.tables import number, table
+from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in
 from outrider.cli.terminal import Terminal
 from outrider.client.client import AsyncClient
-from outrider.client.pass_rate import Evaluation, Score, evaluate
+from outrider.client.pass_rate import Evaluation, evaluate
 
 BUILT_IN = "tools"
 
@@ -60,15 +60,18 @@ def eval_(
     run = resume or secrets.token_hex(6)
     terminal.note(f"run {run}: {len(tasks)} tasks, {n} sessions each; go on after an interruption with --resume {run}")
     found = asyncio.run(_evaluate(terminal, client, tasks, run=run, samples=n, seed=seed))
-    if terminal.json:
-        terminal.write_json(found)
-        return
-    rows = [(name, *_cells(score)) for name, score in {"reward": found.reward, **found.metrics}.items()]
-    passes = [f"pass@{k}>" for k in sorted(found.reward.pass_at)]
-    terminal.out.print(table(("figure", "mean>", "95 %>", *passes, "tasks>", "sessions>"), rows))
-    terminal.out.print(f"{found.graded} sessions graded in {found.seconds:.0f} s; policy version {found.versions[1]}")
-    for reason, count in sorted(found.failures.items()):
-        terminal.out.print(f"{count} not graded: {reason}")
+    rows: list[tuple[object, ...]] = []
+    for name, score in {"reward": found.reward, **found.metrics}.items():
+        interval = None if score.interval is None else f"{score.interval[0]:.2f} to {score.interval[1]:.2f}"
+        passes = (score.pass_at[k] for k in sorted(score.pass_at))
+        rows.append((name, score.mean, interval, *passes, score.tasks, score.samples))
+    columns = ("figure", "mean>", "95 %>", *(f"pass@{k}>" for k in sorted(found.reward.pass_at)), "tasks>", "sessions>")
+    terminal.show(
+        found,
+        table(columns, rows),
+        f"{found.graded} sessions graded in {found.seconds:.0f} s; policy version {found.versions[1]}",
+        *(f"{count} not graded: {reason}" for reason, count in sorted(found.failures.items())),
+    )
 
 
 async def _evaluate(
@@ -77,9 +80,3 @@ async def _evaluate(
     async with client:
         with session_progress(terminal) as watch:
             return await evaluate(client, tasks, samples=samples, seed=seed, run=run, watch=watch)
-
-
-def _cells(score: Score) -> list[str]:
-    interval = "-" if score.interval is None else f"{score.interval[0]:.2f} to {score.interval[1]:.2f}"
-    passes = (number(score.pass_at[k]) for k in sorted(score.pass_at))
-    return [number(score.mean), interval, *passes, str(score.tasks), str(score.samples)]

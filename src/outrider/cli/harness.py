@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from outrider.cli.options import command
-from outrider.cli.tables import table, word
+from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
 from outrider.harnesses.install import install, installed
 from outrider.harnesses.presets import load_preset, preset_names
@@ -35,14 +35,6 @@ class Harnesses(msgspec.Struct, frozen=True):
     harnesses: tuple[HarnessRow, ...]
 
 
-def harness_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="List, install and check the agent programs of this machine.")
-    app.command("list")(list_harnesses)
-    app.command("install")(install_harness)
-    app.command("check")(check_harness)
-    return app
-
-
 @command
 def list_harnesses(terminal: Terminal) -> None:
     """List the presets and whether their programs are installed here.
@@ -55,12 +47,9 @@ def list_harnesses(terminal: Terminal) -> None:
         outrider harness list --json
     """
     rows = [_row(name) for name in preset_names()]
-    if terminal.json:
-        terminal.write_json(Harnesses(tuple(rows)))
-        return
     columns = ("harness", "version", "installed", "what it is")
-    cells = [(row.name, row.version or "-", word("yes" if row.installed else "no"), row.summary) for row in rows]
-    terminal.out.print(table(columns, cells))
+    cells = [(row.name, row.version, row.installed, row.summary) for row in rows]
+    terminal.show(Harnesses(tuple(rows)), table(columns, cells))
 
 
 @command
@@ -75,10 +64,7 @@ def install_harness(terminal: Terminal, name: Preset) -> None:
         outrider harness install mini-swe-agent
     """
     path = install(name, terminal.note)
-    if terminal.json:
-        terminal.write_json(_row(name))
-    else:
-        terminal.out.print(f"{name} is installed in {path}", soft_wrap=True)
+    terminal.show(_row(name), f"{name} is installed in {path}")
 
 
 @command

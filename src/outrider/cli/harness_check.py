@@ -139,7 +139,7 @@ def print_certificate(terminal: Terminal, certificate: Certificate) -> None:
     """Print the table of rows, the rows' reasons, log tails and the result. No line is wider than the terminal."""
     cells = []
     for row in certificate.rows:
-        numbers = (str(row.turns), str(row.sampled_tokens), str(row.drift_tokens), number(row.seconds, 1))
+        numbers = (row.turns, row.sampled_tokens, row.drift_tokens, number(row.seconds, 1))
         cells.append((row.row, word(row.verdict), *(numbers if row.turns else "-" * len(numbers))))
     terminal.out.print(table(("row", "verdict", "turns>", "sampled>", "drift>", "seconds>"), cells))
     reasons = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))

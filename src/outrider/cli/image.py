@@ -41,16 +41,6 @@ class Images(msgspec.Struct, frozen=True):
     images: tuple[ImageRow, ...]
 
 
-def image_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="Make, list and remove images for sandboxes.")
-    app.command("import")(import_image)
-    app.command("pull")(pull_image)
-    app.command("build")(build_image)
-    app.command("list")(list_images)
-    app.command("rm")(remove_image)
-    return app
-
-
 @command
 def import_image(
     terminal: Terminal,
@@ -166,19 +156,12 @@ def list_images(terminal: Terminal) -> None:
     """
     store = ImageStore()
     rows = [ImageRow(name=name, image=image, path=str(store.root(image))) for name, image in store.images().items()]
-    if terminal.json:
-        terminal.write_json(Images(tuple(rows)))
-        return
-    cells = [
-        (
-            row.name,
-            row.image.digest.removeprefix("sha256:")[:12],
-            f"{row.image.bytes / MEGABYTE:,.1f} MB",
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(row.image.created)),
-        )
-        for row in rows
-    ]
-    terminal.out.print(table(("image", "digest", "size", "imported"), cells))
+    cells = []
+    for row in rows:
+        imported = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.image.created))
+        digest = row.image.digest.removeprefix("sha256:")[:12]
+        cells.append((row.name, digest, f"{row.image.bytes / MEGABYTE:,.1f} MB", imported))
+    terminal.show(Images(tuple(rows)), table(("image", "digest", "size", "imported"), cells))
 
 
 @command
@@ -192,16 +175,11 @@ def remove_image(terminal: Terminal, name: Name) -> None:
         outrider image rm python
     """
     gone = ImageStore().remove(name)
-    if terminal.json:
-        terminal.write_json({"name": name, "removed": gone})
-    else:
-        terminal.out.print(f"{name} is removed" if gone else f"{name} is removed; the image has another name")
+    kept = "" if gone else "; the image has another name"
+    terminal.show({"name": name, "removed": gone}, f"{name} is removed{kept}")
 
 
 def _told(terminal: Terminal, row: ImageRow) -> None:
-    if terminal.json:
-        terminal.write_json(row)
-        return
     left_out = f" ({row.image.left_out} special files left out)" if row.image.left_out else ""
     size = f"{row.image.bytes / MEGABYTE:,.1f} MB"
-    terminal.out.print(f"{row.name} is {size} in {row.image.entries} files{left_out}: {row.path}", soft_wrap=True)
+    terminal.show(row, f"{row.name} is {size} in {row.image.entries} files{left_out}: {row.path}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -21,10 +20,6 @@ from outrider.environment import environment
 from outrider.errors import InvalidField
 
 RAY = "Ray"
-
-Stop = Callable[[], Coroutine[Any, Any, None]]
-"""A coroutine function that returns at the first signal."""
-Work = Callable[[Stop], Coroutine[Any, Any, None]]
 
 
 @command
@@ -92,73 +87,58 @@ def join(
         raise InvalidField("is of a Ray cluster", field="ray_resource", hint="give --ray, too")
     token, ca = (token or environment("OUTRIDER_TOKEN") or "").strip() or None, ca or environment("OUTRIDER_CA")
     start_log(token, verbose=verbose)
-    if ray is not None:
-        work = _cluster(terminal, settings, address, ray, ray_resource, token, ca)
-    else:
-        work = _machine(terminal, settings, address, name, token, ca)
-    run_service(_until_signal(terminal, settings.stop_seconds, work))
+    run_service(_run(terminal, settings, address, name, token, ca, ray=ray, ray_resource=ray_resource))
 
 
-# The two functions below import modules inside `work`, because most commands do not need these modules.
-
-
-def _machine(terminal: Terminal, config: Config, url: str, name: str, token: str | None, ca: str | None) -> Work:
-    """Return the work that joins with this machine."""
-
-    async def work(stop: Stop) -> None:
-        from outrider.nodes.joining import JoiningMachine
-        from outrider.sessions.resources import capacity_of, with_processes
-
-        machine = JoiningMachine(
-            with_processes(config),
-            capacity_of(config.sandboxes),
-            url=url,
-            token=token,
-            ca=ca,
-            name=name,
-            joined=lambda node: terminal.out.print(f"node {node} has joined {url}"),
-        )
-        await machine.run(stop, seconds=config.stop_seconds)
-
-    return work
-
-
-def _cluster(
-    terminal: Terminal, config: Config, url: str, ray: str, resource: str | None, token: str | None, ca: str | None
-) -> Work:
-    """Return the work that joins with all machines of a Ray cluster."""
-
-    async def work(stop: Stop) -> None:
-        from outrider.nodes.ray_machines import JoinTarget, RayFleet
-
-        fleet = RayFleet(
-            # Settings that are not set are left out: the default number of processes depends on each machine.
-            JoinTarget(
-                url=url,
-                token=token,
-                ca=ca,
-                config=config.model_dump_json(include=set(OWN), exclude_unset=True).encode(),
-                file="" if config.read_from is None else str(config.read_from.absolute()),
-            ),
-            address=ray,
-            resource=resource,
-            stop_seconds=config.stop_seconds,
-            note=terminal.out.print,
-        )
-        await fleet.run(stop)
-
-    return work
-
-
-async def _until_signal(terminal: Terminal, seconds: float, work: Work) -> None:
+async def _run(
+    terminal: Terminal,
+    config: Config,
+    url: str,
+    name: str,
+    token: str | None,
+    ca: str | None,
+    *,
+    ray: str | None,
+    ray_resource: str | None,
+) -> None:
+    """Join with this machine, or with all machines of a Ray cluster, until a signal."""
     signals = StopSignals()
 
     async def stop() -> None:
         await signals.first()
-        terminal.note(f"stopping: the sessions that run have {seconds:g} s to end (Ctrl-C again interrupts them)")
+        seconds = f"{config.stop_seconds:g} s"
+        terminal.note(f"stopping: the sessions that run have {seconds} to end (Ctrl-C again interrupts them)")
 
+    # The imports are here, because most commands do not need these modules.
     try:
-        await work(stop)
+        if ray is None:
+            from outrider.nodes.joining import JoiningMachine
+            from outrider.sessions.resources import capacity_of, with_processes
+
+            machine = JoiningMachine(
+                with_processes(config),
+                capacity_of(config.sandboxes),
+                url=url,
+                token=token,
+                ca=ca,
+                name=name,
+                joined=lambda node: terminal.out.print(f"node {node} has joined {url}"),
+            )
+            await machine.run(stop, seconds=config.stop_seconds)
+        else:
+            from outrider.nodes.ray_machines import JoinTarget, RayFleet
+
+            # Settings that are not set are left out: the default number of processes depends on each machine.
+            settings = config.model_dump_json(include=set(OWN), exclude_unset=True).encode()
+            file = "" if config.read_from is None else str(config.read_from.absolute())
+            fleet = RayFleet(
+                JoinTarget(url=url, token=token, ca=ca, config=settings, file=file),
+                address=ray,
+                resource=ray_resource,
+                stop_seconds=config.stop_seconds,
+                note=terminal.out.print,
+            )
+            await fleet.run(stop)
     except asyncio.CancelledError:
         if not signals.came:
             raise

@@ -6,28 +6,15 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.join import join
 from outrider.cli.options import command
 from outrider.cli.tables import node_table, table
-from outrider.cli.terminal import Terminal, printable
+from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
 from outrider.schemas import NodeList, NodeStats
 
 MEGABYTE = 1_000_000
 NO_NODES = "no nodes yet: `outrider nodes join` on a machine makes it one"
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The node's name.")]
-
-
-def node_commands() -> typer.Typer:
-    app = typer.Typer(
-        no_args_is_help=True, help="List, drain and resume the nodes that run sessions; join with another one."
-    )
-    app.command("join")(join)
-    app.command("list")(list_nodes)
-    app.command("pull")(pull)
-    app.command("drain")(drain)
-    app.command("resume")(resume)
-    return app
 
 
 @command
@@ -61,18 +48,11 @@ def pull(
     """
     terminal.note(f"pulling {reference} on every machine")
     pulled = service.pull_image(reference, name)
-    if terminal.json:
-        terminal.write_json(pulled)
-    else:
-        rows = [
-            (
-                machine.node,
-                "-" if machine.bytes is None else f"{machine.bytes / MEGABYTE:,.1f} MB",
-                printable(machine.error.message) if machine.error else "has it",
-            )
-            for machine in pulled.machines
-        ]
-        terminal.out.print(table(("node", "size>", name), rows) if rows else NO_NODES)
+    rows = []
+    for machine in pulled.machines:
+        size = None if machine.bytes is None else f"{machine.bytes / MEGABYTE:,.1f} MB"
+        rows.append((machine.node, size, machine.error.message if machine.error else "has it"))
+    terminal.show(pulled, table(("node", "size>", name), rows) if rows else NO_NODES)
     if not pulled.machines or any(machine.error for machine in pulled.machines):
         raise typer.Exit(1)
 
@@ -103,10 +83,4 @@ def resume(terminal: Terminal, service: Client, name: Name) -> None:
 
 
 def _show(terminal: Terminal, nodes: tuple[NodeStats, ...]) -> None:
-    if terminal.json:
-        terminal.write_json(NodeList(nodes=nodes))
-        return
-    for node in nodes:
-        terminal.out.print(node_table(node))
-    if not nodes:
-        terminal.out.print(NO_NODES)
+    terminal.show(NodeList(nodes=nodes), *(map(node_table, nodes) if nodes else [NO_NODES]))

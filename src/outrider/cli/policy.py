@@ -32,13 +32,6 @@ GoBack = Annotated[
 ]
 
 
-def policy_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="Show, pause, resume and update the policy that the engines serve.")
-    for each in (show, pause, resume, update):
-        app.command()(each)
-    return app
-
-
 @command
 def show(terminal: Terminal, service: Client) -> None:
     """Show the policy's version, and the version of each engine.
@@ -51,11 +44,7 @@ def show(terminal: Terminal, service: Client) -> None:
 
 
 @command
-def pause(
-    terminal: Terminal,
-    service: Client,
-    mode: InFlight = Mode.FINISH,
-) -> None:
+def pause(terminal: Terminal, service: Client, mode: InFlight = Mode.FINISH) -> None:
     """Hold new generations back, and wait until no generation is in flight.
 
     Clocks of agents stand still until the policy is resumed.
@@ -123,10 +112,5 @@ def update(
 
 
 def _show(terminal: Terminal, policy: PolicyStatus) -> None:
-    if terminal.json:
-        terminal.write_json(policy)
-        return
-    terminal.out.print(policy_line(policy))
-    terminal.out.print(policy_table(policy))
-    if policy.cancelled:
-        terminal.out.print(f"cancelled: {', '.join(policy.cancelled)}")
+    cancelled = [f"cancelled: {', '.join(policy.cancelled)}"] if policy.cancelled else []
+    terminal.show(policy, policy_line(policy), policy_table(policy), *cancelled)

@@ -10,9 +10,9 @@ import typer
 
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
-from outrider.cli.tables import number, table
+from outrider.cli.tables import table
 from outrider.cli.task_sources import load_example
-from outrider.cli.terminal import Terminal, printable
+from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
 from outrider.errors import InvalidField
 from outrider.schemas import Regraded, RegradedSession, SessionView
@@ -71,22 +71,12 @@ def regrade(
             for session in sessions
         )
     )
-    if terminal.json:
-        terminal.write_json(regraded)
-    else:
-        rows = [
-            (
-                one.session_id,
-                number(one.was.reward) if one.was else "-",
-                number(one.now.reward) if one.now else "-",
-                one.regraded_as,
-                printable(
-                    f"{one.error.code}: {one.error.message}" if one.error else (one.now and one.now.reason) or ""
-                ),
-            )
-            for one in regraded.sessions
-        ]
-        terminal.out.print(table(("session", "was>", "now>", "graded as", "why"), rows))
+    rows = []
+    for one in regraded.sessions:
+        was, now = (verdict and verdict.reward for verdict in (one.was, one.now))
+        why = f"{one.error.code}: {one.error.message}" if one.error else (one.now and one.now.reason) or ""
+        rows.append((one.session_id, was, now, one.regraded_as, why))
+    terminal.show(regraded, table(("session", "was>", "now>", "graded as", "why"), rows))
     if any(one.now is None for one in regraded.sessions):
         raise typer.Exit(NOT_GRADED)
 

@@ -81,12 +81,9 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
             with session_progress(terminal) as watch:
                 [group] = await client.wait([group.id], watch)
     failed = [each.id for each in group.sessions if each.result and each.result.error]
-    if terminal.json:
-        terminal.write_json(group)
-    else:
-        terminal.out.print(session_table(group))
-        if failed:
-            terminal.note(f"what went wrong: outrider show {failed[0]}")
+    terminal.show(group, session_table(group))
+    if failed and not terminal.json:
+        terminal.note(f"what went wrong: outrider show {failed[0]}")
     if interrupted:
         return INTERRUPTED
     return FAILED if failed else 0

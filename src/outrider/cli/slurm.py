@@ -154,21 +154,18 @@ def slurm(
     submitted = Submitted(
         job=number, url=str(folder / URL_FILE), token=str(folder / TOKEN_FILE), logs=str(folder / "*.log")
     )
-    if terminal.json:
-        terminal.write_json(submitted)
-    else:
-        if output == STANDARD_OUTPUT:
-            return
-        if submitted.job is None:
-            terminal.out.print(f"written; submit it: sbatch {shlex.quote(str(output))}", soft_wrap=True)
-        else:
-            terminal.out.print(f"job {submitted.job} is submitted; its logs: {submitted.logs}", soft_wrap=True)
-        terminal.out.print("once it runs, and again after each start of it:", soft_wrap=True)
-        url_file, token_file = shlex.quote(submitted.url), shlex.quote(submitted.token)
-        terminal.out.print(
-            f'  export OUTRIDER_URL="$(cat {url_file})" OUTRIDER_TOKEN="$(cat {token_file})"', soft_wrap=True
-        )
-        terminal.out.print("  outrider status", soft_wrap=True)
+    if output == STANDARD_OUTPUT:
+        return
+    url_file, token_file = shlex.quote(submitted.url), shlex.quote(submitted.token)
+    terminal.show(
+        submitted,
+        f"written; submit it: sbatch {shlex.quote(str(output))}"
+        if submitted.job is None
+        else f"job {submitted.job} is submitted; its logs: {submitted.logs}",
+        "once it runs, and again after each start of it:",
+        f'  export OUTRIDER_URL="$(cat {url_file})" OUTRIDER_TOKEN="$(cat {token_file})"',
+        "  outrider status",
+    )
 
 
 def settings_of(flags: Sequence[str]) -> Config:

@@ -45,22 +45,18 @@ def status(
         _show_group(terminal, service.group(group))
         return
     overview = Overview(service.status(), service.groups(limit=RECENT))
-    if terminal.json:
-        terminal.write_json(overview)
-        return
     running = overview.service
     states = ", ".join(f"{count} {state}" for state, count in running.sessions.items() if count)
     models = printable(", ".join((running.model, *(f"{name} (frozen)" for name in running.frozen))))
-    terminal.out.print(f"outrider {running.version} · model {models} · sessions: {states or 'none'}")
-    if running.policy.paused is not None:
-        terminal.out.print(policy_line(running.policy))
-    if running.failing:
-        terminal.out.print(failing_table(running.failing))
-    for node in running.nodes:
-        terminal.out.print(node_table(node))
-    terminal.out.print(engine_table(running.engines))
-    if overview.groups:
-        terminal.out.print(group_table(overview.groups))
+    terminal.show(
+        overview,
+        f"outrider {running.version} · model {models} · sessions: {states or 'none'}",
+        *([policy_line(running.policy)] if running.policy.paused is not None else []),
+        *([failing_table(running.failing)] if running.failing else []),
+        *map(node_table, running.nodes),
+        engine_table(running.engines),
+        *([group_table(overview.groups)] if overview.groups else []),
+    )
 
 
 @command
@@ -86,9 +82,5 @@ def cancel(
 
 
 def _show_group(terminal: Terminal, group: GroupView) -> None:
-    if terminal.json:
-        terminal.write_json(group)
-        return
     state = "cancelled, " if group.cancelled else ""
-    terminal.out.print(f"group {group.id}: {state}{group.state.value}")
-    terminal.out.print(session_table(group))
+    terminal.show(group, f"group {group.id}: {state}{group.state.value}", session_table(group))

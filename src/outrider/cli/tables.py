@@ -54,8 +54,9 @@ STYLES = {
 }
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title: str | None = None) -> Table:
-    """Return a table without a frame. A column whose name ends in ">" is aligned to the right."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
+    """Return a table without a frame. A column whose name ends in ">" is aligned to the right. A cell is a value of any
+    type: None becomes "-", a truth value "yes" or "no", a float two decimals; a text is made printable."""
     made = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, show_edge=False
     )
@@ -63,8 +64,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, title
         # No row wraps, because grep and cut read lines.
         made.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", no_wrap=True)
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(_cell, row))
     return made
+
+
+def _cell(value: object) -> str | Text:
+    if isinstance(value, Text):
+        return value
+    if isinstance(value, bool):
+        return word("yes" if value else "no")
+    return number(value) if isinstance(value, float | None) else printable(str(value))
 
 
 def word(text: str) -> Text:
@@ -80,7 +89,7 @@ def session_table(group: GroupView) -> RenderableType:
     """Return a row for each session: state or stop reason, reward, turns, sampled tokens, seconds of each stage,
     error."""
     columns = ("session", "state", "reward>", "turns>", "tokens>", *STAGES, "error")
-    rows: list[Sequence[str | Text]] = []
+    rows: list[Sequence[object]] = []
     for session in group.sessions:
         result = session.result
         error = result.error if result else session.last_error
@@ -91,21 +100,13 @@ def session_table(group: GroupView) -> RenderableType:
             shown = result.verdict.reason or ""
         if len(shown) > MAX_ERROR:
             shown = shown[: MAX_ERROR - 3] + "..."
-        shown = printable(shown).replace("\n", " ")
+        shown = shown.replace("\n", " ")
         if result is None:
             rows.append((session.id, word(session.state.value), *["-"] * 7, shown))
             continue
-        rows.append(
-            (
-                session.id,
-                word(result.stop_reason.value),
-                number(result.verdict.reward) if result.verdict else "-",
-                str(result.turns),
-                str(result.tokens.sampled),
-                *stage_seconds(result.seconds),
-                shown,
-            )
-        )
+        reward = result.verdict.reward if result.verdict else None
+        counts = (reward, result.turns, result.tokens.sampled, *stage_seconds(result.seconds))
+        rows.append((session.id, word(result.stop_reason.value), *counts, shown))
     return table(columns, rows)
 
 
@@ -113,31 +114,21 @@ def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
     columns = ("group", "state", "sessions>", "done>", "errors>", "reward>", "age>", "labels")
     rows = []
     for group in groups:
-        row = (
-            group.id,
-            word("cancelled" if group.cancelled else group.state.value),
-            str(group.n),
-            str(group.done),
-            str(group.errors),
-            number(group.mean_reward),
-            age(group.created),
-            printable(" ".join(f"{name}={value}" for name, value in group.labels.items())),
-        )
-        rows.append(row)
+        state = word("cancelled" if group.cancelled else group.state.value)
+        labels = " ".join(f"{name}={value}" for name, value in group.labels.items())
+        counts = (group.n, group.done, group.errors, group.mean_reward)
+        rows.append((group.id, state, *counts, age(group.created), labels))
     return table(columns, rows, title="groups")
 
 
 def consumer_table(consumers: Iterable[ConsumerView]) -> RenderableType:
     """Return a row for each consumer. A consumer that reads all tenants' groups has the tenant `*`."""
-    rows = [(each.name, each.tenant or "*", str(each.cursor), str(each.lag), age(each.seen)) for each in consumers]
+    rows = [(each.name, each.tenant or "*", each.cursor, each.lag, age(each.seen)) for each in consumers]
     return table(("consumer", "tenant", "acknowledged>", "left>", "last seen>"), rows)
 
 
 def callback_table(callbacks: Iterable[CallbackView]) -> RenderableType:
-    rows = [
-        (each.group_id, str(each.tries), age(each.given_up), printable(each.url), printable(each.fault))
-        for each in callbacks
-    ]
+    rows = [(each.group_id, each.tries, age(each.given_up), each.url, each.fault) for each in callbacks]
     return table(("group", "tries>", "given up>", "address", "last failure"), rows)
 
 
@@ -153,16 +144,13 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
     rows = [
         (
             engine.name,
-            printable(engine.serves or "the policy"),
+            engine.serves or "the policy",
             engine.kind,
             word("draining" if engine.draining else "no" if not engine.ok else "suspect" if engine.suspect else "yes"),
             engine.mode,
-            str(engine.in_flight),
-            str(engine.sessions),
-            str(engine.generated_tokens),
-            str(engine.version),
+            *(engine.in_flight, engine.sessions, engine.generated_tokens, engine.version),
             engine.url or "-",
-            printable(engine.detail or engine.suspect or engine.advice),
+            engine.detail or engine.suspect or engine.advice,
         )
         for engine in engines
     ]
@@ -179,8 +167,7 @@ def policy_line(policy: PolicyStatus) -> str:
 
 def policy_table(policy: PolicyStatus) -> RenderableType:
     """Return a row for each engine of the policy."""
-    rows = [(engine.name, str(engine.version), word("yes" if engine.ok else "no")) for engine in policy.engines]
-    return table(("engine", "version>", "up"), rows)
+    return table(("engine", "version>", "up"), [(each.name, each.version, each.ok) for each in policy.engines])
 
 
 def token_table(tokens: Iterable[TokenView]) -> Table:
@@ -194,10 +181,7 @@ def token_table(tokens: Iterable[TokenView]) -> Table:
         left = token.expires - time.time()
         return f"{left / 86400:.1f} d more" if left > 0 else "expired"
 
-    rows = [
-        (token.name, token.role, token.tenant, "-" if token.max_queued is None else str(token.max_queued), until(token))
-        for token in tokens
-    ]
+    rows = [(token.name, token.role, token.tenant, token.max_queued, until(token)) for token in tokens]
     return table(("token", "role", "tenant", "max queued>", "good"), rows)
 
 
@@ -205,7 +189,7 @@ def node_table(node: NodeStats) -> RenderableType:
     """Return a row for each lane of a node, and one for the resources that tasks have set aside. If there were warm
     sandboxes, or stalls of the event loop, they have a row each. `waited` is the mean over all sessions served so
     far."""
-    rows = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
+    rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"
     gpus = f", {resources.gpus_set_aside}/{resources.gpus} GPUs" if resources.gpus else ""
@@ -213,12 +197,12 @@ def node_table(node: NodeStats) -> RenderableType:
     rows.append(("set aside", set_aside, *_passage(resources)))
     warm = node.warm
     if warm.ready or warm.taken or warm.misses:
-        rows.append(("warm", f"{warm.ready} ready", "-", str(warm.taken), f"{warm.misses} missed"))
+        rows.append(("warm", f"{warm.ready} ready", "-", warm.taken, f"{warm.misses} missed"))
     stalls = node.stalls
     if stalls.count:
         starved = f", {stalls.starved} starved" if stalls.starved else ""
         longest = f"{stalls.longest:.2f} s at most{starved}"
-        rows.append(("stalls", longest, "-", str(stalls.count), f"{stalls.total:.2f} s"))
+        rows.append(("stalls", longest, "-", stalls.count, f"{stalls.total:.2f} s"))
     drained = ", drained: it takes no new sessions" if node.drained else ""
     title = f"node {node.name}: {node.sessions} sessions{drained}"
     return table(("lane", "in use>", "waiting>", "served>", "waited>"), rows, title=title)
@@ -227,27 +211,21 @@ def node_table(node: NodeStats) -> RenderableType:
 def failing_table(failing: Sequence[FailingChore]) -> RenderableType:
     """Return a row for each piece of background work that fails at present."""
     now = time.time()
-    rows = [
-        (
-            f"{each.node}: {each.name}" if each.node else each.name,
-            f"{now - each.since:.0f} s",
-            str(each.count),
-            each.error,
-        )
-        for each in failing
-    ]
-    return table(
-        ("failing", "for>", "times>", "last error"), rows, title="background work that fails, and is tried again"
-    )
+    rows = []
+    for each in failing:
+        name = f"{each.node}: {each.name}" if each.node else each.name
+        rows.append((name, f"{now - each.since:.0f} s", each.count, each.error))
+    title = "background work that fails, and is tried again"
+    return table(("failing", "for>", "times>", "last error"), rows, title=title)
 
 
-def _passage(stats: LaneStats | ResourceStats) -> tuple[str, str, str]:
+def _passage(stats: LaneStats | ResourceStats) -> tuple[int, int, str]:
     """Return the number of waiting sessions, the number of served sessions, and the mean wait of the served ones."""
     mean = stats.waited_seconds / stats.served if stats.served else 0.0
-    return str(stats.waiting), str(stats.served), f"{mean:.2f} s"
+    return stats.waiting, stats.served, f"{mean:.2f} s"
 
 
-def stage_seconds(seconds: StageSeconds) -> tuple[str, str, str, str]:
+def stage_seconds(seconds: StageSeconds) -> tuple[float, float, float, float]:
     """Return the seconds spent waiting (all waits together), preparing, running and grading."""
     waited = seconds.queued + seconds.ready + seconds.eval_wait
-    return number(waited), number(seconds.init), number(seconds.run), number(seconds.eval)
+    return waited, seconds.init, seconds.run, seconds.eval

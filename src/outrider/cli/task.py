@@ -41,15 +41,6 @@ MAX_VALUE = 160
 """Maximum length of a value, or of an instruction, in a table, in characters."""
 
 
-def task_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="Look at tasks, and check them, before a model sees them.")
-    app.command("list")(list_)
-    app.command("show")(show)
-    app.command("import")(import_)
-    app.command("check")(check)
-    return app
-
-
 class Listed(msgspec.Struct, frozen=True):
     """A task of a source. `gold` is true if its solution is known."""
 
@@ -80,11 +71,8 @@ def list_(
         for source in sources
         for example in examples_in(source, limit=limit, image=image, offline=offline)
     ]
-    if terminal.json:
-        terminal.write_json(listed)
-        return
     rows = [(one.id, one.evaluator, "yes" if one.gold else "no", shortened(one.instruction)) for one in listed]
-    terminal.out.print(table(("task", "evaluator", "solution", "instruction"), rows))
+    terminal.show(listed, table(("task", "evaluator", "solution", "instruction"), rows))
 
 
 @command
@@ -145,10 +133,7 @@ def import_(
         example for source in sources for example in examples_in(source, limit=limit, image=image, offline=offline)
     ]
     write_tasks(examples, out)
-    if terminal.json:
-        terminal.write_json({"tasks": len(examples), "file": str(out)})
-    else:
-        terminal.out.print(f"{len(examples)} tasks are in {out}")
+    terminal.show({"tasks": len(examples), "file": str(out)}, f"{len(examples)} tasks are in {out}")
 
 
 def chosen(examples: Sequence[Example], task: str | None, source: str) -> Example:
@@ -246,10 +231,7 @@ def check(
 
     reports = run_service(check_tasks(examples, folder=Path.cwd(), graders=graders, at_once=at_once, watch=watch))
     bad = tuple(Bad(report.id, report.problems) for report in reports if report.problems)
-    if terminal.json:
-        terminal.write_json(CheckedTasks(tasks=len(reports), ok=len(reports) - len(bad), bad=bad))
-    else:
-        for one in bad:
-            terminal.out.print(table((one.id,), [(printable(problem),) for problem in one.problems]))
-        terminal.out.print(f"{len(reports) - len(bad)} of {len(reports)} tasks are good")
+    checked = CheckedTasks(tasks=len(reports), ok=len(reports) - len(bad), bad=bad)
+    tables = (table((one.id,), [(problem,) for problem in one.problems]) for one in bad)
+    terminal.show(checked, *tables, f"{checked.ok} of {checked.tasks} tasks are good")
     raise typer.Exit(1 if bad else 0)

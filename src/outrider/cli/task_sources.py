@@ -9,7 +9,6 @@ a TOML file becomes `write` steps of the same bytes to the same path, so that th
 from __future__ import annotations
 
 import base64
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from outrider.client.sample_files import whole_file
 from outrider.errors import InvalidField, TooLarge
 from outrider.service.admission import validate_group
 from outrider.spec import MAX_INLINE_FILE, GroupSpec
@@ -156,14 +156,8 @@ def write_tasks(examples: Sequence[Example], path: Path) -> None:
             lines.append(msgspec.json.encode(TaskLine(example.id, example.task, example.gold)))
         except TypeError as error:
             raise InvalidField(f"task {example.id!r} cannot be written as JSON: {error}", field="source") from error
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    try:
-        draft.write_bytes(b"".join(line + b"\n" for line in lines))
-        draft.replace(path)
-    except OSError as error:
-        raise InvalidField(f"cannot write {path}: {error.strerror}", field="out") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    with whole_file(path, field="out") as file:
+        file.writelines(line + b"\n" for line in lines)
 
 
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:

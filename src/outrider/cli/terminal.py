@@ -42,6 +42,14 @@ class Terminal:
         self.out.file.write(printable_json(msgspec.json.encode(value).decode()) + "\n")
         self.out.file.flush()
 
+    def show(self, value: Any, *shown: RenderableType) -> None:
+        """Write `value` as the JSON document or, without --json, print `shown` for people."""
+        if self.json:
+            self.write_json(value)
+            return
+        for each in shown:
+            self.out.print(each, soft_wrap=isinstance(each, str))
+
     def error(self, record: ErrorRecord) -> None:
         """Write a line `error: ...` that names the field, a line `hint: ...`, and with --json a JSON document."""
         named = f"{record.field}: " if record.field and record.field not in record.message else ""

@@ -21,14 +21,6 @@ from outrider.spec import Role, TokenSpec
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The token's name.")]
 
 
-def token_commands() -> typer.Typer:
-    app = typer.Typer(no_args_is_help=True, help="Make, list and revoke tokens, each with a name and a role.")
-    app.command("create")(create)
-    app.command("list")(list_tokens)
-    app.command("revoke")(revoke)
-    return app
-
-
 @command
 def create(
     terminal: Terminal,
@@ -73,11 +65,9 @@ def create(
         limits = {"max_queued": max_queued, "expires_days": expires}
         spec = {"name": name, "role": role, "tenant": tenant, **limits}
         new = asyncio.run(_create_in(load_config({"data": data}), spec))
-    if terminal.json:
-        terminal.write_json(new)
-    else:
+    if not terminal.json:
         terminal.note("keep this token: it cannot be shown again")
-        terminal.out.print(new.text, soft_wrap=True)
+    terminal.show(new, new.text)
 
 
 async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
@@ -112,10 +102,7 @@ def list_tokens(terminal: Terminal, service: Client) -> None:
         outrider token list
     """
     tokens = service.tokens()
-    if terminal.json:
-        terminal.write_json(TokenList(tokens=tokens))
-    else:
-        terminal.out.print(token_table(tokens))
+    terminal.show(TokenList(tokens=tokens), token_table(tokens))
 
 
 @command
@@ -127,7 +114,4 @@ def revoke(terminal: Terminal, service: Client, name: Name) -> None:
         outrider token revoke alice
     """
     revoked = service.revoke_token(name)
-    if terminal.json:
-        terminal.write_json(revoked)
-    else:
-        terminal.out.print(f"{revoked.name} is revoked")
+    terminal.show(revoked, f"{revoked.name} is revoked")

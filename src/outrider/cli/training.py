@@ -90,15 +90,8 @@ def _print(terminal: Terminal, runs: Sequence[SeedRun], found: TrainSummary) -> 
     columns = ("seed>", "before>", "after>", "seconds>", "steps>", "sessions>", "errors>", "drift>", "log-prob gap>")
     rows = [
         (
-            str(run.seed),
-            number(run.first_reward),
-            number(run.last_reward),
-            f"{run.seconds:.0f}",
-            str(len(run.steps)),
-            str(run.sessions),
-            str(run.errors),
-            str(run.drift_tokens),
-            f"{run.max_logprob_gap:.1e}",
+            *(run.seed, run.first_reward, run.last_reward, f"{run.seconds:.0f}"),
+            *(len(run.steps), run.sessions, run.errors, run.drift_tokens, f"{run.max_logprob_gap:.1e}"),
         )
         for run in runs
     ]

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from types import UnionType
+from typing import Any, BinaryIO, Protocol, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -101,7 +102,7 @@ def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
 
     Raises InvalidField if the file cannot be created.
     """
-    with _whole_file(path) as file, closing(WRITERS[kind](file)) as writer:
+    with whole_file(path, field="output") as file, closing(WRITERS[kind](file)) as writer:
         yield writer
 
 
@@ -117,7 +118,7 @@ class ImageFolder:
 
     def add(self, image: Image) -> None:
         """Write an image. Raises InvalidField if the file cannot be created."""
-        with _whole_file(self.path / image_file(image)) as file:
+        with whole_file(self.path / image_file(image), field="output") as file:
             file.write(image.data)
 
 
@@ -129,15 +130,15 @@ def stored_images(samples: Iterable[Row]) -> list[str]:
 
 
 @contextmanager
-def _whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
     """Open a file that appears at `path` when the block ends without an error. Until then the file has another name.
-    After an error it is removed."""
+    After an error it is removed. Raises InvalidField for `field` if the file cannot be created."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = draft.open("wb")
     except OSError as error:
-        raise InvalidField(f"cannot write {path}: {error.strerror}", field="output") from error
+        raise InvalidField(f"cannot write {path}: {error.strerror}", field=field) from error
     try:
         with file:
             yield file
@@ -149,45 +150,24 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _schema(arrow: Any) -> Any:
-    tokens = {
-        "ids": arrow.large_list(arrow.int32()),
-        "loss_mask": arrow.large_list(arrow.int8()),
-        "logprobs": arrow.large_list(arrow.float64()),
-        "versions": arrow.large_list(arrow.int32()),
-    }
-    image = {
-        "turn": arrow.int32(),
-        "message": arrow.int32(),
-        "digest": arrow.string(),
-        "media_type": arrow.string(),
-        "size": arrow.int64(),
-        "url": arrow.string(),
-    }
-    columns = {
-        "group_id": arrow.string(),
-        "session_id": arrow.string(),
-        "attempt": arrow.int32(),
-        "sample_index": arrow.int32(),
-        "row": arrow.int32(),
-        "rows": arrow.int32(),
-        "kind": arrow.string(),
-        "parent": arrow.int32(),
-        "depth": arrow.int32(),
-        "label": arrow.string(),
-        "turns": arrow.list_(arrow.int32()),
-        **tokens,
-        "prompt_length": arrow.int32(),
-        "reward": arrow.float64(),
-        "metrics": arrow.string(),
-        "mode": arrow.string(),
-        "logprob_kind": arrow.string(),
-        "stop_reason": arrow.string(),
-        "min_version": arrow.int32(),
-        "max_version": arrow.int32(),
-        "labels": arrow.string(),
-        "images": arrow.list_(arrow.struct(list(image.items()))),
-        "altered": arrow.list_(arrow.int32()),
-        "turn_spans": arrow.list_(arrow.list_(arrow.int32())),
-        "turn_rewards": arrow.list_(arrow.float64()),
-    }
-    return arrow.schema(list(columns.items()))
+    """Return the schema with a column for each field of a Sample."""
+    return arrow.schema(_columns(arrow, Sample))
+
+
+def _columns(arrow: Any, row: type) -> list[tuple[str, Any]]:
+    return [(name, _arrow_type(arrow, name, kind)) for name, kind in get_type_hints(row).items()]
+
+
+def _arrow_type(arrow: Any, name: str, kind: Any) -> Any:
+    """Return the Arrow type of a field of type `kind`. Any other type than those below is a text, or becomes one."""
+    inner = get_args(kind)
+    if isinstance(kind, UnionType):  # every column may be null
+        return _arrow_type(arrow, name, inner[0])
+    if get_origin(kind) in (list, tuple):
+        column = arrow.large_list if get_origin(kind) is list else arrow.list_
+        return column(_arrow_type(arrow, name, inner[0]))
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return arrow.struct(_columns(arrow, kind))
+    if kind is int:
+        return {"loss_mask": arrow.int8(), "size": arrow.int64()}.get(name, arrow.int32())
+    return arrow.float64() if kind is float else arrow.string()

@@ -518,10 +518,7 @@ class DynamicSampler:
             )
 
     def _submit_again(self, prompt: _Prompt, reason: Literal["stopped", "stale"]) -> None:
-        if reason == "stopped":
-            self._counts.stopped += 1
-        else:
-            self._counts.stale += 1
+        setattr(self._counts, reason, getattr(self._counts, reason) + 1)
         self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
 
     def _is_stale(self, version: int, group: GroupView | None = None) -> bool:

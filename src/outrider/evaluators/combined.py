@@ -6,7 +6,7 @@ that fails to grade fails the whole.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ from outrider.errors import EvaluatorError, InvalidField, renamed_field
 from outrider.evaluators.base import ChecksSpec, Evaluator, Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
-from outrider.evaluators.nested import FIELD, KINDS, AllOptions, WeightedOptions, nested_specs, part_spec
+from outrider.evaluators.nested import FIELD, KINDS, WeightedOptions, nested_specs, part_spec
 from outrider.evaluators.options import read_options
 from outrider.evaluators.verdict import read_verdict
 from outrider.sandbox.runtimes.node_host import Host
@@ -32,56 +32,48 @@ class EvaluatorPart(NamedTuple):
     evaluator: Evaluator
 
 
-class WeightedEvaluator:
-    """The reward is the sum of the parts' rewards, each times its weight. The sum is not divided by the sum of the
-    weights: a weight below 0 is a penalty. Rewards of turns are added up likewise."""
+class CombiningEvaluator:
+    """Kind `weighted`: the reward is the sum of the parts' rewards, each times its weight. The sum is not divided by
+    the sum of the weights: a weight below 0 is a penalty. Rewards of turns are added up likewise. Kind `all`: reward 1
+    if every part passes, else 0."""
 
     takes_endpoints = True
 
     def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        options = read_options(WeightedOptions, spec)
-        self._parts = _parts(spec, endpoints)
-        self._weights = _by_part(options.weights, self._parts, "weights")
+        if spec.kind not in KINDS:  # for another kind, the allow-list would not check the parts
+            raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
+        options = read_options(KINDS[spec.kind], spec)
+        self._parts = _parts(options.parts, spec, endpoints)
+        self._weighted = isinstance(options, WeightedOptions)
+        option = "weights" if self._weighted else "passed"
+        self._numbers = _by_part(getattr(options, option), self._parts, option)
 
     async def check_spec(self, host: Host) -> None:
-        await _check_specs(self._parts, host)
+        for name, part in self._parts.items():
+            if isinstance(part.evaluator, ChecksSpec):
+                with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
+                    await part.evaluator.check_spec(host)
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         verdicts = await _verdicts(self._parts, outcome)
         turns: dict[int, float] = {}
-        for name, verdict in verdicts.items():
-            for index, reward in verdict.turns.items():
-                turns[index] = turns.get(index, 0.0) + self._weights[name] * reward
-        reward = sum(self._weights[name] * verdict.reward for name, verdict in verdicts.items())
+        if not self._weighted:
+            if rewarding := next((name for name, verdict in verdicts.items() if verdict.turns), None):
+                raise EvaluatorError(f"part {rewarding!r} rewards turns, and kind 'all' has only one reward for all")
+            reward = float(all(verdict.reward >= self._numbers[name] for name, verdict in verdicts.items()))
+        else:
+            for name, verdict in verdicts.items():
+                for index, given in verdict.turns.items():
+                    turns[index] = turns.get(index, 0.0) + self._numbers[name] * given
+            reward = sum(self._numbers[name] * verdict.reward for name, verdict in verdicts.items())
         return _whole(reward, verdicts, turns)
 
 
-class AllEvaluator:
-    """Reward 1 if every part passes, else 0."""
-
-    takes_endpoints = True
-
-    def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        options = read_options(AllOptions, spec)
-        self._parts = _parts(spec, endpoints)
-        self._passed = _by_part(options.passed, self._parts, "passed")
-
-    async def check_spec(self, host: Host) -> None:
-        await _check_specs(self._parts, host)
-
-    async def evaluate(self, outcome: Outcome) -> Verdict:
-        verdicts = await _verdicts(self._parts, outcome)
-        if rewarding := next((name for name, verdict in verdicts.items() if verdict.turns), None):
-            raise EvaluatorError(f"part {rewarding!r} rewards turns, and kind 'all' has only one reward for all")
-        passed = all(verdict.reward >= self._passed[name] for name, verdict in verdicts.items())
-        return _whole(float(passed), verdicts, {})
-
-
-def _parts(whole: EvaluatorSpec, endpoints: Endpoints) -> dict[str, EvaluatorPart]:
-    if whole.kind not in KINDS:  # for another kind, the allow-list would not check the parts
-        raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
+def _parts(
+    given_parts: dict[str, dict[str, Any]], whole: EvaluatorSpec, endpoints: Endpoints
+) -> dict[str, EvaluatorPart]:
     specs, programs = {}, {}
-    for name, given in whole.options["parts"].items():
+    for name, given in given_parts.items():
         field = f"{FIELD}.options.parts.{name}"
         if not name or "/" in name:
             raise InvalidField("the name of a part must not have a /", field=field)
@@ -109,13 +101,6 @@ def _by_part(numbers: dict[str, float], parts: dict[str, EvaluatorPart], option:
             hint=f"parts: {', '.join(parts)}",
         )
     return dict.fromkeys(parts, 1.0) | numbers
-
-
-async def _check_specs(parts: dict[str, EvaluatorPart], host: Host) -> None:
-    for name, part in parts.items():
-        if isinstance(part.evaluator, ChecksSpec):
-            with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
-                await part.evaluator.check_spec(host)
 
 
 async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[str, Verdict]:

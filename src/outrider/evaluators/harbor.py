@@ -8,7 +8,6 @@ takes precedence over reward.txt, and a run without either file is an error. Inv
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from pydantic import Field
 from outrider.errors import EvaluatorError
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.options import read_options
+from outrider.evaluators.verdict import finite
 from outrider.sandbox.runtimes.base import ExecResult, Runtime
 from outrider.spec import EnvName, EnvValue, EvaluatorSpec, SandboxPath, Spec, Text, Write
 from outrider.trajectory import Verdict
@@ -145,15 +145,7 @@ def parse_text(text: bytes) -> dict[str, float]:
 
 def number(value: Any, name: str) -> float:
     """Return the value as a finite float. Booleans count as numbers, as in Harbor. Raises ValueError."""
-    if not isinstance(value, int | float):
-        raise ValueError(f"{name!r} is {value!r}, which is no number")
-    try:
-        found = float(value)
-    except OverflowError as error:
-        raise ValueError(f"{name!r} is too large") from error
-    if not math.isfinite(found):
-        raise ValueError(f"{name!r} is {found}, which is not finite")
-    return found
+    return finite(int(value) if isinstance(value, bool) else value, repr(name))
 
 
 def verdict_of(rewards: Mapping[str, float]) -> Verdict:

@@ -43,7 +43,7 @@ def read_verdict(value: Any) -> Verdict:
         raise ValueError(f"reason must be a text, not {type(reason).__name__}")
     return Verdict(
         reward=_reward(value["reward"], "reward"),
-        metrics={storable(name): _finite(number, f"metric {name!r}") for name, number in metrics.items()},
+        metrics={storable(name): finite(number, f"metric {name!r}") for name, number in metrics.items()},
         reason=storable(reason[:MAX_REASON]) if reason is not None else None,
         turns=_by_index(value.get("turns") or {}, "turns"),
         rows=_by_index(value.get("rows") or {}, "rows"),
@@ -86,13 +86,14 @@ def _by_index(rewards: Any, name: str) -> dict[int, float]:
 
 
 def _reward(value: Any, what: str) -> float:
-    number = _finite(value, what)
+    number = finite(value, what)
     if abs(number) > MAX_REWARD:
         raise ValueError(f"{what} must be between -{MAX_REWARD:g} and {MAX_REWARD:g}, not {number:g}")
     return number
 
 
-def _finite(value: Any, what: str) -> float:
+def finite(value: Any, what: str) -> float:
+    """Return the value as a finite float. Raises ValueError, in which `what` names the value."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{what} must be a number, not {type(value).__name__}")
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from pydantic import Field
@@ -113,14 +113,7 @@ class Wait(msgspec.Struct, forbid_unknown_fields=True):
 
 
 Action = Screenshot | Click | Type | Key | Scroll | Wait
-ACTIONS: dict[str, type[Action]] = {
-    "screenshot": Screenshot,
-    "click": Click,
-    "type": Type,
-    "key": Key,
-    "scroll": Scroll,
-    "wait": Wait,
-}
+ACTIONS: dict[str, type[Action]] = {kind.__name__.lower(): kind for kind in get_args(Action)}
 BUTTONS = {"left": "1", "middle": "2", "right": "3"}
 WHEEL = {"up": "4", "down": "5", "left": "6", "right": "7"}
 DONE = "done"

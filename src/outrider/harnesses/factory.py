@@ -14,7 +14,7 @@ from outrider.harnesses.base import Harness
 from outrider.harnesses.command import CommandHarness
 from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.inprocess import Agent, InProcessHarness
-from outrider.harnesses.placeholders import options_in
+from outrider.harnesses.placeholders import names_in
 from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_options, load_preset
 from outrider.plugins import resolve
 from outrider.spec import HarnessSpec, complaints, fault_text
@@ -50,7 +50,7 @@ def _command_preset(spec: HarnessSpec) -> Preset:
     if not command[0]:
         raise InvalidField("names no program", field=f"{FIELD}.command.0")
     options: dict[str, Option] = {}
-    for name in options_in((*command, *spec.env.values(), *spec.files.values())):
+    for name in names_in((*command, *spec.env.values(), *spec.files.values()), "option"):
         value = spec.options.get(name)
         if isinstance(value, bool):  # tested first: a bool is an int, too
             options[name] = Option(type="boolean")

@@ -10,9 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
-
-_OPTION = re.compile(r"\{option\.([A-Za-z0-9_.-]+)\}")
-_DIALECT = re.compile(r"\{dialect\.([A-Za-z0-9_.-]+)\}")
+from typing import Literal
 
 
 def _verbatim(value: str) -> str:
@@ -47,11 +45,6 @@ def filled_size(path: str, text: str, words: Mapping[str, str]) -> int:
     return len(text) + sum(text.count(f"{{{word}}}") * len(escape(value)) for word, value in words.items())
 
 
-def options_in(texts: Iterable[str]) -> frozenset[str]:
-    """Return every name x that is used as `{option.x}`."""
-    return frozenset(name for text in texts for name in _OPTION.findall(text))
-
-
-def dialect_words_in(texts: Iterable[str]) -> frozenset[str]:
-    """Return every name x that is used as `{dialect.x}`."""
-    return frozenset(name for text in texts for name in _DIALECT.findall(text))
+def names_in(texts: Iterable[str], kind: Literal["option", "dialect"]) -> frozenset[str]:
+    """Return every name x that is used as `{option.x}`, or as `{dialect.x}`."""
+    return frozenset(name for text in texts for name in re.findall(rf"\{{{kind}\.([A-Za-z0-9_.-]+)\}}", text))

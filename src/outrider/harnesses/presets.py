@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from outrider.errors import InvalidField
-from outrider.harnesses.placeholders import dialect_words_in, options_in
+from outrider.harnesses.placeholders import names_in
 from outrider.spec import NonzeroExit
 
 OptionValue = str | int | float | bool
@@ -120,11 +120,11 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     certify: Certify = Certify()
 
     def __post_init__(self) -> None:
-        used = dialect_words_in(self.texts())
+        used = names_in(self.texts(), "dialect")
         lacking = {dialect for dialect in self.dialects if not used <= set(self.words.get(dialect, {}))}
         if self.words and lacking:
             raise ValueError(f"preset {self.name!r} has no words for: {', '.join(sorted(lacking))}")
-        if missing := options_in(self.texts()) - set(self.options):
+        if missing := names_in(self.texts(), "option") - set(self.options):
             raise ValueError(f"preset {self.name!r} uses undeclared options: {', '.join(sorted(missing))}")
 
     def texts(self) -> tuple[str, ...]:

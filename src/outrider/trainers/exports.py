@@ -25,12 +25,12 @@ class Span(NamedTuple):
     trained: bool
 
 
-def spans_of(sample: Sample) -> Iterator[Span]:
-    """Cut the row wherever its mask changes. Together the spans are the whole row."""
+def spans_of(mask: Sequence[int]) -> Iterator[Span]:
+    """Cut a row wherever its mask changes. Together the spans are the whole row."""
     start = 0
-    for end in range(1, len(sample.ids) + 1):
-        if end == len(sample.ids) or sample.loss_mask[end] != sample.loss_mask[start]:
-            yield Span(start, end, bool(sample.loss_mask[start]))
+    for end in range(1, len(mask) + 1):
+        if end == len(mask) or mask[end] != mask[start]:
+            yield Span(start, end, bool(mask[start]))
             start = end
 
 
@@ -52,7 +52,7 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
             "generation_token_ids": sample.ids[span.start : span.end],
             "generation_log_probs": sample.logprobs[span.start : span.end],
         }
-        for span in spans_of(sample)
+        for span in spans_of(sample.loss_mask)
         if span.trained
     ]
     echoed = {name: value for name, value in request.items() if name.startswith("_") or name == "agent_ref"}
@@ -93,7 +93,7 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
     for sample in samples:
         _reward(sample)
         parent: int | None = None
-        for span in spans_of(sample):
+        for span in spans_of(sample.loss_mask):
             role = "assistant" if span.trained else "user"
             nodes.append(
                 {

@@ -17,18 +17,20 @@ import asyncio
 import atexit
 import importlib
 import json
-import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
+import msgspec
+
 from outrider.engines.base import Chunk, GenerateRequest
-from outrider.errors import EngineRejected, EngineUnavailable, InvalidField
+from outrider.errors import EngineRejected, EngineUnavailable
 from outrider.relay import FunctionEngine, Worker
 from outrider.spec import Name
-from outrider.trainers.shared_client import shared_client
-from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
-from outrider.trainers.trajectories import chosen_metrics, trajectories_of
+from outrider.trainers.exports import spans_of
+from outrider.trainers.shared_client import run_group
+from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, refuse_images, task_for
+from outrider.trainers.trajectories import chosen_metrics
 from outrider.trajectory import FinishReason, LogprobKind
 
 VARIABLE = "OUTRIDER_OPENRLHF"
@@ -68,10 +70,7 @@ class Executor:
         """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the row,
         including the task. Raises the session's error, which ends OpenRLHF's training: there is no other way to report
         a failure."""
-        if images:
-            raise InvalidField(
-                "the prompt has images, which this bridge does not hand over", field="images", hint="use text prompts"
-            )
+        refuse_images(images, "the prompt", field="images")
         cap = self._settings.max_row_tokens
         settings = self._settings.model_copy(update={"max_row_tokens": min(cap, max_length) if cap else max_length})
         sampling = {name: getattr(sampling_params, name, None) for name in SAMPLING}
@@ -79,11 +78,7 @@ class Executor:
         task = task_for(settings, _columns(prompt, label), prompt=prompt, sampling=sampling, labels={})
         if settings.relay is not None:
             await self._attach(llm_engine, settings.relay, wants_logprobs)
-        async with shared_client(settings.url, settings.token) as client:
-            group = await client.run(
-                {"task": task, "priority": settings.priority, "idempotency_key": secrets.token_hex(16)}
-            )
-        [trajectory] = trajectories_of(group, settings, logprobs=wants_logprobs)
+        [trajectory] = await run_group(settings, group_of(settings, task), logprobs=wants_logprobs)
         if trajectory.error is not None:
             raise trajectory.error
         row = trajectory.rows[0]
@@ -93,7 +88,7 @@ class Executor:
             "images": images,
             "mm_train_inputs": None,
             "observation_tokens": row.ids,
-            "action_ranges": list(_ranges(row.mask)),
+            "action_ranges": [(span.start, span.end) for span in spans_of(row.mask) if span.trained],
             "rollout_log_probs": row.logprobs if wants_logprobs else None,
             "reward": row.reward,
             "scores": row.reward,
@@ -143,22 +138,11 @@ class EngineGenerate:
         asked = request.sampling
         if asked.constraint is not None:
             raise EngineRejected("OpenRLHF's engines cannot hold a reply to a form")
-        params = importlib.import_module("vllm").SamplingParams(
-            max_tokens=asked.max_tokens,
-            min_tokens=asked.min_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            min_p=asked.min_p,
-            seed=asked.seed,
-            stop=list(asked.stop),
-            stop_token_ids=list(asked.stop_token_ids),
-            repetition_penalty=asked.repetition_penalty,
-            presence_penalty=asked.presence_penalty,
-            frequency_penalty=asked.frequency_penalty,
-            logit_bias=asked.logit_bias or None,
-            logprobs=0,
-        )
+        fields = msgspec.structs.asdict(asked)  # the names are vLLM's
+        del fields["constraint"]
+        fields |= {"stop": list(asked.stop), "stop_token_ids": list(asked.stop_token_ids)}
+        fields |= {"logit_bias": asked.logit_bias or None, "logprobs": 0}
+        params = importlib.import_module("vllm").SamplingParams(**fields)
         work = self._llm_engine.generate(request.input_ids.tolist(), params)
         output = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         reply = output.outputs[0]
@@ -186,24 +170,8 @@ def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
 
 
 def _columns(prompt: str, label: Any) -> dict[str, Any]:
-    columns = {"prompt": prompt, "label": label}
-    if isinstance(label, Mapping):
-        return columns | dict(label)
+    given = label
     if isinstance(label, str) and label.lstrip().startswith("{"):
-        try:
-            read = json.loads(label)
-        except json.JSONDecodeError:
-            return columns  # the label is a text that happens to begin with a brace
-        return columns | read if isinstance(read, dict) else columns
-    return columns
-
-
-def _ranges(mask: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the spans [start, end) of ones."""
-    start = None
-    for place, trains in enumerate([*mask, 0]):
-        if trains and start is None:
-            start = place
-        elif not trains and start is not None:
-            yield start, place
-            start = None
+        with suppress(json.JSONDecodeError):  # the label may be a text that happens to begin with a brace
+            given = json.loads(label)
+    return {"prompt": prompt, "label": label, **(given if isinstance(given, Mapping) else {})}

@@ -13,15 +13,16 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, TypeVar
-from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from outrider.client.client import LONG_POLL, AsyncClient, check_known, patiently
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Broadcast
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import OutriderError
 from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView
+from outrider.trainers.shared_settings import BridgeSettings
+from outrider.trainers.trajectories import Trajectory, trajectories_of
 
 T = TypeVar("T")
 
@@ -144,27 +145,7 @@ async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClie
             await shielded(partial(shared.client.__aexit__, None, None, None))
 
 
-def checked_url(url: str, source: str) -> str:
-    """Return the address of a service in the form that AsyncClient takes. Raises InvalidField naming `source`, the
-    place where the address was set."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise InvalidField(f"{source} is {url!r}, which is no address: {error}", field=source) from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        hint = f"write {source}=http://{url}" if "://" not in url else "write http://HOST:PORT or https://HOST:PORT"
-        raise InvalidField(f"{source} is {url!r}, which is no http address", field=source, hint=hint)
-    if parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise InvalidField(
-            f"{source} is {url!r}; it must end after the host and port",
-            field=source,
-            hint=f"write {source}={parts.scheme}://{parts.netloc}",
-        )
-    if port is None and parts.scheme == "http" and parts.hostname in ("localhost", "127.0.0.1", "::1"):
-        raise InvalidField(
-            f"{source} is {url!r}, which names no port",
-            field=source,
-            hint=f"write {source}=http://{parts.netloc}:8700 (`outrider serve` listens there), or :80 if you mean it",
-        )
-    return f"{parts.scheme}://{parts.netloc}"
+async def run_group(settings: BridgeSettings, group: Mapping[str, Any], *, logprobs: bool) -> list[Trajectory]:
+    """Run a group (`shared_settings.group_of`) and return its sessions, in sample order."""
+    async with shared_client(settings.url, settings.token) as client:
+        return trajectories_of(await client.run(group), settings, logprobs=logprobs)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -22,7 +24,6 @@ from outrider.errors import InvalidField
 from outrider.spec import Name, SamplingSpec, Spec
 from outrider.tasks.datasets import filled, known_columns
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
-from outrider.trainers.shared_client import checked_url
 
 S = TypeVar("S", bound="BridgeSettings")
 
@@ -95,6 +96,32 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
     )
 
 
+def checked_url(url: str, source: str) -> str:
+    """Return the address of a service in the form that AsyncClient takes. Raises InvalidField naming `source`, the
+    place where the address was set."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise InvalidField(f"{source} is {url!r}, which is no address: {error}", field=source) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        hint = f"write {source}=http://{url}" if "://" not in url else "write http://HOST:PORT or https://HOST:PORT"
+        raise InvalidField(f"{source} is {url!r}, which is no http address", field=source, hint=hint)
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise InvalidField(
+            f"{source} is {url!r}; it must end after the host and port",
+            field=source,
+            hint=f"write {source}={parts.scheme}://{parts.netloc}",
+        )
+    if port is None and parts.scheme == "http" and parts.hostname in ("localhost", "127.0.0.1", "::1"):
+        raise InvalidField(
+            f"{source} is {url!r}, which names no port",
+            field=source,
+            hint=f"write {source}=http://{parts.netloc}:8700 (`outrider serve` listens there), or :80 if you mean it",
+        )
+    return f"{parts.scheme}://{parts.netloc}"
+
+
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy of `base`, overridden by `over` object by object. A list is replaced as a whole."""
     result = copy.deepcopy(dict(base))
@@ -158,6 +185,21 @@ def task_for(
     known = {name: str(value) for name, value in labels.items() if value is not None}
     task["labels"] = known | dict(task.get("labels") or {})
     return task
+
+
+def group_of(
+    settings: BridgeSettings, task: Mapping[str, Any], *, n: int = 1, evaluating: bool = False
+) -> dict[str, Any]:
+    """Return a new group of `n` sessions of a task, with the priority of training or of evaluation."""
+    priority = settings.evaluation_priority if evaluating else settings.priority
+    return {"task": task, "n": n, "priority": priority, "idempotency_key": secrets.token_hex(16)}
+
+
+def refuse_images(images: Any, owner: str, *, field: str) -> None:
+    """Raise InvalidField if there are images. `owner` is what has the images."""
+    if images:
+        message = f"{owner} has images, which this bridge does not hand over"
+        raise InvalidField(message, field=field, hint="use tasks without images")
 
 
 def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ and all columns have equal length.
 from __future__ import annotations
 
 import importlib
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,8 +19,8 @@ from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.spec import EVALUATION_LABEL
 from outrider.trainers.shared_client import shared_client
-from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
-from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics, trajectories_of
+from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, task_for
+from outrider.trainers.trajectories import Trajectory, chosen_metrics, trajectories_of
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
@@ -58,6 +57,7 @@ class OutriderGenerator:
         self._settings = read_settings(SkyRLSettings, settings, source="settings", variable=VARIABLE)
         self._told = 0
         self._failed_in_a_row = 0
+        self._by_token = self._settings.rewards == "token"
         self._step_wise = bool(generator_cfg.step_wise_trajectories)
         self._masks_overlong = bool(generator_cfg.apply_overlong_filtering)
         self._zeroes_overlong = bool(generator_cfg.zero_reward_on_non_stop)
@@ -95,22 +95,32 @@ class OutriderGenerator:
         if len(errors) == len(ids) and not bearable:
             raise errors[0]
         failed = {ids[place].instance_id for place, each in found.items() if each.error is not None}
-        output = _Output(
-            self._step_wise,
-            logprobs,
-            self._masks_overlong,
-            self._zeroes_overlong,
-            by_token=self._settings.rewards == "token",
-        )
+        rows: list[dict[str, Any]] = []
+        trained: list[Trajectory] = []
         for place, trajectory_id in enumerate(ids):
             each = found[place]
             if each.error is not None or (trajectory_id.instance_id in failed and not evaluating):
-                output.add_placeholder(trajectory_id, each)
+                rows.append(self._placeholder(each, trajectory_id))
             else:
-                output.add(trajectory_id, each, chosen_metrics(each, self._settings))
-        output.count("outrider/failed_trajectories", len(errors))
-        output.count("outrider/masked_instances", 0 if evaluating else len(failed))
-        return output.columns()
+                rows += self._rows(each, trajectory_id)
+                trained.append(each)
+        columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
+        usual = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics(
+            columns["response_ids"], columns["rewards"], loss_masks=columns["loss_masks"]
+        )
+        own = {  # SkyRL sums up these metrics over the parts of a batch
+            "outrider/failed_trajectories": len(errors),
+            "outrider/masked_instances": 0 if evaluating else len(failed),
+        }
+        return {
+            **columns,
+            **({} if logprobs else {"rollout_logprobs": None}),
+            **({} if self._step_wise else {"is_last_step": None}),
+            "rollout_expert_indices": None,
+            "pixel_values": None,
+            "image_grid_thw": None,
+            "rollout_metrics": usual | _metrics_of(trained) | own,
+        }
 
     def _group(
         self, input_batch: Mapping[str, Any], uid: str, places: Sequence[int], evaluating: bool
@@ -130,110 +140,65 @@ class OutriderGenerator:
                 EVALUATION_LABEL: "skyrl" if evaluating else None,
             },
         )
-        return {
-            "task": task,
-            "n": len(places),
-            "priority": self._settings.evaluation_priority if evaluating else self._settings.priority,
-            "idempotency_key": secrets.token_hex(16),
-        }
+        return group_of(self._settings, task, n=len(places), evaluating=evaluating)
 
-
-class _Output:
-    """The columns of a GeneratorOutput under construction."""
-
-    def __init__(
-        self, step_wise: bool, logprobs: bool, masks_overlong: bool, zeroes_overlong: bool, *, by_token: bool
-    ) -> None:
-        self._by_token = by_token
-        self._masks_overlong = masks_overlong
-        self._zeroes_overlong = zeroes_overlong
-        self._columns: dict[str, list[Any]] = {
-            name: []
-            for name in (
-                "prompt_token_ids",
-                "response_ids",
-                "rewards",
-                "loss_masks",
-                "stop_reasons",
-                "trajectory_ids",
-                "trajectory_generation_times",
-                "env_metrics",
-                *(["rollout_logprobs"] if logprobs else []),
-                *(["is_last_step"] if step_wise else []),
-            )
-        }
-        self._counts: dict[str, float] = {}
-        self._trained: list[Trajectory] = []
-
-    def add(self, trajectory_id: Any, trajectory: Trajectory, metrics: Mapping[str, float]) -> None:
+    def _rows(self, trajectory: Trajectory, trajectory_id: Any) -> list[dict[str, Any]]:
+        """Return SkyRL's columns for each row of a trajectory, with the main conversation's row last."""
         # SkyRL's reasons are "stop" if the agent ended by itself, and "length" if tokens ran out. For other limits the
         # reason is Outrider's stop reason.
         ended = trajectory.result.stop_reason
         reason = ended.value if trajectory.truncated else "stop"
         if ended in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
             reason = "length"
-        self._trained.append(trajectory)
-        self.count("outrider/rows_left_out", trajectory.result.samples - len(trajectory.rows))
-        about = {"session_id": trajectory.session.id, "stop_reason": trajectory.result.stop_reason.value, **metrics}
-        for left, row in zip(reversed(range(len(trajectory.rows))), reversed(trajectory.rows), strict=True):
-            masked = self._masks_overlong and reason != "stop"
+        metrics = chosen_metrics(trajectory, self._settings)
+        found = []
+        for row in reversed(trajectory.rows):
             rewards = row.sample.token_rewards(len(row.ids))[row.start :] if self._by_token else row.reward
             if self._zeroes_overlong and reason != "stop":
                 rewards = [0.0] * len(rewards) if isinstance(rewards, list) else 0.0
-            self._add(
-                prompt_token_ids=row.ids[: row.start],
-                response_ids=row.ids[row.start :],
-                loss_masks=[0] * (len(row.ids) - row.start) if masked else row.mask[row.start :],
-                rollout_logprobs=row.logprobs[row.start :],
-                rewards=rewards,
-                stop_reasons=reason,
-                trajectory_ids=trajectory_id,
-                trajectory_generation_times=trajectory.seconds,
-                is_last_step=left == 0,
-                env_metrics=about,
+            masked = self._masks_overlong and reason != "stop"
+            found.append(
+                {
+                    "prompt_token_ids": row.ids[: row.start],
+                    "response_ids": row.ids[row.start :],
+                    "rewards": rewards,
+                    "loss_masks": [0] * (len(row.ids) - row.start) if masked else row.mask[row.start :],
+                    "rollout_logprobs": row.logprobs[row.start :],
+                    "stop_reasons": reason,
+                    "trajectory_ids": trajectory_id,
+                    "trajectory_generation_times": trajectory.seconds,
+                    "is_last_step": row is trajectory.rows[0],
+                    "env_metrics": {"session_id": trajectory.session.id, "stop_reason": ended.value, **metrics},
+                }
             )
+        return found
 
-    def add_placeholder(self, trajectory_id: Any, trajectory: Trajectory) -> None:
-        error = trajectory.error
-        self._add(
-            prompt_token_ids=[0],
-            response_ids=[0],
-            loss_masks=[0],
-            rollout_logprobs=[0.0],
-            rewards=[0.0] if self._by_token else 0.0,
-            stop_reasons="error",
-            trajectory_ids=trajectory_id,
-            trajectory_generation_times=trajectory.seconds,
-            is_last_step=True,
-            env_metrics={"session_id": trajectory.session.id, "error": error.message if error else "another sample's"},
-        )
-
-    def count(self, name: str, number: float) -> None:
-        """Add to a metric. SkyRL sums up these metrics over the parts of a batch."""
-        self._counts[name] = self._counts.get(name, 0.0) + number
-
-    def columns(self) -> dict[str, Any]:
-        usual = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics(
-            self._columns["response_ids"], self._columns["rewards"], loss_masks=self._columns["loss_masks"]
-        )
-        rows: list[TrainingRow] = [row for each in self._trained for row in each.rows]
-        own: dict[str, float] = {"outrider/cut_tokens": sum(row.cut for row in rows)}
-        if rows:  # SkyRL joins the metrics of a batch's parts by the "mean", "min" or "max" in a metric's name
-            own |= {
-                "outrider/turns_mean": sum(each.result.turns for each in self._trained) / len(self._trained),
-                "outrider/version_min": min(row.sample.min_version for row in rows),
-                "outrider/version_max": max(row.sample.max_version for row in rows),
-            }
+    def _placeholder(self, trajectory: Trajectory, trajectory_id: Any) -> dict[str, Any]:
+        error = trajectory.error.message if trajectory.error else "another sample's"
         return {
-            "rollout_logprobs": None,
-            "is_last_step": None,
-            "rollout_expert_indices": None,
-            "pixel_values": None,
-            "image_grid_thw": None,
-            **self._columns,
-            "rollout_metrics": usual | own | self._counts,
+            "prompt_token_ids": [0],
+            "response_ids": [0],
+            "rewards": [0.0] if self._by_token else 0.0,
+            "loss_masks": [0],
+            "rollout_logprobs": [0.0],
+            "stop_reasons": "error",
+            "trajectory_ids": trajectory_id,
+            "trajectory_generation_times": trajectory.seconds,
+            "is_last_step": True,
+            "env_metrics": {"session_id": trajectory.session.id, "error": error},
         }
 
-    def _add(self, **row: Any) -> None:
-        for name, column in self._columns.items():
-            column.append(row[name])
+
+def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
+    rows = [row for each in trained for row in each.rows]
+    found: dict[str, float] = {
+        "outrider/cut_tokens": sum(row.cut for row in rows),
+        "outrider/rows_left_out": sum(each.result.samples - len(each.rows) for each in trained),
+    }
+    if rows:  # SkyRL joins the metrics of a batch's parts by the "mean", "min" or "max" in a metric's name
+        found |= {
+            "outrider/turns_mean": sum(each.result.turns for each in trained) / len(trained),
+            "outrider/version_min": min(row.sample.min_version for row in rows),
+            "outrider/version_max": max(row.sample.max_version for row in rows),
+        }
+    return found

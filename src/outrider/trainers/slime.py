@@ -18,7 +18,6 @@ import atexit
 import copy
 import importlib
 import logging
-import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,9 +32,9 @@ from outrider.client.sampling import Batch, Choice, DynamicSampler, rewards_of
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL
-from outrider.trainers.shared_client import FIRST_PATIENCE, shared_client
-from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
-from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics, trajectories_of
+from outrider.trainers.shared_client import FIRST_PATIENCE, run_group, shared_client
+from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, refuse_images, task_for
+from outrider.trainers.trajectories import Trajectory, chosen_metrics, trajectories_of
 
 log = logging.getLogger("outrider.slime")
 
@@ -143,15 +142,8 @@ async def custom_generate(
             why = "--partial-rollout is set, and slime cannot hold a group with a session of several rows"
             raise InvalidField(why, field="partial_rollout", hint=hint)
     task = _task_of(settings, sample, sampling_params, {EVALUATION_LABEL: "slime" if evaluation else None})
-    async with shared_client(settings.url, settings.token) as client:
-        group = await client.run(
-            {
-                "task": task,
-                "priority": settings.evaluation_priority if evaluation else settings.priority,
-                "idempotency_key": secrets.token_hex(16),
-            }
-        )
-    [trajectory] = trajectories_of(group, settings, logprobs=settings.logprobs)
+    group = group_of(settings, task, evaluating=evaluation)
+    [trajectory] = await run_group(settings, group, logprobs=settings.logprobs)
     if trajectory.error is not None:
         # In an evaluation "abort" raises the error, too, because slime cannot use a sample without a reward there.
         if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
@@ -307,9 +299,7 @@ class _Prompts:
             if session.result is not None and session.result.verdict is not None:
                 seen = copy.deepcopy(sample)
                 trajectory = Trajectory(session, [], None)
-                seen.reward = _reward(
-                    args, self._settings, trajectory, trajectory.reward, _reward_key(args, evaluation=False)
-                )
+                seen.reward = _reward(args, self._settings, trajectory, trajectory.reward)
                 seen.status = _status(sample, trajectory)
                 shown.append(seen)
         verdict = self._filter(args, shown)
@@ -434,11 +424,8 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
 def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tuple[SlimeSample, dict[str, Any]]]:
     """Return copies of the prompts of an evaluation set, with the group of each. Raises InvalidField for a set without
     prompts or with images, and for unsupported sampling parameters."""
-    if getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None):
-        raise InvalidField(
-            f"the evaluation set {config.name!r} has images, which this bridge does not hand over",
-            field="multimodal_keys",
-        )
+    images = getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None)
+    refuse_images(images, f"the evaluation set {config.name!r}", field="multimodal_keys")
     dataset = importlib.import_module("slime.utils.data").Dataset(
         path=config.path,
         tokenizer=None,
@@ -464,13 +451,8 @@ def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tup
     made = []
     for prompt in copy.deepcopy(list(dataset.samples)):
         prompt.metadata = config.inject_metadata(prompt.metadata)
-        group = {
-            "task": _task_of(settings, prompt, sampling, {EVALUATION_LABEL: config.name}),
-            "n": config.n_samples_per_eval_prompt,
-            "priority": settings.evaluation_priority,
-            "idempotency_key": secrets.token_hex(16),
-        }
-        made.append((prompt, group))
+        task = _task_of(settings, prompt, sampling, {EVALUATION_LABEL: config.name})
+        made.append((prompt, group_of(settings, task, n=config.n_samples_per_eval_prompt, evaluating=True)))
     if not made:
         raise InvalidField(f"the evaluation set {config.name!r} ({config.path}) has no rows", field="eval_config")
     return made
@@ -479,8 +461,7 @@ def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tup
 def _task_of(
     settings: SlimeSettings, sample: SlimeSample, sampling: Mapping[str, Any], labels: Mapping[str, Any]
 ) -> dict[str, Any]:
-    if sample.multimodal_inputs:
-        raise InvalidField("the prompt has images, which this bridge does not hand over", field="multimodal_keys")
+    refuse_images(sample.multimodal_inputs, "the prompt", field="multimodal_keys")
     row = {"prompt": sample.prompt, "label": sample.label, **(sample.metadata or {})}
     return task_for(
         settings, row, prompt=sample.prompt, sampling=sampling, labels={"slime.group": sample.group_index, **labels}
@@ -491,25 +472,20 @@ def _filled(
     args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, *, evaluation: bool = False
 ) -> list[SlimeSample]:
     """Return a copy of slime's sample for each row of the session."""
-    return [_filled_row(args, settings, sample, trajectory, row, evaluation) for row in trajectory.rows]
-
-
-def _filled_row(
-    args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, row: TrainingRow, evaluation: bool
-) -> SlimeSample:
-    filled = copy.deepcopy(sample)
-    filled.tokens = row.ids
-    filled.response_length = len(row.ids) - row.start
-    filled.loss_mask = row.mask[row.start :]
-    filled.rollout_log_probs = row.logprobs[row.start :] if settings.logprobs else None
-    filled.weight_versions = [str(version) for version in row.trained_versions()]
-    filled.reward = _reward(args, settings, trajectory, row.reward, _reward_key(args, evaluation=evaluation))
-    filled.status = _status(sample, trajectory)
-    filled.remove_sample = False
-    filled.session_id = trajectory.session.id
-    filled.rollout_id = _rollout_id(sample)
-    filled.metadata = dict(filled.metadata or {}) | {
-        "outrider": {
+    made = []
+    for row in trajectory.rows:
+        filled = copy.deepcopy(sample)
+        filled.tokens = row.ids
+        filled.response_length = len(row.ids) - row.start
+        filled.loss_mask = row.mask[row.start :]
+        filled.rollout_log_probs = row.logprobs[row.start :] if settings.logprobs else None
+        filled.weight_versions = [str(version) for version in row.trained_versions()]
+        filled.reward = _reward(args, settings, trajectory, row.reward, evaluation=evaluation)
+        filled.status = _status(sample, trajectory)
+        filled.remove_sample = False
+        filled.session_id = trajectory.session.id
+        filled.rollout_id = _rollout_id(sample)
+        about = {
             "group_id": trajectory.session.group_id,
             "row": row.sample.row,
             "kind": row.sample.kind.value,
@@ -517,8 +493,9 @@ def _filled_row(
             "turns": trajectory.result.turns,
             "cut_tokens": row.cut,
         }
-    }
-    return filled
+        filled.metadata = dict(filled.metadata or {}) | {"outrider": about}
+        made.append(filled)
+    return made
 
 
 def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
@@ -530,11 +507,11 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
     removed.loss_mask = [0]
     removed.rollout_log_probs = [0.0] if settings.logprobs else None
     removed.weight_versions = []
-    key = _reward_key(args, evaluation=False)
-    graded = trajectory.session.result is not None and trajectory.session.result.verdict is not None
-    removed.reward = (
-        _reward(args, settings, trajectory, trajectory.reward, key) if graded else {key: 0.0} if key else 0.0
-    )
+    if trajectory.session.result is not None and trajectory.session.result.verdict is not None:
+        removed.reward = _reward(args, settings, trajectory, trajectory.reward)
+    else:
+        key = _reward_key(args, evaluation=False)
+        removed.reward = {key: 0.0} if key else 0.0
     removed.status = type(sample).Status.FAILED
     removed.remove_sample = True
     removed.rollout_id = _rollout_id(sample)
@@ -544,10 +521,10 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
 
 
 def _reward(
-    args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, key: str | None
+    args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
     """Return the reward. With a reward key, return all values that the key may name."""
-    if not key:
+    if not (key := _reward_key(args, evaluation=evaluation)):
         return reward
     assert trajectory.result.verdict is not None
     named = {"reward": reward, **trajectory.result.verdict.metrics, **chosen_metrics(trajectory, settings)}

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from outrider.errors import EngineError, EvaluatorError, HarnessError, InvalidField, OutriderError, ServiceError
+from outrider.errors import EngineError, EvaluatorError, HarnessError, OutriderError, ServiceError
 from outrider.errors import error_from as raised_by
 from outrider.lifecycle import StopReason
 from outrider.schemas import GroupView, SessionView
-from outrider.trainers.shared_settings import BridgeSettings
+from outrider.trainers.shared_settings import BridgeSettings, refuse_images
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult
 
 ENDED_BY_A_LIMIT = frozenset(
@@ -133,12 +133,7 @@ def _rows_of(
 
 
 def _row(sample: Sample, longest: int | None, logprobs: bool) -> TrainingRow:
-    if sample.images:
-        raise InvalidField(
-            f"session {sample.session_id} has images, which this bridge does not hand over",
-            field="task",
-            hint="use tasks without images",
-        )
+    refuse_images(sample.images, f"session {sample.session_id}", field="task")
     if logprobs and sample.logprob_kind is LogprobKind.NONE:
         raise EngineError(
             f"session {sample.session_id} has no log-probabilities, and the trainer asks for them",

@@ -118,15 +118,12 @@ class StepStats(msgspec.Struct, kw_only=True):
             "staleness/mean": self.staleness_mean,
             "staleness/max": float(self.staleness_max),
             "waited_seconds": self.waited,
-            "groups/informative": float(self.groups.informative),
-            "groups/uninformative": float(self.groups.uninformative),
-            "groups/retried": float(self.groups.retried),
-            "groups/given_up": float(self.groups.given_up),
-            "groups/stale": float(self.groups.stale),
             "left_out_rows": float(self.left_out_rows),
             "empty_rows": float(self.empty_rows),
             "drift_tokens": float(self.drift_tokens),
         }
+        for name in ("informative", "uninformative", "retried", "given_up", "stale"):
+            found[f"groups/{name}"] = float(getattr(self.groups, name))
         if self.logprob_gap is not None:
             found["logprob_gap"] = self.logprob_gap
         return {f"outrider/{name}": value for name, value in found.items()}

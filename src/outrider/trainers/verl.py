@@ -26,8 +26,9 @@ import threading
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import ray
 import torch
 from omegaconf import OmegaConf
@@ -54,9 +55,9 @@ from outrider.errors import (
     ServiceError,
 )
 from outrider.relay import Worker
-from outrider.schemas import GroupView
-from outrider.trainers.shared_client import shared_client
-from outrider.trainers.trajectories import Trajectory, trajectories_of
+from outrider.trainers.shared_client import run_group
+from outrider.trainers.shared_settings import group_of
+from outrider.trainers.trajectories import Trajectory
 from outrider.trainers.verl_rows import (
     SETTINGS,
     Terms,
@@ -77,12 +78,9 @@ READY = b"outrider is ready at "
 ABORTED = ("aborted", "abort")
 ABORT_PAUSE = 1.0
 """Seconds before an aborted generation goes on, as in verl's own client. verl's servers load weights meanwhile."""
+SENT = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+"""Sampling parameters that are sent even if they are 0."""
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-
-
-class Address(NamedTuple):
-    url: str
-    token: str | None
 
 
 class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
@@ -112,9 +110,7 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         task = verl_task(settings, row, terms)
         number = row.get("session_id")  # only the V1 trainer numbers the sessions of a prompt
         give_own_seed(task, number, self.rollout_config.n)
-        body = {"task": task, "priority": settings.priority}
-        group = await run_group(body, settings, self.server_manager)
-        [trajectory] = trajectories_of(group, settings, logprobs=terms.logprobs)
+        [trajectory] = await roll_out(settings, group_of(settings, task), terms, self.server_manager)
         outputs = outputs_of(trajectory, settings, terms, step=_step(row))
         if number is not None:
             return outputs
@@ -158,15 +154,10 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
             apply_greedy_sampling_params(sampling)
         terms = terms_of(self.config, sampling)
         task = verl_task(settings, prompt, terms)
-        body = {
-            "task": evaluation_task(task, "verl") if validate else task,
-            "n": n,
-            "priority": settings.evaluation_priority if validate else settings.priority,
-        }
-        group = await run_group(body, settings, self.llm_client)
+        group = group_of(settings, evaluation_task(task, "verl") if validate else task, n=n, evaluating=validate)
         outputs: dict[int, list[AgentLoopOutput]] = {}
         failures: list[OutriderError] = []
-        for trajectory in trajectories_of(group, settings, logprobs=terms.logprobs):
+        for trajectory in await roll_out(settings, group, terms, self.llm_client):
             try:
                 outputs[trajectory.session.sample_index] = outputs_of(trajectory, settings, terms, step=_step(prompt))
             except OutriderError as error:
@@ -202,20 +193,19 @@ def terms_of(config: Any, sampling: Mapping[str, Any]) -> Terms:
     )
 
 
-async def run_group(body: Mapping[str, Any], settings: VerlSettings, llm_client: Any) -> GroupView:
-    """Run a group and return it with its samples. With the setting `relay`, verl's servers are attached first."""
-    url, token = await address_of(settings)
+async def roll_out(settings: VerlSettings, group: Mapping[str, Any], terms: Terms, llm_client: Any) -> list[Trajectory]:
+    """Run a group and return its sessions. With the setting `relay`, verl's servers are attached first."""
+    settings = await with_address(settings)
     if settings.relay is not None:
-        await attach_servers(llm_client, url, token, settings.relay)
-    async with shared_client(url, token) as client:
-        return await client.run({**body, "idempotency_key": f"verl/{secrets.token_hex(16)}"})
+        await attach_servers(llm_client, settings.url, settings.token, settings.relay)
+    return await run_group(settings, group, logprobs=terms.logprobs)
 
 
-async def address_of(settings: VerlSettings) -> Address:
-    """Return the service's address: $OUTRIDER_URL, else from the setting's Ray actor, else the setting `url`. Raises
-    InvalidField."""
+async def with_address(settings: VerlSettings) -> VerlSettings:
+    """Return the settings with the service's address: $OUTRIDER_URL, else from the setting's Ray actor, else the
+    setting `url`. Raises InvalidField."""
     if settings.actor is None or environment("OUTRIDER_URL"):
-        return Address(settings.url, settings.token)
+        return settings
     try:
         actor = ray.get_actor(settings.actor)
     except ValueError as error:
@@ -225,34 +215,15 @@ async def address_of(settings: VerlSettings) -> Address:
             hint="call outrider.trainers.verl.start_service before training, or set OUTRIDER_URL in"
             " ray_kwargs.ray_init.runtime_env.env_vars",
         ) from error
-    return Address(*await actor.address.remote())
+    url, token = await actor.address.remote()
+    return settings.model_copy(update={"url": url, "token": token})
 
 
 def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[AgentLoopOutput]:
     """Return verl's outputs of one session. Raises the errors of `columns_of`."""
-    return [
-        RowOutput(
-            prompt_ids=row.prompt_ids,
-            response_ids=row.response_ids,
-            response_mask=row.response_mask,
-            response_logprobs=row.response_logprobs,
-            reward_score=row.reward,
-            token_rewards=row.token_rewards,
-            num_turns=row.num_turns,
-            metrics=AgentLoopMetrics(
-                generate_sequences=trajectory.seconds, compute_score=trajectory.result.seconds.eval
-            ),
-            extra_fields={
-                "reward_extra_info": row.reward_extra_info,
-                "min_global_steps": row.min_version,
-                "max_global_steps": row.max_version,
-                "turn_scores": row.turn_rewards,
-                "tool_rewards": [],
-                "outrider": row.about,
-            },
-        )
-        for row in columns_of(trajectory, settings, terms, step=step)
-    ]
+    found = columns_of(trajectory, settings, terms, step=step)
+    seconds = {"generate_sequences": trajectory.seconds, "compute_score": trajectory.result.seconds.eval}
+    return [RowOutput(**fields, metrics=AgentLoopMetrics(**seconds)) for fields in found]
 
 
 def _step(row: Mapping[str, Any]) -> int:
@@ -261,7 +232,8 @@ def _step(row: Mapping[str, Any]) -> int:
 
 
 class VerlGenerate:
-    """The `generate` function of a relay worker, on verl's own servers. It can be pickled, as the client in it can.
+    """The `generate` function of a relay worker, on verl's own servers. It can be pickled, as its `client` can: an
+    LLMServerClient of verl.
 
     A generation that verl aborts to load new weights goes on as another request, after the ids sampled so far. The
     tokens of a request come in one chunk, because verl does not stream. So each chunk has one version.
@@ -324,43 +296,24 @@ class VerlGenerate:
             raise EngineUnavailable(f"verl's server failed: {reason[0][:500]}") from error
 
 
-def verl_generate(llm_client: Any) -> VerlGenerate:
-    """Return the function that `outrider.relay.Worker` calls, for an LLMServerClient of verl."""
-    return VerlGenerate(llm_client)
-
-
 def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
     """Return the sampling parameters for vLLM or SGLang, under the server's own names: verl passes them on unchanged.
     Optional parameters with a neutral value are left out, because not every backend has them. Raises EngineRejected."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers cannot hold a reply to a form")
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "repetition_penalty": sampling.repetition_penalty,
-        "logprobs": True,
-    }
-    optional = {
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "min_tokens": sampling.min_tokens,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "logit_bias": dict(sampling.logit_bias),
-    }
+    fields = {**msgspec.structs.asdict(sampling), "stop": list(sampling.stop)}  # the names are vLLM's
+    fields["stop_token_ids"] = list(sampling.stop_token_ids)
+    del fields["max_tokens"]
     names = SGLANG_NAMES if backend == "sglang" else {}
-    given = {name: value for name, value in optional.items() if value is not None and (value or name == "seed")}
-    return params | {names.get(name, name): value for name, value in given.items()}
+    given = {name: value for name, value in fields.items() if value or (name in SENT and value is not None)}
+    return {"logprobs": True} | {names.get(name, name): value for name, value in given.items()}
 
 
 class RelayActor:
     """Holds the connection through which verl's servers generate for the relay engine `engine` of a service."""
 
     def __init__(self, url: str, token: str | None, engine: str, llm_client: Any) -> None:
-        worker = Worker(url, verl_generate(llm_client), engine=engine, token=token, name="verl")
+        worker = Worker(url, VerlGenerate(llm_client), engine=engine, token=token, name="verl")
         self._held = ExitStack()
         self._held.enter_context(worker.in_thread())
 

@@ -49,29 +49,6 @@ class Terms:
     sampling: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The fields of one AgentLoopOutput. The response columns have equal length, and at least one token has mask 1.
-
-    `reward` is the row's reward. `token_rewards` has a number for each response id: the row's reward at the last id
-    that trains, and the reward of a turn at the turn's end. `about` is for `extra_fields`. Its `cut_tokens` is the
-    number of tokens that would have trained, but lie behind verl's lengths.
-    """
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
-    response_logprobs: list[float] | None
-    reward: float
-    token_rewards: list[float]
-    turn_rewards: list[float]
-    num_turns: int
-    min_version: int
-    max_version: int
-    reward_extra_info: dict[str, float]
-    about: dict[str, Any]
-
-
 def verl_settings(custom: Mapping[str, Any] | None) -> VerlSettings:
     """Return the settings in `rollout.custom`. Each call reads the settings anew, so that no two rollouts share a
     nested value. Raises InvalidField."""
@@ -107,16 +84,21 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
     task["sampling"]["seed"] = seed + int(number)
 
 
-def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[Columns]:
-    """Return the columns of each row of a session that trains. The main conversation's columns are last, because verl
-    takes the last ones as the session's own. `step` is the version of tokens whose engine reported no version. Raises
-    the session's error."""
+def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[dict[str, Any]]:
+    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session that trains. The main
+    conversation's fields are last, because verl takes the last ones as the session's own. `step` is the version of
+    tokens whose engine reported no version. Raises the session's error.
+
+    The response columns have equal length, and at least one token has mask 1. `token_rewards` has a number for each
+    response id: the row's reward at the last id that trains, and the reward of a turn at the turn's end. The
+    `cut_tokens` of a row are those that would have trained, but lie behind verl's lengths.
+    """
     if trajectory.error is not None:
         raise trajectory.error
     reward = trajectory.reward
     info = {"score": reward, "acc": reward} | chosen_metrics(trajectory, settings)
     rows = [_columns(row, info, terms, step) for row in trajectory.rows]
-    rows = [row for row in rows if any(row.response_mask)]
+    rows = [row for row in rows if any(row["response_mask"])]
     if not rows:
         raise EngineError(
             f"session {trajectory.session.id} samples its first token behind what verl takes: its prompt has"
@@ -127,7 +109,7 @@ def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
     return rows
 
 
-def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) -> Columns:
+def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) -> dict[str, Any]:
     sample = row.sample
     temperature = float(terms.sampling.get("temperature", 1.0))
     if terms.logprobs and sample.logprob_kind is LogprobKind.RAW and temperature not in (0.0, 1.0):
@@ -143,26 +125,30 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
     mask = row.mask[start:end]
     trained = [version for version, trains in zip(row.versions[start:end], mask, strict=True) if trains]
     known = [version for version in trained if version >= 0] or [step]
-    return Columns(
-        prompt_ids=row.ids[:start],
-        response_ids=row.ids[start:end],
-        response_mask=mask,
-        response_logprobs=row.logprobs[start:end] if terms.logprobs else None,
-        reward=row.reward,
-        turn_rewards=[given for given in sample.turn_rewards if given is not None],
-        token_rewards=row.sample.token_rewards(min(end, len(row.ids)))[start:],
-        num_turns=2 * len(sample.turns),
-        min_version=min(known),
-        max_version=max(known),
-        reward_extra_info=dict(info),
-        about={
-            "session_id": sample.session_id,
-            "group_id": sample.group_id,
-            "row": sample.row,
-            "kind": sample.kind.value,
-            "stop_reason": sample.stop_reason.value,
-            "metrics": dict(sample.metrics),
-            "altered_turns": len(sample.altered),
-            "cut_tokens": row.cut + sum(row.mask[end:]),
+    about = {
+        "session_id": sample.session_id,
+        "group_id": sample.group_id,
+        "row": sample.row,
+        "kind": sample.kind.value,
+        "stop_reason": sample.stop_reason.value,
+        "metrics": dict(sample.metrics),
+        "altered_turns": len(sample.altered),
+        "cut_tokens": row.cut + sum(row.mask[end:]),
+    }
+    return {
+        "prompt_ids": row.ids[:start],
+        "response_ids": row.ids[start:end],
+        "response_mask": mask,
+        "response_logprobs": row.logprobs[start:end] if terms.logprobs else None,
+        "reward_score": row.reward,
+        "token_rewards": sample.token_rewards(min(end, len(row.ids)))[start:],
+        "num_turns": 2 * len(sample.turns),
+        "extra_fields": {
+            "reward_extra_info": dict(info),
+            "min_global_steps": min(known),
+            "max_global_steps": max(known),
+            "turn_scores": [given for given in sample.turn_rewards if given is not None],
+            "tool_rewards": [],
+            "outrider": about,
         },
-    )
+    }

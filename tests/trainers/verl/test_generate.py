@@ -1,4 +1,4 @@
-"""`verl_generate` over verl's own clients, whose servers are fakes: ids, versions and limits of every attempt."""
+"""`VerlGenerate` over verl's own clients, whose servers are fakes: ids, versions and limits of every attempt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
 from outrider.trainers import verl as bridge
-from outrider.trainers.verl import verl_generate
+from outrider.trainers.verl import VerlGenerate
 from outrider.trajectory import FinishReason, VersionSpan
 
 pytestmark = pytest.mark.trainers
@@ -78,7 +78,7 @@ def request(tokens: int = 4, **sampling: Any) -> GenerateRequest:
 
 
 async def chunks(made: Any, asked: GenerateRequest | None = None) -> list[Chunk]:
-    return [chunk async for chunk in verl_generate(made)(asked or request())]
+    return [chunk async for chunk in VerlGenerate(made)(asked or request())]
 
 
 @pytest.fixture(autouse=True)
@@ -159,4 +159,4 @@ async def test_sglangs_own_names() -> None:
 
 def test_it_can_be_pickled() -> None:
     made = Client(SimpleNamespace(actor_rollout_ref=None))
-    assert isinstance(pickle.loads(pickle.dumps(verl_generate(made))), type(verl_generate(made)))
+    assert isinstance(pickle.loads(pickle.dumps(VerlGenerate(made))), VerlGenerate)

@@ -181,10 +181,8 @@ class Checks:
                 async with off_the_clock():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
                 checked = await self._run(body, seconds, nicer=SLOW_NICER)
-        return checked or self._too_long(seconds)
-
-    def _too_long(self, seconds: float) -> CheckResult:
-        return CheckResult(answer=None, fault=f"too long to check: more than {seconds:g} s", seconds=seconds)
+        fault = f"too long to check: more than {seconds:g} s"
+        return checked or CheckResult(answer=None, fault=fault, seconds=seconds)
 
     async def _run(self, body: bytes, seconds: float, *, nicer: int) -> CheckResult | None:
         """Run a check in a process. Returns None if the time ran out."""

@@ -70,15 +70,11 @@ class CheckForker:
                     os.kill(self._pids[fd], signal.SIGKILL)
                     self._poll.unregister(fd)
             if asked and not self._take():
-                self._kill_all()
+                for pid in self._pids.values():
+                    os.kill(pid, signal.SIGKILL)
+                for pid in self._pids.values():
+                    os.waitpid(pid, 0)  # no check is left when this process exits
                 return
-
-    def _kill_all(self) -> None:
-        """Kill all checks and wait for their exit, so that no check is left when this process exits."""
-        for pid in self._pids.values():
-            os.kill(pid, signal.SIGKILL)
-        for pid in self._pids.values():
-            os.waitpid(pid, 0)
 
     def _take(self) -> bool:
         """Take a request and fork a check for it. Returns False at the end of the socket."""

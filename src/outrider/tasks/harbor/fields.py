@@ -20,84 +20,77 @@ class Use(StrEnum):
 
 
 class FieldUse(NamedTuple):
-    """A row of the table. `fields` are paths. An element of a list has the path of its list, and a table of a step or
-    of a verifier's environment has the path of the task's own table."""
+    """A row of the table. `names` are paths, with blanks between. An element of a list has the path of its list, and a
+    table of a step or of a verifier's environment has the path of the task's own table."""
 
-    fields: tuple[str, ...]
+    names: str
     use: Use
     how: str
 
+    @property
+    def fields(self) -> list[str]:
+        return self.names.split()
+
 
 FIELD_USES: tuple[FieldUse, ...] = (
-    FieldUse(("task.name",), Use.GIVEN, "the label `harbor`"),
+    FieldUse("task.name", Use.GIVEN, "the label `harbor`"),
     FieldUse(
-        (
-            *("schema_version", "task.version", "task.description", "task.authors.name", "task.authors.email"),
-            *("task.keywords", "metadata", "source"),
-        ),
+        "schema_version task.version task.description task.authors.name task.authors.email task.keywords metadata"
+        " source",
         Use.UNUSED,
         "words about the task",
     ),
-    FieldUse(("agent.timeout_sec",), Use.GIVEN, "`limits.agent_seconds`, and `session_seconds`, if that is more"),
+    FieldUse("agent.timeout_sec", Use.GIVEN, "`limits.agent_seconds`, and `session_seconds`, if that is more"),
+    FieldUse("agent.user verifier.user verifier.collect.user", Use.CHECKED, "root is the one user of a sandbox"),
     FieldUse(
-        ("agent.user", "verifier.user", "verifier.collect.user"),
-        Use.CHECKED,
-        "root is the one user of a sandbox",
-    ),
-    FieldUse(
-        (
-            *("environment.network_mode", "environment.allow_internet", "environment.allowed_hosts"),
-            *("agent.network_mode", "agent.allowed_hosts", "verifier.network_mode", "verifier.allowed_hosts"),
-        ),
+        "environment.network_mode environment.allow_internet environment.allowed_hosts agent.network_mode"
+        " agent.allowed_hosts verifier.network_mode verifier.allowed_hosts",
         Use.CHECKED,
         'only `"no-network"`: sandboxes have none. Harbor\'s default is a public network',
     ),
-    FieldUse(("environment.docker_image",), Use.GIVEN, "`runtime.image`"),
+    FieldUse("environment.docker_image", Use.GIVEN, "`runtime.image`"),
     FieldUse(
-        ("environment.build_timeout_sec",),
+        "environment.build_timeout_sec",
         Use.UNUSED,
         "no image is built in a session; `outrider image build` bounds each `RUN` by itself",
     ),
-    FieldUse(("environment.os",), Use.CHECKED, '`"linux"`'),
+    FieldUse("environment.os", Use.CHECKED, '`"linux"`'),
     FieldUse(
-        ("environment.cpus", "environment.memory_mb", "environment.storage_mb", "environment.gpus"),
+        "environment.cpus environment.memory_mb environment.storage_mb environment.gpus",
         Use.GIVEN,
         "`runtime.resources`",
     ),
-    FieldUse(("environment.gpu_types",), Use.CHECKED, "GPUs are not told apart"),
-    FieldUse(("environment.tpu",), Use.CHECKED, "sandboxes have no TPUs"),
-    FieldUse(("environment.mcp_servers",), Use.CHECKED, "no MCP servers are started"),
-    FieldUse(("environment.skills_dir",), Use.CHECKED, "agents are given no skills"),
-    FieldUse(("environment.env",), Use.GIVEN, "`runtime.env`"),
-    FieldUse(("environment.workdir",), Use.GIVEN, "`runtime.workdir`"),
+    FieldUse("environment.gpu_types", Use.CHECKED, "GPUs are not told apart"),
+    FieldUse("environment.tpu", Use.CHECKED, "sandboxes have no TPUs"),
+    FieldUse("environment.mcp_servers", Use.CHECKED, "no MCP servers are started"),
+    FieldUse("environment.skills_dir", Use.CHECKED, "agents are given no skills"),
+    FieldUse("environment.env", Use.GIVEN, "`runtime.env`"),
+    FieldUse("environment.workdir", Use.GIVEN, "`runtime.workdir`"),
     FieldUse(
-        tuple(
-            f"environment.healthcheck.{name}"
-            for name in ("command", "interval_sec", "timeout_sec", "retries", "start_period_sec", "start_interval_sec")
-        ),
+        "environment.healthcheck.command environment.healthcheck.interval_sec environment.healthcheck.timeout_sec"
+        " environment.healthcheck.retries environment.healthcheck.start_period_sec"
+        " environment.healthcheck.start_interval_sec",
         Use.GIVEN,
         "a [prepare step](tasks.md#prepare-steps); none of a verifier's environment, as in Harbor",
     ),
-    FieldUse(("verifier.timeout_sec",), Use.GIVEN, "`evaluator.seconds`"),
-    FieldUse(("verifier.env",), Use.GIVEN, "`evaluator.options.env`"),
+    FieldUse("verifier.timeout_sec", Use.GIVEN, "`evaluator.seconds`"),
+    FieldUse("verifier.env", Use.GIVEN, "`evaluator.options.env`"),
     FieldUse(
-        ("verifier.environment_mode", "verifier.environment"),
+        "verifier.environment_mode verifier.environment",
         Use.GIVEN,
         "`evaluator.carry` and [`evaluator.runtime`](#separate-verifiers)",
     ),
-    FieldUse(("verifier.collect.command", "verifier.collect.timeout_sec"), Use.GIVEN, "`collect`"),
+    FieldUse("verifier.collect.command verifier.collect.timeout_sec", Use.GIVEN, "`collect`"),
     FieldUse(
-        ("verifier.collect.service", "artifacts.service"), Use.CHECKED, "there is no service beside the agent's sandbox"
+        "verifier.collect.service artifacts.service", Use.CHECKED, "there is no service beside the agent's sandbox"
     ),
-    FieldUse(("artifacts.source",), Use.GIVEN, "`artifacts`, and `evaluator.carry` for a separate verifier"),
+    FieldUse("artifacts.source", Use.GIVEN, "`artifacts`, and `evaluator.carry` for a separate verifier"),
     FieldUse(
-        ("artifacts.exclude",),
-        Use.GIVEN,
-        "`evaluator.options.without` for a separate verifier; kept artifacts are whole",
+        "artifacts.exclude", Use.GIVEN, "`evaluator.options.without` for a separate verifier; kept artifacts are whole"
     ),
-    FieldUse(("artifacts.destination",), Use.UNUSED, "artifacts are kept under their paths in the sandbox"),
-    FieldUse(("solution.env",), Use.GIVEN, "variables of the solution"),
-    FieldUse(("multi_step_reward_strategy",), Use.GIVEN, "`steps_reward`"),
-    FieldUse(("steps.name",), Use.GIVEN, "the folder of the step"),
-    FieldUse(("steps.min_reward",), Use.GIVEN, "`needs` of the step after it"),
+    FieldUse("artifacts.destination", Use.UNUSED, "artifacts are kept under their paths in the sandbox"),
+    FieldUse("solution.env", Use.GIVEN, "variables of the solution"),
+    FieldUse("multi_step_reward_strategy", Use.GIVEN, "`steps_reward`"),
+    FieldUse("steps.name", Use.GIVEN, "the folder of the step"),
+    FieldUse("steps.min_reward", Use.GIVEN, "`needs` of the step after it"),
 )

@@ -48,7 +48,8 @@ class Table(BaseModel):
 
 
 class Network(Table):
-    """The network of an agent or a verifier. With mode None it has the network of its environment."""
+    """The network of an environment, an agent or a verifier. With mode None an agent or a verifier has the network of
+    its environment."""
 
     network_mode: Literal["public", "no-network", "allowlist"] | None = None
     allowed_hosts: list[str] | None = None
@@ -57,17 +58,6 @@ class Network(Table):
     def _hosts_of_an_allowlist(self) -> Self:
         named = self.allowed_hosts is not None and (self.allowed_hosts or self.network_mode is None)
         if named and self.network_mode != "allowlist":
-            raise ValueError("allowed_hosts are those of network_mode 'allowlist'")
-        return self
-
-
-class EnvironmentNetwork(Table):
-    network_mode: Literal["public", "no-network", "allowlist"] = "public"
-    allowed_hosts: list[str] | None = None
-
-    @model_validator(mode="after")
-    def _hosts_of_an_allowlist(self) -> Self:
-        if self.allowed_hosts and self.network_mode != "allowlist":
             raise ValueError("allowed_hosts are those of network_mode 'allowlist'")
         return self
 
@@ -109,7 +99,8 @@ class Healthcheck(Table):
     retries: int = 3
 
 
-class Environment(EnvironmentNetwork):
+class Environment(Network):
+    network_mode: Literal["public", "no-network", "allowlist"] = "public"
     build_timeout_sec: float = 600.0
     docker_image: str | None = None
     os: Annotated[Literal["linux", "windows"], BeforeValidator(lower)] = "linux"
