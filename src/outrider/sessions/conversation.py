@@ -47,8 +47,7 @@ from outrider.sessions.calls.request_settings import (
 )
 from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import History
-from outrider.tokens.tree.nodes import PromptNode
-from outrider.tokens.tree.request_index import parse_messages
+from outrider.tokens.tree.request_index import PromptNode, parse_messages
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
 
