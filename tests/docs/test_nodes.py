@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.engines import gates
+from outrider.nodes import calls, claims, messages, remote_node
 from outrider.sessions import resources
 from outrider.wire import decoding, resumable
 
