@@ -8,8 +8,8 @@ from pathlib import Path
 from types import FrameType
 
 import outrider
+from api.test_gateway import CHAT, HELLO, a_gateway
 
-from ..api.test_gateway import CHAT, HELLO, a_gateway
 from .pages import page
 
 PACKAGE = Path(outrider.__file__).parent
