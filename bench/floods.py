@@ -23,7 +23,7 @@ from bench.bodies import CHAT, FLOODS
 from bench.corpus import Corpus
 from bench.http import Client
 from bench.processes import ROOT, World, world
-from outrider.sessions.calls.body_limits import MAX_TEXT_BODY
+from outrider.sessions.calls.limits import MAX_TEXT_BODY
 
 INNOCENT = 50
 ATTACKERS = 2

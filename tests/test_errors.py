@@ -15,7 +15,7 @@ from outrider.errors import (
     error_from,
     record_of,
 )
-from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.calls.limits import LimitReached
 
 
 def every_error(kind: type[OutriderError] = OutriderError) -> list[type[OutriderError]]:

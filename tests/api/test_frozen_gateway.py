@@ -23,8 +23,8 @@ from outrider.errors import EngineUnavailable
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.messages import Message, Role
-from outrider.sessions.calls.body_limits import LARGE
 from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.calls.limits import LARGE
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import InProcessClient, SessionModels
 from outrider.spec import Limits, SamplingSpec

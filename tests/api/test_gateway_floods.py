@@ -22,7 +22,7 @@ from outrider.api.gateway import Gateway
 from outrider.concurrency.offload import INLINE_BYTES
 from outrider.concurrency.watchdog import Watchdog
 from outrider.lab.fakes.engine_servers.app import serving
-from outrider.sessions.calls.body_limits import MAX_IN_SESSION, MAX_TEXT_BODY
+from outrider.sessions.calls.limits import MAX_IN_SESSION, MAX_TEXT_BODY
 from sessions.world import a_world
 
 QUICK = ("chat messages", "chat arguments", "messages results", "responses calls", "gemini answers")

@@ -20,7 +20,7 @@ from outrider.errors import (
 )
 from outrider.lifecycle import StopReason
 from outrider.messages import Delta, ToolCall
-from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.conversation import RunEnded
 from outrider.trajectory import FinishReason
 from support.gemini import ARRAY, DIALECT, EVENTS, chunks, completed, read, said, stream, text, user

@@ -37,7 +37,7 @@ from outrider.harnesses.tool_agent import ToolOptions
 from outrider.lab.fakes.scripted_engine import ScriptedReply, ScriptOptions
 from outrider.lifecycle import SessionState, StopReason
 from outrider.plugins import names
-from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.conversation import RunEnded
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.store.rows import EventKind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engines.pool import policy
+from outrider.engines import gates
 from outrider.nodes import calls, claims, messages, remote_node
 from outrider.sessions import resources
 from outrider.wire import decoding, resumable
@@ -40,7 +40,7 @@ def test_the_bounds_of_a_connection_are_those_of_the_code() -> None:
         "artifacts of an attempt": (claims.MAX_KEPT_BYTES // mib,),
         "a report": (claims.MAX_SESSIONS, claims.MAX_LANES, claims.MAX_FAILING),
         "an attempt that is cancelled": (int(remote_node.CANCEL_SECONDS),),
-        "a pause of the policy": (int(policy.ANSWER_SECONDS), int(policy.SETTLE_SECONDS) // 60),
+        "a pause of the policy": (int(gates.ANSWER_SECONDS), int(gates.SETTLE_SECONDS) // 60),
     }.items():
         for number in numbers:
             assert f"{number:,}" in said[what], what

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
-from outrider.engines.pool.policy import GateReport
+from outrider.engines.gates import GateReport
 from outrider.engines.pool.record import EngineUse
 from outrider.errors import Boundary, ErrorRecord
 from outrider.lab.fakes.scripted_engine import ScriptedEngine

@@ -20,7 +20,7 @@ from outrider.errors import (
 from outrider.harnesses.base import ModelRefused, ProgramExit
 from outrider.lifecycle import StopReason
 from outrider.sessions.blame import RULES, Blame, BlameRule, Cause, End, Facts, Ruling, Stage, decide, end_of
-from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.calls.limits import LimitReached
 
 FLAGS = tuple(field.name for field in msgspec.structs.fields(Facts) if field.name not in ("stage", "end"))
 HARM = ("stalled", "overdue")

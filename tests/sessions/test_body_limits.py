@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import ContextOverflow, RequestError, TooLarge
-from outrider.sessions.calls.body_limits import (
+from outrider.sessions.calls.limits import (
     BYTES_PER_TOKEN,
     FREE_SIZE,
     MAX_BODY,

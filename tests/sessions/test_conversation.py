@@ -15,7 +15,7 @@ from outrider.engines.base import Chunk, GenerateRequest
 from outrider.errors import ContextOverflow, EngineMisbehaved, EngineUnavailable, RequestError, ServiceError
 from outrider.lab.fakes.scripted_engine import ScriptedEngine, scripted_logprob
 from outrider.lifecycle import StopReason
-from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.conversation import RunEnded
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, SamplingSpec

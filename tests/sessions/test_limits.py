@@ -18,8 +18,8 @@ from outrider.errors import EngineUnavailable
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
 from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.calls.on_token_engine import PROMISED_TOKENS
-from outrider.sessions.calls.token_allowance import LimitReached
 from outrider.sessions.conversation import Conversation
 from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import make_renderer

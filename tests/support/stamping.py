@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
-from outrider.engines.pause_gate import PauseGate
+from outrider.engines.gates import PauseGate
 from outrider.errors import EngineRejected, EngineUnavailable
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.tokens.rendering.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from outrider.tokens.branches.classify import lineages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.samples import POLICY, Policy, build_samples, count_session, model_calls
-from outrider.tokens.tree.nodes import PromptNode
+from outrider.tokens.tree.request_index import PromptNode
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import (
     HEAD_CHANGES,

@@ -12,7 +12,7 @@ from outrider.errors import RequestError
 from outrider.messages import Message, ParsedMessages, Role
 from outrider.tokens.rendering.chat_template import ChatTemplate, conversation_dicts, new_message_dicts
 from outrider.tokens.rendering.renderer import Renderer, ThinkingSwitch
-from outrider.tokens.tree.nodes import PromptNode
+from outrider.tokens.tree.request_index import PromptNode
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import ForkCause, JoinKind
 from support.steps import run_inline

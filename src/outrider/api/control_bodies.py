@@ -2,7 +2,7 @@
 
 A body reserves room before it is read, and keeps the room until the end of the call, because the objects made from a
 body are several times as large. Callers share the room in a waiting line (see `PrioritySemaphore`). A waiting body is
-not read, so the kernel stops the client from sending. Model calls have other limits (`sessions/calls/body_limits.py`),
+not read, so the kernel stops the client from sending. Model calls have other limits (`sessions/calls/limits.py`),
 since many sessions send at once and none may wait for another. Invariant: bodies larger than `FREE` take no more than
 `EACH` bytes for one caller, and no more than `ALL` bytes for all callers together.
 """
@@ -17,7 +17,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from outrider.errors import Busy, RequestError, TooLarge
-from outrider.sessions.calls.body_limits import MAX_BODY, MAX_IN_SESSION, TooSlow
+from outrider.sessions.calls.limits import MAX_BODY, MAX_IN_SESSION, TooSlow
 from outrider.sessions.priority_semaphore import PrioritySemaphore
 
 ROOM = "outrider.room"

@@ -27,8 +27,8 @@ from outrider.dialects.base import (
 )
 from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.messages import Delta
-from outrider.sessions.calls.body_limits import Body, TooMuchAtOnce
 from outrider.sessions.calls.call import Step
+from outrider.sessions.calls.limits import Body, TooMuchAtOnce
 from outrider.sessions.conversation import RunEnded
 from outrider.sessions.models import SessionModels
 from outrider.wire.file_descriptors import EACH_MOST

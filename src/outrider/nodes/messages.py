@@ -13,8 +13,8 @@ from typing import Annotated, Any, Generic, TypeVar, get_args
 import msgspec
 
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
+from outrider.engines.gates import GateReport
 from outrider.engines.pool.leader import PoolState
-from outrider.engines.pool.policy import GateReport
 from outrider.engines.pool.record import EngineUse
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState

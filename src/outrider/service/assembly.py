@@ -37,8 +37,8 @@ from outrider.service.scheduler import PAUSES
 from outrider.service.service import Service
 from outrider.service.tokenizer_check import TokenizerCheck
 from outrider.sessions.attempt import AttemptStore, Node
-from outrider.sessions.calls.body_limits import Intake
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
+from outrider.sessions.calls.limits import Intake
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, capacity_of

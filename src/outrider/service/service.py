@@ -55,8 +55,8 @@ from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokens import TokenRegistry
 from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
-from outrider.sessions.calls.body_limits import LARGE, MAX_VALUES, BodyCapacity
 from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.calls.limits import LARGE, MAX_VALUES, BodyCapacity
 from outrider.sessions.resources import session_needs
 from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, RegradeSpec, Spec, StoredGroupSpec
 from outrider.store.artifacts import ArtifactStore

@@ -17,7 +17,7 @@ import msgspec
 from outrider.errors import ContextOverflow, EvaluatorError, HarnessError, RuntimeFailure
 from outrider.harnesses.base import ModelRefused, ProgramExit
 from outrider.lifecycle import StopReason
-from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.calls.limits import LimitReached
 
 
 class Stage(StrEnum):

@@ -32,9 +32,9 @@ from outrider.errors import (
 )
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
-from outrider.sessions.calls.body_limits import LARGE, Body, BodyCapacity
 from outrider.sessions.calls.call import EngineCall, ModelBackend, Step
 from outrider.sessions.calls.failed_calls import FailedCalls
+from outrider.sessions.calls.limits import LARGE, Allowance, Body, BodyCapacity, LimitReached
 from outrider.sessions.calls.on_message_engine import CapturedTurns, MessageCall
 from outrider.sessions.calls.on_token_engine import TokenCall
 from outrider.sessions.calls.request_settings import (
@@ -45,11 +45,9 @@ from outrider.sessions.calls.request_settings import (
     for_openai_api,
     sampling_for,
 )
-from outrider.sessions.calls.token_allowance import Allowance, LimitReached
 from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import History
-from outrider.tokens.tree.nodes import PromptNode
-from outrider.tokens.tree.request_index import parse_messages
+from outrider.tokens.tree.request_index import PromptNode, parse_messages
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
 

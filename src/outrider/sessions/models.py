@@ -16,8 +16,7 @@ from outrider.dialects.base import Completion, Dialect, ModelRequest, RequestedS
 from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError
 from outrider.harnesses.base import ModelRefused
 from outrider.messages import Message, ParsedMessages, ToolSpec
-from outrider.sessions.calls.body_limits import LARGE, Bodies, Body, BodyCapacity
-from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.calls.limits import LARGE, Bodies, Body, BodyCapacity, LimitReached
 
 if TYPE_CHECKING:
     from outrider.sessions.conversation import Conversation

@@ -56,7 +56,7 @@ from outrider.sessions.artifacts import ArtifactCollector
 from outrider.sessions.attempt import Attempt, AttemptStore, session_result
 from outrider.sessions.blame import Blame, Cause, End, Facts, Stage, decide, end_of
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
-from outrider.sessions.calls.token_allowance import LimitReached
+from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
 from outrider.sessions.conversation import Conversation, overdue_error
 from outrider.sessions.filters import EndedRun, filtered

@@ -16,7 +16,7 @@ import msgspec
 from outrider.concurrency.events import Broadcast
 from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest, PauseMode
-from outrider.engines.pause_gate import PauseGate
+from outrider.engines.gates import PauseGate
 from outrider.errors import EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 

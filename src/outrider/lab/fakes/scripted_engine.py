@@ -27,7 +27,7 @@ from outrider.engines.base import (
     PauseMode,
     SamplingParams,
 )
-from outrider.engines.pause_gate import PauseGate
+from outrider.engines.gates import PauseGate
 from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, InvalidField
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan

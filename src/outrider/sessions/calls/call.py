@@ -9,12 +9,11 @@ import numpy as np
 
 from outrider.concurrency.offload import OffloadThread
 from outrider.dialects.base import Completion, Opening
-from outrider.engines.base import ChatChunk, Chunk, SamplingParams
+from outrider.engines.base import ChatChunk, Chunk
 from outrider.engines.pool.call import PoolReply
 from outrider.engines.pool.pool import EnginePool
 from outrider.messages import Delta
-from outrider.sessions.calls.body_limits import Intake
-from outrider.sessions.calls.token_allowance import TokenShare
+from outrider.sessions.calls.limits import Intake, TokenShare
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.trajectory import Ids, Turn
@@ -65,20 +64,6 @@ class EngineCall(Protocol):
         ...
 
     def completion(self) -> Completion: ...
-
-
-def clamped(sampling: SamplingParams, share: TokenShare) -> SamplingParams:
-    """Return the sampling, limited to the tokens that the session has left. Other calls may have used up tokens while
-    this call waited for its share."""
-    if sampling.max_tokens <= share.unsampled:
-        return sampling
-    return msgspec.structs.replace(sampling, max_tokens=share.unsampled)
-
-
-def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
-    """Return the record of a turn's sampling."""
-    told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
-    return told | {"thinking": thinking}
 
 
 def count_differences(sent: Ids, reported: list[int]) -> int:

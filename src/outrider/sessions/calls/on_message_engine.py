@@ -19,8 +19,9 @@ from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
 from outrider.engines.pool.call import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
-from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_differences, recorded
-from outrider.sessions.calls.token_allowance import TokenShare
+from outrider.sessions.calls.call import ModelBackend, Step, count_differences
+from outrider.sessions.calls.limits import TokenShare
+from outrider.sessions.calls.request_settings import clamped, recorded
 from outrider.tokens.tree.canonical import digest, extend, message_key
 from outrider.trajectory import (
     FinishReason,

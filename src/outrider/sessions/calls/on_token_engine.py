@@ -18,8 +18,9 @@ from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.engines.pool.call import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
-from outrider.sessions.calls.call import ModelBackend, Step, clamped, count_differences, recorded
-from outrider.sessions.calls.token_allowance import TokenShare
+from outrider.sessions.calls.call import ModelBackend, Step, count_differences
+from outrider.sessions.calls.limits import TokenShare
+from outrider.sessions.calls.request_settings import clamped, recorded
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, pack_logprobs

@@ -7,7 +7,7 @@ name of every client setting that is left out is kept with the turn.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ from outrider.dialects.base import ModelRequest, RequestedSampling
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.record import ServingEngine
 from outrider.errors import RequestError
+from outrider.sessions.calls.limits import TokenShare
 from outrider.spec import SamplingSpec
 from outrider.trajectory import TokenMode
 
@@ -112,3 +113,17 @@ def for_openai_api(
     told = msgspec.structs.replace(sampling, **{name: getattr(neutral, name) for name in unknown})
     asked += ["stop_token_ids"] * bool(client.stop_token_ids) + ["thinking"] * (thinking is not None)
     return told, tuple(asked)
+
+
+def clamped(sampling: SamplingParams, share: TokenShare) -> SamplingParams:
+    """Return the sampling, limited to the tokens that the session has left. Other calls may have used up tokens while
+    this call waited for its share."""
+    if sampling.max_tokens <= share.unsampled:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=share.unsampled)
+
+
+def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
+    """Return the record of a turn's sampling."""
+    told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
+    return told | {"thinking": thinking}

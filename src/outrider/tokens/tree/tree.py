@@ -37,15 +37,16 @@ from outrider.errors import ContextOverflow, Overflow, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.tree.canonical import MessageKey, extend, message_key
-from outrider.tokens.tree.nodes import (
+from outrider.tokens.tree.request_index import (
+    IndexedRequest,
     PromptNode,
+    RequestIndexer,
     Splice,
     TurnNode,
     call_ids_agree,
     reasoning_agrees,
     recorded_reasoning,
 )
-from outrider.tokens.tree.request_index import IndexedRequest, RequestIndexer
 from outrider.trajectory import ForkCause, Ids, JoinKind, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10

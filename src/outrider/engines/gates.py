@@ -1,0 +1,238 @@
+"""The gates that hold generations back: `PauseGate` while one engine is paused, `PolicyGate` while the policy is.
+
+Invariant: `in_flight` counts exactly the generations between entering and leaving a gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Annotated, Literal
+
+import msgspec
+
+from outrider.concurrency.events import wait_for_event
+from outrider.schemas import PolicyPause
+
+ANSWER_SECONDS = 30.0
+"""Seconds in which a follower has to report that its gate is closed, so that it begins no more generations."""
+SETTLE_SECONDS = 1800.0
+"""Seconds for a follower's generations to end if a pause does not cut them off. The number is an agent's default time
+limit."""
+
+
+class PauseGate:
+    """One engine's admission. Closing the gate holds back new generations and leaves those in flight alone."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.closings = 0
+        """Number of times that the gate was closed."""
+        self._cuts: set[Callable[[], None]] = set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def passage(self, cut: Callable[[], None] = lambda: None) -> AsyncGenerator[None, None]:
+        """Enclose one generation: wait until the gate is open, and count the generation as in flight until the block
+        ends. `cut_off` calls `cut`."""
+        await self._open.wait()
+        self.in_flight += 1
+        self._idle.clear()
+        self._cuts.add(cut)
+        try:
+            yield
+        finally:
+            self._cuts.discard(cut)
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self.closings += self._open.is_set()
+        self._open.clear()
+
+    async def drained(self, seconds: float | None = None) -> None:
+        """Return once nothing is in flight, or after `seconds` (None: no limit)."""
+        await wait_for_event(self._idle, seconds)
+
+    def cut_off(self) -> None:
+        """Cut off every generation in flight, as far as its `cut` can."""
+        for cut in tuple(self._cuts):
+            cut()
+
+
+class GateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a follower's gate: the number of the leader's `closings` followed so far, and the follower's
+    generations in flight. `whole` counts those that no engine can continue, so that they run to their end."""
+
+    closings: Annotated[int, msgspec.Meta(ge=0)]
+    in_flight: Annotated[int, msgspec.Meta(ge=0)]
+    whole: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Follower:
+    """A process with a following gate. `since`: time of the latest closing, or of the follower's arrival if later.
+    `report`: the follower's latest report."""
+
+    def __init__(self, since: float, lost: Callable[[str], None]) -> None:
+        self.since = since
+        self.lost = lost
+        self.report: GateReport | None = None
+
+    def unsettled(self, closings: int, which: Literal["in_flight", "whole"]) -> bool:
+        report = self.report
+        return report is None or report.closings != closings or bool(getattr(report, which))
+
+
+class PolicyGate:
+    """Holds generations back while the policy is paused, and counts the generations in flight.
+
+    `mode` is None while the gate is open. `cuts` counts the pauses with mode "abort", which cut generations off.
+    `whole` counts the generations in flight that no engine can continue: they run to their end in either mode.
+    `closings` counts the changes of `mode`. `changed` is called after each change, and at the end of a generation while
+    the gate is closed.
+
+    Gates of other processes may follow this gate. This gate has settled only when its followers have settled, too.
+    `report` records the state of a follower's gate, and `forget` removes a follower. A follower has `answer_seconds` to
+    report its closing, and `settle_seconds` for its generations to end. A follower that takes longer is removed, and
+    its `lost` callback is called (`expect`).
+    """
+
+    answer_seconds = ANSWER_SECONDS
+    settle_seconds = SETTLE_SECONDS
+
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        self.mode: PolicyPause | None = None
+        self.cuts = 0
+        self.in_flight = 0
+        self.whole = 0
+        self.closings = 0
+        self._order_all = changed
+        self._followers: dict[str, _Follower] = {}
+        self._changed = asyncio.Event()
+        self._closed_at = 0.0
+        self._closed_for = 0.0
+        self._clocks: set[asyncio.Timeout] = set()
+
+    def enter(self, *, whole: bool) -> None:
+        """Count a generation that begins. Call this only while the gate is open."""
+        self.in_flight += 1
+        self.whole += whole
+
+    def leave(self, *, whole: bool) -> None:
+        """Count the end of a generation, successful or not."""
+        self.in_flight -= 1
+        self.whole -= whole
+        if self.mode is not None:
+            self._notify()
+
+    @contextmanager
+    def ended_by_closing(self, clock: asyncio.Timeout) -> Iterator[None]:
+        """Let the timeout expire when the gate closes, so that no pause waits for the work in this block."""
+        self._clocks.add(clock)
+        try:
+            yield
+        finally:
+            self._clocks.discard(clock)
+
+    async def opened(self) -> None:
+        while self.mode is not None:
+            await self._changed.wait()
+
+    def close(self, mode: PolicyPause) -> None:
+        """Admit no more generations. A closed gate can become stricter ("abort") but not milder."""
+        if self.mode is None:
+            self._closed_at = asyncio.get_running_loop().time()
+            for clock in self._clocks:
+                if not clock.expired():
+                    clock.reschedule(self._closed_at)
+        if self.mode not in (mode, "abort"):
+            self.mode = mode
+            self.closings += 1
+            for follower in self._followers.values():
+                follower.since = asyncio.get_running_loop().time()
+        self._notify()
+
+    def open(self) -> None:
+        if self.mode is not None:
+            self._closed_for = self.paused_seconds()
+            self.mode = None
+            self.closings += 1
+            self._notify()
+
+    async def settled(self) -> None:
+        """Wait until the generations that the mode lets run to their end have ended, or until the gate is opened."""
+        while (self.mode == "finish" and self._flying("in_flight")) or (self.mode == "abort" and self._flying("whole")):
+            await wait_for_event(self._changed, self._lose_overdue("in_flight" if self.mode == "finish" else "whole"))
+
+    def expect(self, follower: str, lost: Callable[[str], None] = lambda why: None) -> None:
+        """Add a follower, which counts as unsettled until its first report. `lost` is called with the reason if the
+        follower takes too long and is removed. `lost` must give the follower up, because its generations may run on
+        through the pause."""
+        self._followers[follower] = _Follower(asyncio.get_running_loop().time(), lost)
+
+    def expects(self, follower: str) -> bool:
+        return follower in self._followers
+
+    def report(self, follower: str, report: GateReport) -> None:
+        """Record the state of an expected follower's gate. Raises ValueError for an impossible report: a closing that
+        has not happened, more `whole` generations than generations, or generations that begin behind a closed gate."""
+        if (known := self._followers.get(follower)) is None:
+            return
+        before = known.report
+        if report.closings > self.closings or report.whole > report.in_flight:
+            raise ValueError(f"a gate that was closed {report.closings} times, with {report.in_flight} in flight")
+        settling = self.mode is not None and before is not None and before.closings == report.closings == self.closings
+        if settling and before and (report.in_flight > before.in_flight or report.whole > before.whole):
+            raise ValueError("generations that begin behind a closed gate")
+        known.report = report
+        self._wake()
+
+    def forget(self, follower: str) -> None:
+        """Remove a follower that is gone, with all its generations."""
+        self._followers.pop(follower, None)
+        self._wake()
+
+    def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
+        """Return True if any process has generations in flight, as counted in the field `which`, or if a follower has
+        not yet reported this closing."""
+        return bool(getattr(self, which)) or any(
+            follower.unsettled(self.closings, which) for follower in self._followers.values()
+        )
+
+    def _lose_overdue(self, which: Literal["in_flight", "whole"]) -> float | None:
+        """Remove the followers that take too long. Returns the seconds until the next follower may be overdue."""
+        now, waits = asyncio.get_running_loop().time(), []
+        for name, follower in list(self._followers.items()):
+            if not follower.unsettled(self.closings, which):
+                continue
+            answered = follower.report is not None and follower.report.closings == self.closings
+            seconds = self.settle_seconds if answered else self.answer_seconds
+            if (left := follower.since + seconds - now) > 0:
+                waits.append(left)
+                continue
+            what = "had its generations end" if answered else "answered"
+            self.forget(name)
+            follower.lost(f"it has not {what} within {seconds:g} s of a pause of the policy")
+        return min(waits, default=None)
+
+    def paused_seconds(self) -> float:
+        """Return the total seconds for which the gate has been closed until now, by the event loop's clock."""
+        if self.mode is None:
+            return self._closed_for
+        return self._closed_for + asyncio.get_running_loop().time() - self._closed_at
+
+    def _notify(self) -> None:
+        self._wake()
+        self._order_all()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
