@@ -30,10 +30,10 @@ from outrider.engines.base import (
     KnownVersions,
     PauseMode,
 )
+from outrider.engines.gates import PauseGate
 from outrider.engines.http.client import CONTROL_SECONDS, Cut, HttpClient, WasCut
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
-from outrider.engines.gates import PauseGate
 from outrider.errors import EngineError, EngineUnavailable
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
