@@ -541,9 +541,9 @@ class StoredGroupSpec(GroupSpec):
 
 
 class RegradeSpec(Spec):
-    """A request to grade sessions again, with another `evaluator`, which may omit `carry`, or with the old one if
-    `evaluator` is null. The `labels` are added to the task's, and the rest of the task is unchanged. The other fields
-    are as for a group."""
+    """A request to grade sessions again. `evaluator` is the new evaluator, whose `carry` may be omitted; null keeps the
+    task's evaluator. The `labels` are added to the task's labels, and the rest of the task is unchanged. The other
+    fields are as for a group."""
 
     evaluator: EvaluatorSpec | None = None
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from outrider.errors import Conflict, InvalidField, NotFound, ServiceError
 from outrider.store.database import Body, Connection
-from outrider.store.migrations import MIGRATIONS
+from outrider.store.migrations import FIRST, MIGRATIONS
 from outrider.store.postgresql import MAX_BATCH, PostgresqlDatabase, postgresql_store, without_password
 from outrider.store.store import Store
 from support.postgresql import PostgresqlServer
@@ -402,7 +402,7 @@ async def test_services_that_start_at_once_migrate_once(url: str) -> None:
     connection = await asyncpg.connect(url)
     try:
         versions = [row[0] for row in await connection.fetch("SELECT version FROM migrations ORDER BY version")]
-        assert versions == list(range(1, len(MIGRATIONS) + 1))
+        assert versions == list(range(FIRST, FIRST + len(MIGRATIONS)))
     finally:
         await connection.close()
         for store in stores:

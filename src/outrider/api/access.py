@@ -1,7 +1,7 @@
 """Access control of the control API: the role that each route requires. The gateway checks its own keys.
 
 Invariant: every control route except OPEN_PATHS refuses callers without a role. A call that may change data is in the
-audit log before the reply is sent, unless the call was refused for want of a valid token.
+audit log before the reply is sent, unless the call was refused because it had no valid token.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ async def events(
 
 @ROUTES.get("/sessions/{session_id}", "read", SessionView)
 async def session(service: Serving, caller: Caller, session_id: str) -> SessionView:
-    """Get one session."""
+    """Get the state of one session and, once the session is done, its result."""
     return await service.reader.session(session_id, tenant=caller.sees)
 
 

@@ -88,7 +88,7 @@ WITH_A_BODY = (RequestError, TooLarge, InvalidField)
 
 QUEUE_FULL: dict[int | str, dict[str, Any]] = {
     429: {
-        "description": "Too many sessions wait in the queue, or are those of the token. Submit the same again later.",
+        "description": "The queue is full, or the token has too many sessions. Submit the same request again later.",
         "headers": {"Retry-After": {"description": "seconds to wait", "schema": {"type": "integer", "minimum": 1}}},
         "content": _json(ErrorRecord.__name__),
     }

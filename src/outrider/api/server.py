@@ -119,7 +119,7 @@ async def _running(server: _Server, *sockets: socket.socket) -> AsyncIterator[No
         await server.ready.wait()
         try:
             yield
-        except Exception as error:  # from the caller's block: the task group would wrap it
+        except Exception as error:  # the caller's error, which the task group would wrap
             failure = error
         finally:
             server.stop()
@@ -229,7 +229,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
-            listening.listen(BACKLOG)  # asyncio has set the backlog to its batch size of accepts
+            listening.listen(BACKLOG)  # asyncio has set the backlog to ACCEPTED_AT_ONCE
         self.ready.set()
 
     def stop(self) -> None:

@@ -1,6 +1,6 @@
 """The program `outrider`: its commands, and how their errors are shown.
 
-The commands' work is done in other modules. Invariant: an OutriderError, or the lack of something on the machine (disk,
+The commands' work is done in other modules. Invariant: an OutriderError, or a missing resource of the machine (disk,
 descriptors, memory, threads, a file), is shown in one line, never as a traceback. The exit code is 0 for success, 2 for
 an invalid request, 130 for Ctrl-C and 1 for every other failure.
 """
@@ -126,7 +126,7 @@ def run_command(argv: Sequence[str] | None) -> int:
             hint = f"{context.command_path if context else 'outrider'} --help"
             terminal.error(RequestError(message, hint=hint).record())
         return USAGE
-    except Exception as error:  # a lack of the machine is shown in one line; everything else is raised again
+    except Exception as error:  # a missing resource is shown in one line; everything else is raised again
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))

@@ -24,7 +24,7 @@ def run_service(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine as `asyncio.run` does, on uvloop if it is installed. Raises ServiceError if the limit of open
     files is too low."""
     try:
-        check_enough()  # checked first, because uvloop does not clean up after itself if it lacks a descriptor
+        check_enough()  # checked first, because uvloop leaks its resources if it fails to open a descriptor
         factory = importlib.import_module("uvloop").new_event_loop if importlib.util.find_spec("uvloop") else None
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.get_loop().set_default_executor(_started_threads())

@@ -97,8 +97,9 @@ def check_harness(
     tasks cover everything that makes clients rewrite a conversation. Every
     recorded token is compared with the model's own input and output.
 
-    Exit code 0: the harness holds. 1: a row does not hold, or a row that
-    every harness needs could not be tried.
+    A row holds if all its checks succeed. Exit code 0: all tried rows hold.
+    1: a row does not hold, or a row that every harness needs could not be
+    tried.
 
     Examples:
 

@@ -33,7 +33,7 @@ VERSION = "version"
 """The row that starts the installed program of a preset once. Certificates of other programs do not have this row."""
 
 VENDORS = {"anthropic": "messages", "openai": "chat", "google": "gemini"}
-"""Dialects by the vendor names that users give for them."""
+"""Dialects by vendor name: users may name a vendor in place of a dialect."""
 
 
 def find_subject(
@@ -87,7 +87,7 @@ def find_subject(
     harness = harness.model_copy(update={"options": {**harness.options, **options}})
     make_harness(harness)  # raises an error for wrong options
     if loaded.install is not None and installed(loaded.name) is None:
-        check(loaded.name)  # raises an error with a hint how to install the program
+        check(loaded.name)  # raises an error, with a hint on how to install the program
     return Subject(name=name, harness=harness, runtime=sandbox, dialect=dialect, hint=loaded.certify)
 
 

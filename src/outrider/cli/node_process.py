@@ -164,8 +164,8 @@ async def _work_elsewhere(join: Join, starter: Starter) -> None:
 
 
 async def _work(setup: NodeSetup, socket: Socket, starter: Starter | None = None) -> None:
-    """Run attempts until the service hangs up. Raises the error
-    that keeps the node from starting, after sending it to the service."""
+    """Run attempts until the service hangs up. If an error keeps the node from starting, sends the error to the service
+    and raises it."""
     images = None if starter is None else ImageStore().names
     service = ServiceProxy(
         socket,

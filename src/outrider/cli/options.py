@@ -1,5 +1,5 @@
-"""Makes commands of functions. `command` adds the options that several commands share, and passes what they stand
-for."""
+"""Makes commands of functions. `command` adds the options that several commands share, and passes the objects made from
+these options, such as a client, to the function."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Json = Annotated[
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function as Typer takes it. Some parameters of the function get what shared options stand for, by type:
+    """Return a function for Typer. Parameters of these types are no options: their values are made from shared options.
 
     - `Terminal`: the command's output.
     - `Client`: an open client of the service that --url, --token and --ca name. `AsyncClient`: a client to be opened.

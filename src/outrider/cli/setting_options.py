@@ -1,6 +1,7 @@
 """The options of a service's settings, made from config.py; `parse_engine` reads KIND=WHERE on any command line.
 
-An option's value is a text, or a list of texts. As for a text of the environment, `load_config` converts and checks it.
+An option's value is a text, or a list of texts. `load_config` converts and checks these texts, as it does with texts
+from the environment.
 """
 
 from __future__ import annotations

@@ -201,9 +201,9 @@ def check(
     ] = None,
     at_once: Annotated[int, typer.Option(metavar="N", help="Sandboxes at once.")] = 4,
 ) -> None:
-    """Try the known solution of each task, and doing nothing, twice each.
+    """Check that the known solution of each task earns 1, and doing nothing 0.
 
-    Needs no model and no service. The solution must earn 1, doing nothing 0.
+    Each is tried twice. Needs no model and no service.
     A TOML file has its solution in its table `gold`: `run`, a command for the
     sandbox, or `reply`, the agent's last reply. Harbor folders have
     solution/solve.sh, rows of SWE-bench their gold patch.

@@ -289,7 +289,7 @@ class DynamicSampler:
 
     @property
     def version(self) -> int:
-        """The current policy version."""
+        """The policy version that the engines serve, as last recorded by `set_version`."""
         return self._version
 
     def state(self) -> SamplerState:
@@ -429,7 +429,7 @@ class DynamicSampler:
             self._counts.submitted += 1
             self._running[group.id] = prompt
             group = self._early.get(group.id, group)
-        except BaseException:  # a closed sampler comes here, too: a sampler that continues submits the prompt
+        except BaseException:  # also `close`: the prompt is put back, and a sampler that continues submits it
             if prompt.number < self._next:
                 self._waiting.appendleft(prompt)
             raise

@@ -163,7 +163,8 @@ class Chores:
         try:
             await work()
         except asyncio.CancelledError as error:
-            # The cancellation of an awaited object, and not of this task, would end the chore silently.
+            # If an awaited object was cancelled, and not this task, the error is noted: otherwise the chore would end
+            # silently.
             if task.cancelling():
                 raise
             self.failures.note(name, error)

@@ -26,8 +26,8 @@ MIDDLE = 4
 at most. This took 19 ms on a slow machine, and 70 ms with four times as many objects."""
 NEVER = 1_000_000_000
 GROWN_IDLE = 32 << 20
-"""If the process has grown by this number of bytes since the last full collection, the next idle moment is used for
-another."""
+"""If the process has grown by more than this number of bytes since the last full collection, the next full collection
+runs in the next idle moment."""
 GROWN_MOST = 512 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -67,7 +67,7 @@ class OffloadThread:
 
 
 def _advance(steps: Steps[object]) -> int | _Result:
-    """Run the next piece. Returns the end as a value, because a StopIteration cannot leave a future."""
+    """Run the next piece. Returns the generator's end as a `_Result`, because a future cannot raise StopIteration."""
     try:
         return next(steps)
     except StopIteration as end:

@@ -46,9 +46,9 @@ class StallKind(StrEnum):
 
 
 class StallEvidence(NamedTuple):
-    """Measurements of a stall of `stalled` seconds. The loop's thread `waited` seconds in the kernel's run queue for a
-    processor (None if the kernel does not report the time). All threads together `worked` seconds of processor time.
-    The sampling thread took `looks` samples."""
+    """Measurements of one stall. `stalled` is the length of the stall in seconds. `waited` is the time that the loop's
+    thread spent in the kernel's run queue, in seconds (None if the kernel does not report this time). `worked` is the
+    processor time of all threads together, in seconds. `looks` is the number of samples by the sampling thread."""
 
     stalled: float
     waited: float | None

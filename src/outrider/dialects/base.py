@@ -27,7 +27,7 @@ Memory = dict[str, Any]
 
 
 class Action(Enum):
-    """The operation of a route."""
+    """The operation that a client requests by the method and path of a call."""
 
     GENERATE = auto()
     COUNT_TOKENS = auto()
@@ -242,8 +242,8 @@ def event(fields: Any, name: bytes | None = None) -> bytes:
 
 
 def line(value: Any) -> bytes:
-    """The value as JSON without raw U+0085, U+2028 and U+2029, at which Python's str.splitlines splits. Some clients
-    read streams with it, although the format does not end lines there."""
+    """The value as JSON, with U+0085, U+2028 and U+2029 escaped. Some clients split streams with Python's
+    str.splitlines, which splits at these characters, although they do not end a line in the format."""
     data = _encode(value)
     if data.isascii():
         return data

@@ -79,7 +79,8 @@ SERVER_EXTENSIONS: Table = (
     *_noted("chat_template_kwargs", reason="all other keys: the template has no such variable"),
     *_noted("thinking_budget", "thinking_token_budget", reason=_BUDGET),
 )
-"""Fields of the servers of vLLM and SGLang besides a dialect's own fields. Chat, Responses and Messages accept them."""
+"""Fields that vLLM's and SGLang's servers accept in addition to a dialect's own fields. Chat, Responses and Messages
+accept these fields, too."""
 
 CHAT: Table = (
     *_passed("model", "messages", "stream", "stream_options", "tools", "logprobs", "return_token_ids"),

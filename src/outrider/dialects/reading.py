@@ -48,7 +48,7 @@ class _NamedModel(msgspec.Struct):
 
 _NAMED_MODEL = msgspec.json.Decoder(_NamedModel)
 
-# msgspec reports the path of a wrong value only within its message, so the path is taken from there.
+# msgspec names the path of a wrong value only in the text of the error, so the path is read from the text.
 _PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")

@@ -23,7 +23,8 @@ limit."""
 
 
 class PauseGate:
-    """One engine's admission. Closing the gate holds back new generations and leaves those in flight alone."""
+    """Admits generations to one engine. Closing the gate holds back new generations, and does not affect generations in
+    flight."""
 
     def __init__(self) -> None:
         self.in_flight = 0

@@ -50,7 +50,8 @@ def installed(name: str) -> Path | None:
 
 
 def installation(preset: Preset) -> Installation | None:
-    """Return the paths of a preset's program, or None without an installation or without a program to install."""
+    """Return the paths of a preset's program. Returns None if the program is not installed, or if the preset has no
+    program to install."""
     recipe = preset.install
     if recipe is None:
         return None

@@ -201,7 +201,7 @@ def _arguments(text: str, parameters: Mapping[str, Any]) -> dict[str, Any] | Non
         for name, value in arguments.items():
             if properties[name].get("type") == "string":
                 value.encode()  # fails for half of a surrogate pair, which no program accepts
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # no JSON, no argument, or no text
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # invalid JSON or invalid arguments
         return None
     return arguments
 

@@ -1,4 +1,4 @@
-"""The calls that a service and a node make of each other over one connection, for either end.
+"""One end of the calls between a service and a node over one connection. Each side can call the other.
 
 `messages.py` has the kinds of calls; a handler for each kind carries the calls out. Invariants: each call gets one last
 reply, unless the connection ends first; a value that its type does not allow, a reply to a call that was never made and
@@ -39,11 +39,12 @@ the peer."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
 """Carries out calls of one kind: a coroutine function, or for a `NodeStream` a function that returns an asynchronous
-generator. Raises Nonsense for a call that no honest peer makes. A handler of streams bounds their number itself."""
+generator. Raises Nonsense for a call that no honest peer makes. A handler of streams must itself limit the number of
+open streams."""
 
 
 class CallEnded(Exception):
-    """A stream has no further value."""
+    """Raised instead of a value after the last value of a stream."""
 
 
 class PendingCall(Generic[R]):
@@ -75,7 +76,7 @@ class PendingCall(Generic[R]):
             raise error_from(reply.error)
         if not memoryview(reply.value):
             raise CallEnded
-        return value  # type: ignore[return-value]  # None only if R has it
+        return value  # type: ignore[return-value]  # None only if R includes None
 
     async def end(self) -> None:
         """Wait for the last reply."""
@@ -83,7 +84,7 @@ class PendingCall(Generic[R]):
             pass
 
     def cancel(self) -> None:
-        """Make the peer cancel the call, which is a stream."""
+        """Ask the peer to cancel the call, unless it has ended. Only a `NodeStream` can be cancelled."""
         if not self._ended:
             self._calls.send(CancelCall(self._number))
 
@@ -93,8 +94,8 @@ class PendingCall(Generic[R]):
 
 
 class LinkCalls:
-    """One end of a connection. `handlers` carry out the peer's calls, in tasks made by `spawn`; `peer` is the peer in
-    words. `elsewhere`: see `framed`."""
+    """One end of a connection. `handlers` carry out the peer's calls, in tasks made by `spawn`; `peer` describes the
+    peer in errors and log lines. `elsewhere`: see `framed`."""
 
     def __init__(
         self,

@@ -67,8 +67,8 @@ T = TypeVar("T")
 
 
 class ClaimRule(NamedTuple, Generic[T]):
-    """One check. In words: `what` must be `bound`. `holds` tests a value against the service's records of the
-    attempt."""
+    """One check. Its error message is "`what` must be `bound`". `holds` returns True if a value passes the check, given
+    the service's records of the attempt."""
 
     what: str
     bound: str
@@ -88,7 +88,7 @@ class Given:
         self.began_here = attempt.stored is None
         """True if all turns of the attempt are stored over the present connection."""
         self.certain = True
-        """False once storing a turn has failed and the turn may be stored all the same."""
+        """False once an error while storing a turn has left open whether the turn is stored."""
         self.indexes: dict[str | None, set[int]] = {}
         self.tokens: dict[str | None, int] = {}
         self.kept: dict[str, int] = {}
@@ -363,8 +363,8 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """Return a node's statistics under the service's name for the node, with texts cut. Raises Nonsense for numbers
-    that cannot be."""
+    """Return a node's statistics under the service's name for the node, with texts cut. Raises Nonsense for impossible
+    numbers."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):

@@ -54,7 +54,7 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     403: (Forbidden, "its token must be a node's: outrider token create --role node"),
     404: (NotFound, "is this an Outrider service, of the same version as the node?"),
 }
-"""Close codes and HTTP statuses with which every further try would end, too: for each, the error to raise and a
+"""Close codes and HTTP statuses after which another try would end in the same way: for each, the error to raise and a
 hint."""
 
 FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
@@ -63,7 +63,8 @@ proxy may reply with these while the service restarts."""
 
 
 class Dialled:
-    """The node's end of the connection. `socket` lasts while connections to the service come and go."""
+    """The node's end of the connection. `socket` stays the same over all connections to the service, one after
+    another."""
 
     def __init__(self, join: Join) -> None:
         self.socket = ResumableSocket(MAX_MESSAGE)
@@ -117,7 +118,7 @@ class Dialled:
         """Open one connection and use it to its end. Returns the reason for the end, or for the failure to open."""
         join, headers = self._join, {"Authorization": f"Bearer {self._join.token}"} if self._join.token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
-        code = Close.SILENT  # the service may keep the node's state: the node comes back
+        code = Close.SILENT  # after this close code the service expects the node back
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 websocket = await session.ws_connect(

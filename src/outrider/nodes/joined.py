@@ -218,7 +218,7 @@ class JoinedNode:
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            if end.code == Close.NONSENSE:  # if the socket here found the error, the peer has not got the reason yet
+            if end.code == Close.NONSENSE:  # not yet sent if this end found the error
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:
             end = error

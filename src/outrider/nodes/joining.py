@@ -1,7 +1,7 @@
 """The processes of this machine that join a service on another machine.
 
-Each process has its own connection (`dialling.py`). Invariant: a process that exits is started again, until the machine
-is to leave.
+Each process has its own connection (`dialling.py`). Invariant: until the machine leaves the service, each process that
+exits is started again.
 """
 
 from __future__ import annotations

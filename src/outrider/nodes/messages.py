@@ -142,7 +142,7 @@ class PullImage(NodeCall[RootImage], tag="pull", frozen=True):
 
 
 class CallRequest(msgspec.Struct, Generic[C], tag="call", frozen=True):
-    """A call. The numbers of a side's calls rise."""
+    """A call. Each side numbers its own calls in rising order."""
 
     call: Number
     request: C

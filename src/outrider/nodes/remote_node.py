@@ -300,7 +300,7 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, given)
-        except CallEnded as error:  # without a cancellation: the node will end
+        except CallEnded as error:  # only a node that is about to exit ends a call that was not cancelled
             raise self._lost() from error
         except Nonsense as error:
             self.link.close(Close.NONSENSE, str(error))
@@ -397,7 +397,7 @@ class NodeConnection:
         except Conflict:
             raise
         except BaseException:
-            given.certain = False  # the turn may be stored all the same
+            given.certain = False  # whether the turn is stored is unknown
             raise
         given.note_turn(call)
 

@@ -77,12 +77,13 @@ IMAGES_SECONDS = 5.0
 """Seconds between two looks for new images on the machine."""
 
 DOUBT_SECONDS = 0.5
-"""Seconds for which the result of a failed attempt is held back if one signal may have ended its sandbox and this
-process: the process may receive the signal later than the sandbox."""
+"""Seconds for which the result of a failed attempt is held back, if one signal ends both this process and its
+sandboxes: the sandbox may have received the signal first. If this process then receives the signal, too, the result is
+dropped."""
 
 FOR_EVER = 1e9
-"""Maximum seconds of silence on the link. The silence has no limit, because a service that stalled for a while is still
-the service. Only the end of the connection shows that the service is gone."""
+"""Maximum seconds of silence on the link, in effect no limit: a service that stalls for a while has not ended. Only the
+end of the connection shows that the service is gone."""
 
 
 Followers = Mapping[str | None, PoolFollower]
@@ -206,7 +207,7 @@ class ServiceProxy:
     async def _run_attempt(self, call: RunAttempt) -> AsyncGenerator[SessionResult, None]:
         assert self._ready is not None
         if self._ending:
-            await asyncio.Event().wait()  # the end of the connection reports the loss
+            await asyncio.Event().wait()  # no result: the attempt counts as lost when the connection ends
         # The task is validated in a thread, because the validation decodes the base64 of every file in the task.
         task = await asyncio.to_thread(TaskSpec.model_validate_json, call.task)
         attempt = Attempt(session=call.session, task=task, reserved=call.reserved, stored=call.stored)
@@ -322,7 +323,7 @@ class ForwardedEngine:
         self._health = state.health
 
     def apply_state(self, state: EngineState) -> None:
-        """Update the engine's state from the service: workers of a relay may have connected since."""
+        """Apply a newer state of the engine from the service. The state of a relay changes when workers connect."""
         self.logprob_kind, self.constraints, self._health = state.logprob_kind, state.constraints, state.health
 
     async def start(self) -> None:
@@ -338,8 +339,8 @@ class ForwardedEngine:
         pass
 
     async def health(self) -> EngineHealth:
-        """Return the health last sent by the service, with `ok` set: the pool gets the engine's availability from the
-        service, too."""
+        """Return the health last sent by the service, with `ok` always True. Whether the engine is available reaches
+        the pool separately, in the service's pool state."""
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

@@ -1,5 +1,5 @@
-"""The worker's end of a relay: a program whose model the service cannot reach connects to the service and generates for
-it.
+"""The worker's end of a relay. A worker is a program whose model the service cannot reach: the worker connects to the
+service, and generates when the service requests it.
 
 `Worker` holds the connection, `FunctionEngine` makes an engine from any generate function, and `hf` samples from a
 Hugging Face model in training. The service's end is `outrider.engines.relay`.

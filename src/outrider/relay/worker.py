@@ -277,7 +277,7 @@ class Worker:
         async with asyncio.timeout(CONNECT_SECONDS):
             websocket = await session.ws_connect(self.url, headers=headers, max_msg_size=MAX_TO_WORKER, timeout=closing)
         socket = ClientSocket(websocket)
-        code = Close.SILENT  # the code for an open connection that is of no use: the worker reconnects
+        code = Close.SILENT  # after this close code the service expects the worker back
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await socket.send(encode(await self._hello()))

@@ -1,8 +1,8 @@
 """Sandboxes: made, prepared, kept warm ahead of sessions, and removed after a crash. `open_sandbox` opens one without a
 service.
 
-The room depends on nothing of Outrider but its words (`spec.py`, `errors.py`, `config.py`) and `concurrency/`. Agents,
-models and grades do not belong here.
+The only other folder of Outrider that this package imports is `concurrency/`. Further imports are modules at the top,
+such as `spec.py`, `errors.py` and `config.py`. Agents, models and grades do not belong here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["open_sandbox"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `open_sandbox` on first use, because it needs all of this room, and most users need one module of it."""
+    """Import `open_sandbox` on first use: it imports the whole package, and most importers need only one module."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outrider.sandbox import standalone

@@ -44,9 +44,8 @@ class NodeFolder:
     """A node's folder. The methods block.
 
     `lock` is the descriptor of the lock file. The kernel releases the lock when this process has ended, in whatever
-    way. `guard` is a lock on the folder itself, which makes
-    systemd-tmpfiles spare the folder and its contents at any age (tmpfiles.d(5)). `keeper` and `guard` are None for the
-    folder of a dead node.
+    way. `guard` is a lock on the folder itself, which makes systemd-tmpfiles spare the folder and its contents at any
+    age (tmpfiles.d(5)). `keeper` and `guard` are None for the folder of a dead node.
     """
 
     path: Path
@@ -194,7 +193,7 @@ async def sweep(host: Host, failures: Failures) -> dict[str, int]:
         try:
             if number := await asyncio.to_thread(part):
                 ended[kind] = number
-        except Exception as error:  # any error: the other parts are swept, too
+        except Exception as error:  # any error is noted, so that the other parts are still swept
             failures.note(f"sweep of {kind}", error)
         else:
             failures.note_success(f"sweep of {kind}")

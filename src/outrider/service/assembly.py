@@ -106,8 +106,8 @@ async def open_store(config: Config, failures: Failures | None = None) -> AsyncI
 
 @asynccontextmanager
 async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> AsyncIterator[Opened]:
-    """Open a service with its node in this process, or its nodes in others. `pauses` are the waits between a session's
-    failed attempts.
+    """Open a service. The settings decide whether sessions run on a node in this process, or on nodes in other
+    processes. `pauses` are the waits between a session's failed attempts.
 
     Raises InvalidField for settings that cannot work on this machine, and ServiceError if the data folder or the
     database is in use or cannot be used.

@@ -47,9 +47,8 @@ class AuditLog:
         self._one_at_a_time = asyncio.Lock()
 
     async def add(self, entry: AuditEntry) -> None:
-        """Write a line. A failure for lack of means (such as a full disk) is recorded and not raised, because
-        cancelling work must remain possible. A line that cannot be written for this reason goes to the service's log
-        instead."""
+        """Write a line. If a resource of the machine is exhausted (such as the disk), the failure is recorded and not
+        raised, because cancelling work must remain possible. The line then goes to the service's log instead."""
         async with self._one_at_a_time:
             try:
                 await asyncio.to_thread(self._write, msgspec.json.encode(entry) + b"\n")

@@ -162,8 +162,8 @@ class NodePlacement(Generic[N]):
         return max(found, key=fitness).node if found else None
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
-        """Return True if a node large enough for these needs is here or may come. A large enough node that has left may
-        come back. With `others`, any node may come while the service has run for less than JOIN_SECONDS."""
+        """Return True if a node large enough for these needs has joined, or may still join. A large enough node that
+        has left may come back. With `others`, a node of any size may join in the first JOIN_SECONDS of the service."""
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())

@@ -78,7 +78,7 @@ class _RunningAttempt:
     give_back: Callable[[], None]
     """Gives the attempt's slot and resources back; called when the attempt has ended."""
     regrades: str | None = None
-    """The session whose run is graded again, in place of a new agent run."""
+    """Id of the session whose run this attempt grades again; None for an attempt that runs the agent."""
     task: asyncio.Task[None] | None = None
     ending: StopReason | None = None
     """Reason to end the session before its agent has finished, if any."""
@@ -121,7 +121,7 @@ class Scheduler:
     async def run(self) -> None:
         """Place sessions until cancelled. Attempts under way at that moment are requeued when the next service starts.
 
-        A lack of means (disk, descriptors, memory, threads, the database) only delays placement. Any other error here
+        A missing resource (disk, descriptors, memory, threads, database) only delays placement. Any other error here
         is a bug in the bookkeeping of the queue, and a session might run twice or never. The error is raised and ends
         the service, unlike all other errors in background work. The next start rebuilds the bookkeeping from the
         store.
@@ -269,7 +269,7 @@ class Scheduler:
     async def _begin(self, chores: Chores, session: SessionRow, task: TaskSpec, node: Node, *, reserved: bool) -> None:
         """Start a session on a node, unless the session was cancelled since it was read."""
         graded = self._specs[session.group_id].regrades
-        give_back = self._places.take(node, task, reserved=reserved)  # before the write, in which the node may leave
+        give_back = self._places.take(node, task, reserved=reserved)  # now: during the write the node may leave
         try:
             number = await self._store.start_attempt(
                 session.id,
@@ -460,7 +460,7 @@ class Scheduler:
             )
         except (Conflict, NotFound) as error:
             log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
-            # Perhaps the session was settled here, by a commit whose reply was lost, and ended the group.
+            # An earlier call may have finished the session and the group, in a commit whose reply was lost.
             self._specs.pop(result.group_id, None)
             self._on_done()
             return
@@ -469,7 +469,7 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
         elif result.verdict is not None:
-            spec = self._specs.get(result.group_id)  # None: dropped with a cancelled session of the group
+            spec = self._specs.get(result.group_id)  # None: removed when a session was cancelled
             if spec is None or spec.min_usable is not None:  # this verdict may be the last that the group needed
                 await self.end(await self._store.to_end(result.group_id))
 

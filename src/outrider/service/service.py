@@ -114,7 +114,7 @@ class Service:
     ) -> None:
         self.config = config
         self._paths = paths
-        self._version = version("outrider")  # read now from a file, for which there may be no descriptor later
+        self._version = version("outrider")  # read from a file now, because later no descriptor may be free
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -171,7 +171,7 @@ class Service:
         tasks = asyncio.TaskGroup()
         async with AsyncExitStack() as stack:
             await tasks.__aenter__()
-            # The block's error is kept from the task group, which would wrap the caller's own error in a group.
+            # The task group does not get the block's error, because it would wrap the error in an ExceptionGroup.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
             stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
@@ -210,7 +210,7 @@ class Service:
             if len(body) > LARGE:
                 try:
                     yield from BodyCapacity(None, images=True).checking(body)
-                except ContextOverflow as error:  # raised for too many values, also without a context
+                except ContextOverflow as error:  # raised for too many values, although no context is given
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
             return parse_body(kind, body)

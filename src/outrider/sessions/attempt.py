@@ -133,7 +133,7 @@ def session_result(
     runs, and take precedence over the counts from `turns`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # from the policy that uses most of a session to the policy that uses least
+    order = list(BranchPolicy)  # ordered from the branch policy that uses most of a session to the one that uses least
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(

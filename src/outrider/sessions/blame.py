@@ -62,7 +62,7 @@ class End(StrEnum):
 
 
 def end_of(error: BaseException) -> End:
-    """Return the end of a stage that raised `error`. The caller handles a TimeoutError of one of the clocks."""
+    """Return how a stage ended that raised `error`. Timeouts of the session's own clocks are handled by the caller."""
     kinds = (
         (TimeoutError, End.TIMEOUT),
         (LimitReached, End.LIMIT),
@@ -122,13 +122,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def explained(self) -> bool:
-        """The failed part of the infrastructure is known, so that no wait in vain needs to be looked for."""
+        """True if the failing part of the infrastructure is already known. Then the calls that the agent gave up need
+        no check."""
         harmed = self.stalled or self.overdue
         return self.unrecorded or self.engine_failed or (self.ended_badly and harmed)
 
 
 class Blame(StrEnum):
-    """The consequence for the attempt."""
+    """The consequence of a rule for the attempt."""
 
     GRADE = "graded"
     UNGRADED = "not graded"

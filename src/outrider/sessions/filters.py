@@ -1,6 +1,6 @@
 """Applies a task's filters to a graded session: each filter restricts the use of one kind of run, such as cut-off runs.
 
-Invariant: a filter never raises a reward, and changes nothing of a session without a verdict.
+Invariant: a filter never raises a reward, and leaves a session without a verdict unchanged.
 """
 
 from __future__ import annotations

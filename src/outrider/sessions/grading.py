@@ -65,7 +65,7 @@ PROBE_SECONDS = 30.0
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on an attempt. `excess`: the agent made further work or the grading impossible (`agent_excess`).
+    """The verdict on an attempt. `excess`: the agent broke its sandbox or made the grading impossible (`agent_excess`).
     `patch` is the agent's change to a repository, if the task carries a diff."""
 
     verdict: Verdict
@@ -366,8 +366,8 @@ class Grading:
 
     @asynccontextmanager
     async def _beside(self) -> AsyncIterator[Runtime]:
-        """See `Outcome.beside`. No resources are set aside for the sandbox, and it waits for none, but its limits hold.
-        The sandbox has no GPUs, because the graded sandbox uses the session's."""
+        """See `Outcome.beside`. The sandbox starts without waiting for resources, and none are set aside for the
+        sandbox, but its limits apply. The sandbox has no GPUs, because the graded sandbox uses the session's GPUs."""
         async with started(self._start(self._graders)) as runtime:
             yield runtime
 

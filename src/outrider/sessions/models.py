@@ -45,8 +45,9 @@ class SessionModels:
         return await body.received(parts, any_capacity)
 
     async def called(self, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
-        """Return the conversation for a request: with a frozen model if the request names exactly this model, else with
-        the policy, because programs have names of their own for their model. Raises TooLarge and ContextOverflow."""
+        """Return the conversation for a request. If the request names a frozen model exactly, the conversation is with
+        this model. Any other name means the policy, because programs call the policy by names of their own. Raises
+        TooLarge and ContextOverflow."""
         if not self._frozen:
             return self.policy
 
@@ -80,7 +81,7 @@ class SessionModels:
 
     @property
     def broken(self) -> OutriderError | None:
-        """The error that broke the record of a turn."""
+        """The error because of which a turn is missing in the record of any model; None if the records are complete."""
         return next((one.broken for one in self._all if one.broken is not None), None)
 
     @property

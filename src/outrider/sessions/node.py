@@ -177,7 +177,7 @@ class LocalNode:
     async def run(self, attempt: Attempt) -> SessionResult:
         """Run an attempt to its result, whatever fails. Raises only CancelledError."""
         # The look-up in `_models` compares hashes, to which Python gives a random seed. So the time of a look-up
-        # reveals nothing of the key.
+        # reveals nothing about the key.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"
         try:
             rollout = Rollout(attempt, key, self._services)

@@ -402,7 +402,8 @@ class Rollout:
             try:
                 await self._collect(sandbox)
             except Exception as failed:  # plugins may raise anything
-                # Only the sandbox's failure may come from the agent: no program is running, and no clock.
+                # The run has ended, so neither the agent's program nor a clock can be the cause: only a failure of the
+                # sandbox may come from the agent.
                 end = end_of(failed) if isinstance(failed, RuntimeFailure | EvaluatorError) else End.ERROR
                 if failed.__context__ is None:
                     failed.__context__ = error
@@ -459,7 +460,7 @@ class Rollout:
                 if decision.maybe_agent and await came_from_inside(sandbox.runtime, final):
                     assert decide(msgspec.structs.replace(facts, inside=True)).blame is Blame.AGENT
                     outcome = HarnessOutcome(log_tail=final.log_tail or "")
-                    failure_of_agent = final.with_traceback(None)  # its frames hold the run
+                    failure_of_agent = final.with_traceback(None)  # the traceback would keep the run in memory
                     return AgentRun(reason=StopReason.AGENT_EXCESS, outcome=outcome, failure=failure_of_agent)
             assert final is not None
             raise final

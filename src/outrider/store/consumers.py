@@ -112,7 +112,7 @@ async def _consumers(tx: Connection, where: str, *values: str) -> list[Consumer]
 
 
 async def _lag(tx: Connection, tenant: str | None, position: int) -> int:
-    """Return the maximum number of groups left to read. Groups that were removed unread do not count."""
+    """Return an upper bound of the number of groups left to read, without the groups that were removed unread."""
     if tenant is not None:
         sql = "SELECT COUNT(*) FROM groups WHERE tenant = ? AND cursor > ?"
         return int((await tx.fetch(sql, (tenant, position)))[0][0])

@@ -52,8 +52,8 @@ class Database(Protocol):
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
         """Run a body as if no other writer existed. The body may still be committed after its caller was cancelled.
 
-        The changes survive a loss of power. The changes of a `volatile` body survive the end of any process, but a
-        loss of power only if a later write was not volatile.
+        The changes survive a loss of power. The changes of a `volatile` body survive the end of any process. They
+        survive a loss of power only once a later write that is not volatile has been committed.
         """
         ...
 
@@ -62,6 +62,6 @@ class Database(Protocol):
         ...
 
     async def shrink(self) -> bool:
-        """Return a little of the room of deleted rows to the file system, unless the database does so by itself.
-        Returns True if another call would return more."""
+        """Free a little of the disk space of deleted rows, unless the database does so by itself. Returns True if
+        another call would free more."""
         ...

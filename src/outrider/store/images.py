@@ -53,7 +53,7 @@ async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]
 
 
 async def forget_images(tx: Connection, session_id: str) -> None:
-    """Delete the record of the images that a session shows, and the images that no other session shows."""
+    """Delete the records of a session's images, and the images that no other session uses."""
     digests = await tx.fetch("SELECT digest FROM image_uses WHERE session_id = ?", (session_id,))
     await tx.execute("DELETE FROM image_uses WHERE session_id = ?", (session_id,))
     sql = """DELETE FROM images WHERE digest = ?
@@ -62,7 +62,7 @@ async def forget_images(tx: Connection, session_id: str) -> None:
 
 
 async def find_image(tx: Connection, digest: str, tenant: str | None = None) -> Image:
-    """Return an image that a session of the tenant shows. Raises NotFound."""
+    """Return an image that a session of the tenant uses, or any image if `tenant` is None. Raises NotFound."""
     sql = "SELECT media_type, data FROM images WHERE digest = ?"
     if tenant is not None:
         sql += " AND EXISTS (SELECT 1 FROM image_uses WHERE image_uses.digest = images.digest AND tenant = ?)"
@@ -89,5 +89,5 @@ async def restore(tx: Connection, turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _changed(turn: Turn, change: Callable[[Image], Image]) -> Turn:
-    """Return the turn with each of its images changed."""
+    """Return a copy of the turn in which each image is replaced by `change(image)`."""
     return msgspec.structs.replace(turn, messages=tuple(with_images(message, change) for message in turn.messages))

@@ -19,9 +19,9 @@ Migrations = Sequence[Sequence[str]]
 MIGRATIONS: Migrations = (
     (
         # `open_sessions` counts the sessions that are not done; `cursor` orders the done groups. `idempotency_key` is
-        # TENANT/KEY. `spec` and `callback_url` are encrypted. `labels` and the counts of outcomes serve the list of
-        # groups, which would otherwise have to read every spec and every session. `began_version` is the policy's
-        # version at the time when the first session began. `min_usable` is the number of verdicts that is enough.
+        # TENANT/KEY. `spec` and `callback_url` are encrypted. `labels` and the counts of outcomes are here for the list
+        # of groups: without them, each list would read every spec and every session. `began_version` is the policy's
+        # version at the time when the first session began. After `min_usable` rewards the other sessions are ended.
         # `bytes` is the size of the spec, and of the turns, results and artifacts of the sessions that are done.
         """CREATE TABLE groups (
             id TEXT PRIMARY KEY,
@@ -57,7 +57,7 @@ MIGRATIONS: Migrations = (
         # `waiting` is 1 exactly while the session may be started. `lease_until` is set exactly while an attempt is
         # under way. `priority` and `created` are the group's, so that the queue is one index. A failed attempt is not
         # repeated before `due`; `recovered` counts attempts that lost their node. `ending` is the reason to end a
-        # session, from the moment of the decision. A session may expire until its first start.
+        # session, set when the end is decided. A session may expire until its first start.
         """CREATE TABLE sessions (
             id TEXT PRIMARY KEY,
             group_id TEXT NOT NULL REFERENCES groups (id),
@@ -87,7 +87,8 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_to_end ON sessions (group_id) WHERE ending IS NOT NULL AND state <> 'done'",
         "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
         # `queue_shares` has a row for each bucket that has had sessions in the queue (see queue.py). `waiting` is 1 if
-        # some may wait now, `served` orders the starts of sessions, `since` is the time when the bucket first appeared.
+        # sessions of the bucket may wait now, `served` orders the starts of sessions, and `since` is the time of the
+        # bucket's first session.
         """CREATE TABLE queue_shares (
             priority INTEGER NOT NULL,
             bucket TEXT NOT NULL,
@@ -200,7 +201,7 @@ MIGRATIONS: Migrations = (
         # `policy` has one row, once a trainer has set a version.
         "CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), version BIGINT NOT NULL, weights TEXT)",
         "CREATE TABLE drained_nodes (name TEXT PRIMARY KEY)",
-        # `pace` is the time that the engine usually takes, as JSON (`RememberedPace`).
+        # `pace` has the usual durations of the engine's calls, as JSON (`RememberedPace`).
         "CREATE TABLE engine_paces (engine TEXT PRIMARY KEY, pace TEXT NOT NULL, kept DOUBLE PRECISION NOT NULL)",
         # `probe` has one row, which `Store.probe` changes to find out whether the database accepts writes.
         "CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), at DOUBLE PRECISION NOT NULL)",

@@ -227,8 +227,8 @@ class _Server:
         self._name = f"{self.id[:8]}, process {os.getpid()} on {socket.gethostname()}"
         self._url = url
         self._limit = limit
-        # The server stops waiting for a lock before our own limit ends. Otherwise the server would wait on when we have
-        # gone.
+        # The server stops waiting for a lock before our own limit ends. Otherwise the server would continue to wait
+        # after this client has given up.
         self._settings = SESSION_SETTINGS | {"lock_timeout": f"{limit * 800:.0f}ms"}
 
     async def connect(self, purpose: str) -> asyncpg.Connection:

@@ -55,7 +55,7 @@ after it are still considered."""
 
 
 class Picked(msgspec.Struct, frozen=True):
-    """The next sessions in order, and the buckets, each at a priority, in which no session waits any more."""
+    """The next sessions in order, and the pairs (priority, bucket) in which no session waits any more."""
 
     sessions: list[SessionRow]
     empty: list[tuple[int, str]]
@@ -88,7 +88,8 @@ async def reopen_share(tx: Connection, priority: int, bucket: str) -> None:
 
 
 async def note_served(tx: Connection, priority: int, bucket: str) -> None:
-    """Put a bucket behind all others with as much work under way."""
+    """Record that a session of the bucket was started. Among buckets with equally much work under way, this bucket is
+    then the last."""
     await tx.execute(
         """UPDATE queue_shares SET served = (SELECT MAX(served) + 1 FROM queue_shares)
            WHERE priority = ? AND bucket = ?""",
@@ -117,8 +118,8 @@ async def pick(
     evaluations: bool,
 ) -> Picked:
     """Return the next sessions that are due by `now`. A session that is due after `latest` is returned, too: no session
-    is put off for so long, so the clock has been set back since. `under_way` counts the sessions under way by bucket.
-    Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets. With `evaluations`, only
+    is postponed for so long, so the system clock must have been set back. `under_way` counts the sessions under way by
+    bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets. With `evaluations`, only
     evaluations are considered.
 
     The cost grows with `limit`, the number of tenants and the number of buckets with work under way, not with the
@@ -214,7 +215,7 @@ class _Line:
         requested in all. Adds buckets without waiting sessions to `empty`."""
         look = self._look
         while True:
-            # Buckets without work under way go first, and there may be some that were not read yet.
+            # Buckets without work under way go first, so buckets are read until one of these is at the top of the heap.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
                 await self._read_buckets(wanted + len(look.busy) + len(look.skip))
             if not self._buckets:

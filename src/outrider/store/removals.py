@@ -24,8 +24,8 @@ REMOVED = "removed"
 
 ALL_CURSORS = (1 << 63) - 1
 
-# One number, the least position, stands for all consumers that see all tenants. Each group up to this cursor costs one
-# lookup among the consumers of its tenant.
+# The `?` is the lowest position of all consumers that see all tenants. For each group up to this cursor, the query
+# looks for a consumer of the group's tenant that has not acknowledged the group.
 ACKNOWLEDGED = """cursor <= ? AND NOT EXISTS (SELECT 1 FROM consumers
     WHERE consumers.tenant = groups.tenant AND consumers.cursor < groups.cursor)"""
 
@@ -179,7 +179,7 @@ class Removals:
         return await self._db.write(body)
 
     async def shrink(self) -> bool:
-        """Return some of the room of erased rows to the file system. Returns True if more room is left to return."""
+        """Free some of the disk space of erased rows. Returns True if another call would free more."""
         return await self._db.shrink()
 
 

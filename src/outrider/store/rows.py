@@ -23,10 +23,10 @@ from outrider.trajectory import SessionResult, Turn
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """A group, without its spec, which may be large (`Store.spec`). Times are seconds since the epoch.
 
-    `cursor` is the position of a done group in the results. The store counts the outcomes of the `n` sessions: `done`,
-    with an error (`errors`), with a reward (`rewarded`), and the sum of the rewards. Once `min_usable` sessions have a
-    reward, the rest are ended. `submitted_by` is the name of the submitting token, `tenant` the owner. The
-    `idempotency_key` is unique among the tenant's groups.
+    `cursor` is the position of a done group in the results. Of the `n` sessions the store counts those that are `done`,
+    that have an error (`errors`) and that have a reward (`rewarded`), and sums up the rewards. Once `min_usable`
+    sessions have a reward, the rest are ended. `submitted_by` is the name of the submitting token, `tenant` the owner.
+    The `idempotency_key` is unique among the tenant's groups.
     """
 
     id: str

@@ -128,7 +128,7 @@ class SqliteDatabase:
             pages, free = [(await tx.fetch(f"PRAGMA {name}"))[0][0] for name in ("page_count", "freelist_count")]
             excess: int = free - pages // SPARE
             for _ in range(min(excess, SHRINK_PAGES)):
-                await tx.execute("PRAGMA incremental_vacuum(1)")  # with a larger number, sqlite3 would stop after one
+                await tx.execute("PRAGMA incremental_vacuum(1)")  # for more pages, too, sqlite3 would stop after one
             return excess > SHRINK_PAGES
 
         return await self.write(body, volatile=True)
@@ -346,7 +346,7 @@ def _deliver(outcomes: Sequence[_Outcome]) -> None:
 
 
 def _translated(error: Exception) -> Exception:
-    if isinstance(error, MemoryError):  # ours, or from sqlite3 for SQLITE_NOMEM
+    if isinstance(error, MemoryError):  # raised by Python, or by sqlite3 for SQLITE_NOMEM
         return ServiceError(
             "the database failed: out of memory", hint="the machine, or this process, has no memory left"
         )

@@ -124,7 +124,8 @@ class Store:
         await self._db.close()
 
     async def probe(self) -> None:
-        """Write a row. Raises ServiceError if the write fails, which may take as long as the database's patience."""
+        """Check that the database accepts writes, by a write. Raises ServiceError if not. The database may retry the
+        write for a while first."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
 
@@ -295,8 +296,8 @@ class Store:
         return picked.sessions
 
     async def expire(self, *, now: float) -> bool:
-        """Mark to end, as expired, all sessions whose first attempt has not started in time. Returns True if there were
-        any."""
+        """Set `ending` to EXPIRED for all sessions whose first attempt has not started in time. Returns True if there
+        were such sessions."""
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE waiting = 1 AND expires IS NOT NULL AND expires <= ?"
         return bool(await self._db.write(lambda tx: tx.execute(sql, (StopReason.EXPIRED.value, now))))
 
@@ -426,7 +427,7 @@ class Store:
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
 
     async def policy(self) -> PolicyRow | None:
-        """Return the policy as last kept; None if it was never kept."""
+        """Return the stored policy; None if none was stored yet."""
         found = await self._db.read(lambda tx: tx.fetch("SELECT version, weights FROM policy"))
         return PolicyRow(*found[0]) if found else None
 
@@ -436,7 +437,7 @@ class Store:
         await self._db.write(lambda tx: tx.execute(sql, (version, weights)))
 
     async def engine_paces(self) -> dict[str, str]:
-        """Return the paces of engines as last kept, by engine name."""
+        """Return the stored paces of engines, by engine name."""
         return dict(await self._db.read(lambda tx: tx.fetch("SELECT engine, pace FROM engine_paces")))
 
     async def keep_engine_paces(self, paces: Mapping[str, str]) -> None:
@@ -750,7 +751,7 @@ class Store:
         return await self._db.write(body)
 
     async def last_event(self, *, tenant: str | None = None) -> int:
-        """The newest cursor given to an event, removed ones included; 0 before the first."""
+        """Return the cursor of the newest event, also if that event has been removed; 0 if there was no event yet."""
         return await self._db.read(lambda tx: newest_event(tx, tenant))
 
     async def deliveries(
@@ -758,8 +759,8 @@ class Store:
     ) -> list[Delivery]:
         """List deliveries that are due for a try, except those to `busy` receivers.
 
-        A delivery whose next try is after `latest` is due, too: no delivery is put off for so long, so the clock has
-        been set back since.
+        A delivery whose next try is after `latest` is due, too. No delivery is postponed for so long, so the system
+        clock must have been set back after the next try was scheduled.
         """
         others = f" AND receiver NOT IN ({', '.join('?' * len(busy))})" if busy else ""
         sql = f"SELECT {rows.DELIVERY_COLUMNS} FROM outbox WHERE given_up IS NULL AND next_try"

@@ -33,7 +33,7 @@ from outrider.tasks.harbor.tasks import harbor_examples as harbor_examples
 from outrider.text_files import check_depth
 
 FORMAT = 1
-"""Part of the cache's key: raised when the same source gives other rows."""
+"""Part of the cache's key. Increase this number when a change of this program makes other rows of the same source."""
 ANY_ROWS, ROWS_RATIO = 64 << 20, 200
 """Maximum unpacked bytes of a compressed file of rows: ANY_ROWS plus ROWS_RATIO times the packed size. Rows of text
 shrink to a fifth of their size; a file that shrinks to a two-hundredth repeats one text again and again."""

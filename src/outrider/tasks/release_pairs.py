@@ -1,5 +1,5 @@
-"""Makes three tasks of real software from pairs of releases on PyPI: in each task, an old release is to get a fix of
-the next release, whose tests grade.
+"""Makes three tasks of real software from pairs of releases on PyPI. In each task, the agent must make a fix of the
+newer release in the older release. The tests of the newer release grade the result.
 
 The source distributions of both releases are downloaded when the tasks are first requested, and the tasks are kept in
 the cache. The older release is the repository, the difference of the tests is the test patch, and the difference of the

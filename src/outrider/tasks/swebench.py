@@ -49,7 +49,7 @@ def swebench_examples(
     tasks: Sequence[str] | None = None,
     limit: int | None = None,
 ) -> list[Example]:
-    """Return the tasks of a task repository, or of a file of rows of 4.x or 5.x, in the order of the source.
+    """Return the tasks of a task repository, or of a file with rows of swebench 4.x or 5.x, in the order of the source.
 
     `image` is the name of every task's image, in which `{row.NAME}` stands for a column. Without `image`, the row's
     image is used. `template` is a partial task that overrides the task made here, such as its prepare steps or carried

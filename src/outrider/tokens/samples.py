@@ -160,7 +160,7 @@ def _trained_in(
 
 
 def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Turn]:
-    """The leaves of the rows in their order, by rules 2 to 4."""
+    """Return the leaf of each row, in the order of the rows, by rules 2 to 4 at the top of this module."""
     continued: set[int] = set()
     first_turn = list(range(len(turns)))
     for turn in turns:

@@ -18,7 +18,7 @@ Decode = Callable[[list[int]], str]
 
 
 class Span(NamedTuple):
-    """The ids [start, end) of a row, of which all train or none does."""
+    """The ids [start, end) of a row: either all of them train, or none of them."""
 
     start: int
     end: int

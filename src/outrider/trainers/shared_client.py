@@ -59,7 +59,7 @@ class SharedClient:
         failed_before = self._no_answer
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
-                raise self._no_answer  # otherwise the waiting rollouts would all try as long, one after the other
+                raise self._no_answer  # else the waiting rollouts would try one after another
             if self._cursor is None:  # the cursor is read first, so that the group ends after it
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor

@@ -196,7 +196,7 @@ def group_of(
 
 
 def refuse_images(images: Any, owner: str, *, field: str) -> None:
-    """Raise InvalidField if there are images. `owner` is what has the images."""
+    """Raise InvalidField if there are images. In the message, `owner` names the object with the images."""
     if images:
         message = f"{owner} has images, which this bridge does not hand over"
         raise InvalidField(message, field=field, hint="use tasks without images")

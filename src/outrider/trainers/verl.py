@@ -77,7 +77,8 @@ READY = b"outrider is ready at "
 """The text that `outrider serve` prints before its address."""
 ABORTED = ("aborted", "abort")
 ABORT_PAUSE = 1.0
-"""Seconds before an aborted generation goes on, as in verl's own client. verl's servers load weights meanwhile."""
+"""Seconds to wait before an aborted generation is continued, as in verl's own client. verl aborts generations while its
+servers load weights."""
 SENT = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 """Sampling parameters that are sent even if they are 0."""
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -123,7 +124,7 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         return outputs[0]
 
 
-class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]  # as above
+class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]  # verl has no types
     """verl's V1 worker, except that a prompt is one group of n sessions: submitted at once, with a seed for each
     session, one priority, and cancelled at once."""
 

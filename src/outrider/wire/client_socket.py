@@ -1,4 +1,4 @@
-"""The end of an open WebSocket at a worker or node that has dialled the service."""
+"""The worker's or node's end of an open WebSocket to the service."""
 
 from __future__ import annotations
 

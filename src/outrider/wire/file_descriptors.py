@@ -14,7 +14,7 @@ import msgspec
 from outrider.errors import ServiceError
 
 WANTED = 65_536
-"""The number of descriptors that a service takes if the hard limit allows."""
+"""The number of descriptors that a service takes, unless the hard limit is lower."""
 LEAST = 4096
 """With fewer descriptors a full node runs short of connections: a session holds about six descriptors, and each of its
 model calls two more."""
@@ -62,7 +62,7 @@ def shares(descriptors: int) -> ConnectionQuotas:
 
 
 def available() -> int:
-    """Return the number of descriptors of a service started here."""
+    """Return the number of descriptors that a service started by this process may have."""
     hard = _limits()[1]
     return WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
 

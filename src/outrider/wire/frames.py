@@ -1,4 +1,4 @@
-"""The frames that every link has, whatever its protocol: close codes and reasons, heartbeats, and MessagePack."""
+"""Parts shared by the protocols of all links: close codes and reasons, heartbeats, and the MessagePack encoder."""
 
 from __future__ import annotations
 

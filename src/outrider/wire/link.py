@@ -48,10 +48,10 @@ class Link(Generic[In]):
     """A connection's queues, heartbeats and watch.
 
     `heartbeat` and `silence` are the maximum seconds without a message sent, and without a message received. `silence`
-    may be changed while the link runs. `last_arrival` returns the time, by the event loop's clock, of the peer's last
-    sign at the socket, such as part of a message. `taken` returns the time at which the peer last accepted part of the
-    data being sent. `stranger`: the peer runs on another machine, so the decoding cost of its messages is counted first
-    (`decoding.py`).
+    may be changed while the link runs. `last_arrival` returns the time, by the event loop's clock, at which the socket
+    last received data from the peer, such as part of a message. `taken` returns the time at which the peer last
+    accepted part of the data being sent. `stranger`: the peer runs on another machine, so the decoding cost of its
+    messages is counted first (`decoding.py`).
     """
 
     def __init__(

@@ -44,8 +44,8 @@ class ResumableSocket:
         """The event loop's time when the peer last acknowledged a piece."""
         self._most = most
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()
-        """Pieces that the peer may not have, from piece `_acknowledged` on: whether more of the frame follows, and the
-        bytes."""
+        """Pieces that the peer has not acknowledged, from piece `_acknowledged` on. For each piece: whether more of the
+        frame follows, and the bytes."""
         self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0

@@ -80,7 +80,8 @@ def finish_reason(completion: Completion) -> str:
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Token counts. Thoughts count as tokens of the candidate: their own number is known only if it is 0."""
+    """Token counts. `candidatesTokenCount` includes the tokens of thoughts, which are not counted separately. So
+    `thoughtsTokenCount` is given only for a reply without thoughts, as 0."""
     counts = {
         "promptTokenCount": completion.prompt_tokens,
         "candidatesTokenCount": completion.completion_tokens,

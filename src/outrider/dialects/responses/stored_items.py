@@ -31,8 +31,8 @@ JSON."""
 
 
 class PreviousResponseNotFound(RequestError):
-    """The response is not stored: it was never made in this session, was not to be stored, did not finish, or was
-    dropped at MAX_STORED."""
+    """The response is not stored. Possible reasons: the response was not made in this session, its request had
+    `store: false`, the response did not finish, or it was dropped at MAX_STORED."""
 
     code = "previous_response_not_found"
 

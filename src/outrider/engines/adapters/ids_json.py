@@ -43,7 +43,8 @@ def ids_json(ids: Ids) -> bytes | memoryview:
 
 @functools.cache
 def _table(bits: int) -> npt.NDArray[np.uint64]:
-    """Return the eight bytes of each id below 2**bits, uint64 of shape (2**bits,)."""
+    """Return the JSON text of each id below 2**bits, padded to eight bytes with blanks and a comma: uint64 of shape
+    (2**bits,)."""
     numbers = np.arange(1 << bits)
     characters = np.full((len(numbers), DIGITS + 1), ord(" "), dtype=np.uint8)
     characters[:, DIGITS] = ord(",")

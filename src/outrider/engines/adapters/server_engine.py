@@ -258,7 +258,7 @@ class ServerEngine(Generic[ReplyT]):
         return None
 
     def note(self, last: Chunk, reply: ReplyT) -> None:
-        """Record what only a reply shows."""
+        """Record a property of the server that only a reply shows, such as how the server streams."""
 
     async def health(self) -> EngineHealth:
         try:

@@ -213,8 +213,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
 
 def request_name(request: GenerateRequest, attempt: int) -> str:
-    """Return the `rid` of a request. SGLang aborts all requests whose `rid` begins with a given one, so all have the
-    same length. A retry has a new `rid`."""
+    """Return the `rid` of a request. To abort one request, SGLang aborts all requests whose `rid` begins with that
+    request's `rid`. So all `rid`s have the same length. A retry has a new `rid`."""
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
 
 

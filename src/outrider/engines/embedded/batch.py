@@ -128,8 +128,8 @@ class RowBatch(Generic[RowT]):
         return logits
 
     def _prefix(self, row: RowT) -> Cache:
-        """Set `cached`, and return the keys and values of so many ids. The last id never counts, because the state
-        after it is needed to sample from."""
+        """Set `row.cached` to the number of ids at the start of the prompt whose keys and values were kept, and return
+        these keys and values. The last id is always computed, because its logits are needed for sampling."""
         limit = len(row.ids) - 1
         asked = np.asarray(row.ids[:limit])
         best: Cache = []

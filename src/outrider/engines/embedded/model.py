@@ -118,7 +118,7 @@ class CachedAttention:
         self.cache = list(cache)
         columns = mask.shape[1]
         own = torch.arange(columns) - torch.arange(columns - tokens, columns)[:, None]
-        allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)  # padding attends to itself: nothing would give NaN
+        allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)  # padding attends to itself: an empty row gives NaN
         self._mask = grouped_mask(allowed, shape.heads // shape.kv_heads)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class SamplingState:
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raise EngineRejected naming the parameter that is out of range."""
+    """Raise EngineRejected, with the parameter's name, if a sampling parameter is out of range."""
     legal = {
         "max_tokens": params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),

@@ -116,7 +116,7 @@ class SamplerThread:
             self._stale = True
 
     def freeze(self, frozen: bool) -> None:
-        """Begin no further step, or go on."""
+        """If `frozen`, begin no further step; otherwise go on sampling."""
         with self._state:
             self._frozen = frozen
             self._state.notify_all()

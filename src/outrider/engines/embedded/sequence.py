@@ -55,7 +55,7 @@ class StopChecker:
 
 
 class TokenSequence:
-    """A prompt, and the sampling and the ends of its output."""
+    """A prompt, with the sampling state and the stop conditions of its output."""
 
     def __init__(self, prompt: Ids, sampling: SamplingState, stops: StopChecker) -> None:
         self.prompt = prompt
@@ -92,7 +92,8 @@ class RequestChecker:
         self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int] | None:
-        """Return the model's ids of a text, including special tokens in the text; None without a tokenizer."""
+        """Return the token ids of a text. Special tokens in the text are recognised. Returns None without a
+        tokenizer."""
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def check(self, request: GenerateRequest) -> TokenSequence:

@@ -96,7 +96,7 @@ class Connections:
         self._idle.clear()
 
     def give_back(self, connection: _Connection) -> None:
-        """Keep a connection whose exchange is over for reuse, or end it."""
+        """Take back a connection after its exchange: keep the connection for reuse, or close it."""
         self._busy.discard(connection)
         if connection.reusable and not self._closed:
             connection.idle_since = asyncio.get_running_loop().time()

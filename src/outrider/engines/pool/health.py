@@ -1,4 +1,5 @@
-"""Whether each engine of a pool works: reports of health, probes of engines that failed, trials of suspect engines.
+"""Checks whether each engine of a pool works: by health reports, probes of failed engines, and trials of suspect
+engines.
 
 An engine that has failed gets no work, and is probed until it is back and has the policy's weights. An engine that has
 sent an impossible reply is suspect until it has passed several trials: meanwhile it gets new sessions only if there is
@@ -58,8 +59,8 @@ class MakesPolicy(Protocol):
 
 
 class HealthChecks:
-    """The health of the engines in `members`. `changes` is published to after each change that followers must get.
-    `check` may refuse an engine by an EngineError. `tasks` runs the work in the background."""
+    """The health of the engines in `members`. `changes` publishes after each change that followers must get. `check`
+    may refuse an engine by raising an EngineError. `tasks` runs the work in the background."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class HealthChecks:
         member.ok = False
         self._placement.refresh(member)
         self._changes.publish(None)
-        if (probe := member.tasks.get("probe")) is not None:  # the engine was found while the probe still ran
+        if (probe := member.tasks.get("probe")) is not None:  # an earlier probe that still runs
             probe.cancel()
         member.tasks["probe"] = self._tasks.until_done(f"probe {member.name}", lambda: self._probe(member))
 

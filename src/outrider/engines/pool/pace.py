@@ -21,7 +21,8 @@ LEARNING_SECONDS = 1.0
 """Minimum seconds between two remembered calls, once the pace is known. The medians then follow the engine over
 minutes, and hardly move while the engine misbehaves for a minute, however many calls the engine serves."""
 ESTABLISHED_CALLS = 128
-"""The weight, in calls, of a pace when it becomes known, or is taken over."""
+"""When a pace becomes known or is taken over, its calls are repeated until at least this many calls are remembered. So
+later calls change the medians only slowly."""
 SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
 """The engine counts as slow, not silent, after `SLOW_CALLS` overdue calls in a row over at least `SLOW_SECONDS`."""

@@ -1,4 +1,4 @@
-"""Which engine serves a session: the least loaded engine for a new session, and the same engine from then on.
+"""Assigns an engine to each session: the least loaded engine to a new session, and the same engine from then on.
 
 A session stays on its engine because that engine has the session's prefix cached. Invariant: an engine's `sessions` is
 the number of sessions assigned to the engine, and its `assigned_tokens` is the sum of their context tokens.
@@ -33,8 +33,8 @@ class _Assignment:
 
 
 class Placement:
-    """The engines of one pool's sessions. Engines that take tokens and engines that take messages are kept apart:
-    neither can serve the other's requests."""
+    """The assignments of one pool's sessions to engines. Engines that take tokens and engines that take messages are
+    kept apart, because neither kind can serve requests of the other kind."""
 
     def __init__(self) -> None:
         self._places: dict[str, _Assignment] = {}

@@ -135,7 +135,8 @@ class Policy:
         """Pause generation, and return when nothing of the policy is being generated. New generations wait.
 
         "finish" lets generations in flight end. "abort" cuts them off, except those that no engine can continue. Raises
-        EngineRejected, with nothing paused, if an engine refuses to cut, and Conflict if a resume came first.
+        EngineRejected if an engine refuses to abort; this call then pauses nothing. Raises Conflict if the policy was
+        resumed meanwhile.
         """
         async with self._closed(mode):
             await self._halt()
@@ -233,7 +234,8 @@ class Policy:
             )
 
     def _at(self, version: int, weights: str | None = None) -> KnownPolicy:
-        """Return the policy at a version. If the current version is set again without weights, it keeps its weights."""
+        """Return the policy with this version and the location of its weights. If the current version is set again
+        without weights, the known location is kept."""
         known = self._known
         if weights is None and known is not None and known.version == version:
             return known

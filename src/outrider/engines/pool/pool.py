@@ -1,4 +1,5 @@
-"""The engines of one model: they join, are listed by a router, drain, and leave; and each call gets one of them.
+"""Manages the engines of one model, which join, drain and leave, or are listed by a router, and runs each call on one
+of them.
 
 `placement` assigns an engine to a session, `call` makes a call, `health` finds out whether the engines work, `silence`
 finds engines that have fallen silent, and `policy` pauses the engines while their weights change. Invariant: the pool

@@ -115,7 +115,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(eq=False)
 class EngineRecord:
-    """The pool's record of one engine. `EngineStatus` describes the fields that it has, too."""
+    """The pool's record of one engine. Fields that `EngineStatus` also has are described there."""
 
     engine: AnyEngine
     health: EngineHealth
@@ -152,8 +152,8 @@ class EngineRecord:
     """The highest version that a follower has reported and for which the engine was then checked."""
     failed_probes: int = 0
     silent: AnyRequest | None = None
-    """The request for one token that an engine which fell silent must serve before it takes part again; None for any
-    other engine."""
+    """Set if the engine fell silent: a request for one token, which the engine must answer before it serves again. None
+    for any other engine."""
     newest_answered: float = 0.0
     """Start time of the newest call that has received a chunk."""
     pace: Pace = field(default_factory=Pace)

@@ -32,14 +32,14 @@ from outrider.errors import EngineError, EngineSilent, EngineUnavailable
 from outrider.messages import Message, Role
 
 UNANSWERED_SECONDS = 1.0
-"""A client that gives a call up sooner has not waited for the engine."""
+"""A call that the client gave up after a shorter wait is no evidence against the engine."""
 SLOWER = 2.0
 """Waits that a session gives up in a row are added up, if each has lasted at least this multiple of the usual seconds.
 Several such waits are as unlikely as a single wait of their total length."""
 
 
 class Flight:
-    """The chunks of one generation on one engine: `async for chunk in flight`, then `land` once.
+    """One generation on one engine. Iterate over the chunks with `async for`, then call `land` once.
 
     `new_tokens` is the number of prompt tokens that are not in the session's context on that engine. Iteration raises
     the engine's errors, and EngineSilent if the watch has cut the generation off.
@@ -165,8 +165,8 @@ class Flight:
             )
 
     def _read_at_once(self, end: float) -> bool:
-        """Return True if, until the reply's end, the consumer mostly waited for the engine, and not the engine for the
-        consumer."""
+        """Return True if the consumer read the chunks promptly: until the reply's end, the consumer spent about half of
+        the time or more waiting for the engine."""
         return end - self.began <= 2 * self.wait.waited + 1.0
 
     def _given_up(self, began: float, now: float) -> GivenUp:
@@ -385,8 +385,9 @@ class TokenProbe:
 
 class GivenUp(msgspec.Struct, frozen=True):
     """A wait that a call's consumer gave up. `began`: start time of the wait for the last chunk. `waited`: seconds
-    waited. `usual`: seconds that the engine usually takes, None while unknown. Both durations are for the last chunk,
-    or for all chunks if the whole reply, measured by the usual seconds, was slower than the last chunk."""
+    waited. `usual`: seconds that the engine usually takes, None while unknown. Both durations are for the last chunk.
+    The exception is a reply that, compared with the usual seconds, was later as a whole than its last chunk: then both
+    durations are for all chunks."""
 
     began: float
     waited: float

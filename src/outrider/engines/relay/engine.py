@@ -44,7 +44,8 @@ WorkerCheck = Callable[[AttachedWorker], Awaitable[None]]
 
 
 class RelayEngine:
-    """Implements `Engine`, `TokenizesText`, `SetsVersion`, `AwaitsWorkers`, and `LoadsWeights` if its workers can.
+    """Implements `Engine`, `TokenizesText`, `SetsVersion`, `AwaitsWorkers`, and `LoadsWeights` while all workers can
+    load weights.
 
     `logprob_kind` and `constraints` come from the workers, and are available once the first worker attaches.
     """
@@ -241,7 +242,7 @@ class RelayEngine:
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # the engine may have waited for this version
+            if isinstance(message, Version):  # with this version the worker may get work
                 news()
 
         worker.connect(link, hello)
@@ -350,8 +351,9 @@ class RelayEngine:
         return f"the model's context here is {self._context} tokens, not {context}"
 
     def _choose(self, session_key: str, tried: set[AttachedWorker]) -> AttachedWorker | None:
-        """Return the least loaded worker, preferring workers with a connection, then workers that have not just failed.
-        A session stays with its own worker (by highest hash) while that worker has little more load."""
+        """Return a worker, or None if there is none to try. Connected workers come first, then workers that are not
+        `failing`, then the worker with the least load. A session stays with its own worker (by highest hash) while that
+        worker is as connected and healthy as the best one and has little more load."""
         workers = [
             worker for worker in self._workers.values() if worker not in tried and worker.version >= self._version
         ]

@@ -47,10 +47,11 @@ def warm_up() -> None:
 def check(request: dict[str, Any]) -> dict[str, Any]:
     """Compare the `answer` with the `golds`, or without `answer` check the golds.
 
-    With `answer` the result has the `equal` gold, the text `found` in the answer, and `calculates` if the answer is an
-    unevaluated calculation that no gold has: the integral from the question would equal the gold. If `whole` is true,
-    the text is only the answer; otherwise the answer is searched for in the text. Without `answer` the result has the
-    number of the first `unusable` gold, or None, and the reason `why`."""
+    With `answer` the result has the `equal` gold, the text `found` in the answer, and `calculates`. The last is true if
+    the answer is an unevaluated calculation that no gold has. (Otherwise an answer that repeats the integral in the
+    question would equal the gold.) If `whole` is true, the text is only the answer; otherwise the answer is searched
+    for in the text. Without `answer` the result has the number of the first `unusable` gold, or None, and the reason
+    `why`."""
     golds = [(gold, _parsed(gold, whole=True)) for gold in request["golds"]]
     if "answer" not in request:
         other = _parsed("1", whole=True)
@@ -100,7 +101,7 @@ def _too_small(parsed: list[Any]) -> bool:
         if not isinstance(part, Expr):
             rest += getattr(part, "args", ())
         elif not isinstance(part, MatrixBase) and part.is_number:
-            value = part.doit().evalf()  # evaluated here: 1-1 and 50% are parsed as written
+            value = part.doit().evalf()  # the parser leaves 1-1 and 50% unevaluated
             if value.is_real and value != 0 and _equal([part], [part * 1.25]):
                 return True
     return False

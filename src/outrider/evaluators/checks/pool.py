@@ -116,7 +116,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 async def checks_of(host: Host | None, part: Callable[[Host], Checks]) -> Checks:
-    """Return the host's part. Raises EvaluatorError without a host."""
+    """Return the `Checks` that the host shares, made by `part` on first use. Raises EvaluatorError without a host."""
     if host is None:
         raise EvaluatorError("this evaluator runs on a node only", hint="give the Outcome the `host` of a node")
     return await host.part(part)

@@ -89,7 +89,7 @@ class CheckForker:
             pidfd = os.pidfd_open(pid)
             self._pids[end.fileno()], self._ends[pidfd] = pid, end
             self._poll.register(pidfd, select.POLLIN)
-            self._poll.register(end, 0)  # only hang-ups
+            self._poll.register(end, 0)  # reports only hang-ups
         return True
 
     def _ended(self, pidfd: int) -> None:

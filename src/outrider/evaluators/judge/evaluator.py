@@ -1,8 +1,8 @@
 """The judge: a language model grades the agent's answer by a reference, by criteria, or against another answer.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
-service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; every reply that is
-read for grades is in the verdict: its tokens are counted in the metrics, and its end is in the reason.
+service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; for every reply that
+is read for grades, the verdict's metrics count the tokens, and the verdict's reason quotes the end of the reply.
 """
 
 from __future__ import annotations

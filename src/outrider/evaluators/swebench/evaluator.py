@@ -215,7 +215,8 @@ def script(options: SwebenchOptions, place: str, name: str) -> str:
 
 
 async def records_at(runtime: Runtime, path: str) -> str:
-    """Read the plugin's report. An unreadable report gives a text that grading does not accept."""
+    """Return the text of the plugin's report. If the report cannot be read, the returned text is "" or an error
+    message, and grading accepts neither. Raises RuntimeFailure if the whole sandbox is broken."""
     try:
         return (await runtime.read(path, follow=False)).decode("utf-8", "replace")
     except FileNotFoundError:

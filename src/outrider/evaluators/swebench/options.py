@@ -31,7 +31,8 @@ CONFIGURATION = (
 """Files in any folder of the repository that influence the tests and their results. The last file, beside a package on
 Python's path, names plugins for pytest to load."""
 GIT = (".git", ".gitattributes")
-"""Files that name programs for git to run, and from which git restores the original files."""
+"""Files of git that the script's `git` commands read. They can name programs for git to run, and they hold the original
+files that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')

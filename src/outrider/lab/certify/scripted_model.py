@@ -73,12 +73,12 @@ class ScriptedCall(msgspec.Struct, kw_only=True):
 
 class ScriptedModel:
     """An `Engine` that replies with the steps of a row. `folder` holds the tokenizer. `hint` is the preset's hint about
-    the harness's tools, and `workdir` the folder against which relative paths are resolved. `wait_until_sent` returns
-    once a client was sent a word, or after a time limit."""
+    the harness's tools, and `workdir` the folder against which relative paths are resolved. `wait_until_sent` waits
+    until the given word has been sent to a client, or until a time limit."""
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    constraints = frozenset(ConstraintKind)  # the reply is the row's, whatever constraint a call has
+    constraints = frozenset(ConstraintKind)  # the scripted reply ignores constraints
     name = "script"
 
     def __init__(

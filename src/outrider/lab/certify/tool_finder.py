@@ -188,7 +188,8 @@ def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None, given: Ma
 
 
 def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int:
-    """Return a score of how likely the tool has the role, by its name, choices and description; 0 if it has not."""
+    """Return a score, which is higher for a tool that is more likely to have the role, and 0 for a tool without the
+    role. The tool's name, choices and description count."""
     if hinted:
         return 1000
     name = str(function.get("name", ""))

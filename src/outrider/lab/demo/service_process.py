@@ -1,7 +1,7 @@
 """Runs a whole service in a process of its own, for a trainer that uses the service by its URL.
 
-The module depends on no task. Invariant: the service's process has ended when the block is left. It also ends when this
-process is killed, or when the thread that opened the block ends.
+The module is independent of the demo's task. Invariant: the service's process has ended when the block is left. The
+service's process also ends when this process is killed, or when the thread that opened the block ends.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ from outrider.trainers.weights import PolicyWeights
 GROUPS, SAMPLES = 8, 8
 """Groups of a training step, and sessions of a group."""
 INFLIGHT = 8
-"""Groups that run at once: enough to fill the run lane. More than one batch of groups is of no use, because the groups
-left over would be too old for the following batch."""
+"""Maximum number of groups that run at once: enough to fill the run lane. More groups than one batch needs are of no
+use, because the surplus groups would be too old for the following batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within a

@@ -33,9 +33,9 @@ SIF = "image.sif"
 class Reuse(StrEnum):
     """Condition for using an earlier build instead of a new one.
 
-    scratch: none, except a build that another process has finished since the request. versioned: the same base, recipe,
-    contents of the recipe's files, and version of Outrider. lock: the same base, packages and requirements; files,
-    variables and commands are added in a second, short build.
+    scratch: no earlier build is used, except a build that another process has finished since the request. versioned:
+    the base, the recipe, the contents of the recipe's files, and the version of Outrider are the same. lock: the base,
+    packages and requirements are the same; files, variables and commands are added in a second, short build.
     """
 
     SCRATCH = "scratch"

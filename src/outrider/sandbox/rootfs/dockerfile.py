@@ -301,7 +301,8 @@ class Reader:
         self._steps.append(copied)
 
     def sources(self, one: Instruction, word: str) -> list[Path]:
-        """Return the files and folders of the context that a word names, with links resolved."""
+        """Return the files and folders of the build context that match `word`, a path or pattern. Links are
+        resolved."""
         if "://" in word or word.startswith("git@"):
             raise self._refusal(one.line, f"{one.name} {word}: nothing is downloaded here")
         inside = posixpath.normpath(word.lstrip("/") or ".")

@@ -73,7 +73,8 @@ class ImageStore:
         return image
 
     def give(self, name: str, image: RootImage) -> None:
-        """Give an image a name, which an earlier image of this name loses. Raises InvalidField for an invalid name."""
+        """Give an image a name. An earlier image of the same name loses this name. Raises InvalidField for an invalid
+        name."""
         checked_name(name)
         place = self._name(name)
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -187,7 +187,7 @@ class _Layer:
         opaque: set[str] = set()
         for member in archive:
             self._room.take_entry()
-            self._room.check(archive.offset)  # the end of the entry's data, which are read in any case
+            self._room.check(archive.offset)  # the end of the entry's data: skipped data are read, too
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
                 # Remove files of lower layers: one name, or all content of the folder. A second opaque mark of a folder

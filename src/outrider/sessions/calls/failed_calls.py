@@ -1,5 +1,5 @@
-"""The failed model calls that no later call has made up for. If the run ends now, it ends with the error of one of
-them.
+"""Records the failed model calls of a session until later calls make up for them. A run that ends before then ends with
+the error of such a call.
 
 A call that begins after the failure makes up for a failed call once it has ended. If the later call fails, too, the
 later failure takes the place of the earlier one. A call that was under way at the time of the failure has no effect. A

@@ -332,6 +332,6 @@ class TokenShare:
         return self._allowance.unsampled
 
     def take(self, tokens: int) -> int:
-        """Count `tokens` more sampled tokens. Returns the number of them that the session has: the promised tokens that
-        are left, and the tokens that are free now."""
+        """Charge up to `tokens` sampled tokens to this call: first its promised tokens, then free tokens. Returns the
+        number of tokens charged, which is lower if the session has too few tokens left."""
         return self._allowance.draw(self, tokens)

@@ -124,6 +124,6 @@ def clamped(sampling: SamplingParams, share: TokenShare) -> SamplingParams:
 
 
 def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
-    """Return the record of a turn's sampling."""
+    """Return a turn's sampling parameters and `thinking` as plain values, as they are stored with the turn."""
     told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
     return told | {"thinking": thinking}

@@ -20,7 +20,8 @@ MAX_FILES = 16 << 20
 """Maximum bytes of a folder that is sent with a task. The whole request may have 32 MiB."""
 MAX_NUMBER = 1024
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""Lines at the beginning of an instruction, by which data sets are found in training data. They are removed."""
+"""A canary: a line at the beginning of an instruction by which its data set can be found in training data. Canaries are
+removed."""
 IGNORED_BY = ".harborignore"
 
 

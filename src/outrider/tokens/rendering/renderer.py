@@ -264,8 +264,8 @@ class Renderer:
 
     @cached_property
     def _opener_length(self) -> int:
-        """The number of last ids of a prompt in which the marker that opens reasoning is sought: enough for the marker
-        and the white space after it."""
+        """The number of ids, at the end of a prompt, that are searched for the marker that opens reasoning. They cover
+        the marker and the white space after it."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
 
     @property

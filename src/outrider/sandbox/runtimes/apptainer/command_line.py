@@ -115,7 +115,8 @@ def _version(path: str) -> str:
 
 
 def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mapping[str, str]) -> list[str]:
-    """Return the command line up to the program to run. `env` is set inside."""
+    """Return the start of a command line, to which the caller appends a program. `env` are the program's variables in
+    the container."""
     return [
         *(found.path, "--quiet", "exec"),
         *ISOLATION,

@@ -212,6 +212,7 @@ async def environment_of(tools: ToolClient) -> dict[str, str]:
 
 
 def of_image(env: Mapping[str, str]) -> dict[str, str]:
-    """Select the variables of a container's environment that its image has set. LANG=C comes from Apptainer."""
+    """Return only the variables of a container's environment that its image has set. LANG=C is left out, because
+    Apptainer sets this value."""
     own = {name: value for name, value in env.items() if name not in NAMES and not name.startswith(PREFIXES)}
     return {name: value for name, value in own.items() if (name, value) != ("LANG", "C")}

@@ -59,7 +59,7 @@ class ContainerEngine:
     libpod: bool = False
 
     def daemon(self, host: Host) -> ContainerDaemon:
-        """Make the host's part for the daemon, without entering it. Use `await host.part(engine.daemon)`."""
+        """Make the daemon's part of a node's host, not yet entered. For use in `await host.part(engine.daemon)`."""
         return ContainerDaemon(self, host)
 
     def find(self) -> Path:
@@ -276,7 +276,8 @@ class ContainerDaemon:
         return len(left)
 
     def _is_left(self, name: str, node: str) -> bool:
-        """Return whether no node will stop the container, which has the label of `node`."""
+        """Return whether the container is a leftover: this node does not use it, and its node, `node`, is dead or is
+        this node."""
         return name not in self._ours and (node == self.node or not lives(node))
 
     def _failure(self, what: str, error: Exception) -> RuntimeFailure:

@@ -1,8 +1,7 @@
 """Replies that a forked child writes, and that the server sends to the host in parts.
 
-Searching and archiving may take long and touch many files, so a fork does the work and holds up no other
-call. Invariant: a call ends in "ok" only if the child wrote everything, exited with 0, and stayed within its limit of
-bytes.
+Searching and archiving may take long and touch many files, so a fork does the work, and other calls do not wait.
+Invariant: a call ends in "ok" only if the child wrote everything, exited with 0, and stayed within its limit of bytes.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ else:
     import _signal  # importing `signal` would lengthen the start-up by half
 
 RATE = 4 << 30
-"""Assumed maximum growth of the programs in bytes per second. From this rate follows the earliest time at which the
-programs reach the limit, which is the time of the next scan."""
+"""Assumed maximum growth of the programs in bytes per second. The next scan takes place at the earliest time at which
+the programs can reach the limit at this rate."""
 MIN_PAUSE, MAX_PAUSE = 0.05, 1.0
 """Bounds of the seconds between two scans."""
 OWN_FIELDS = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
@@ -36,9 +36,9 @@ SHARED_AREAS = (b"/dev/zero (deleted)", b"[anon_shmem:")
 
 
 class ProcessMemory:
-    """The memory of one process: `own` bytes, and `mapped` bytes besides. Mapped are libraries, reserved address space,
-    and memory shared with other processes. Mapped bytes count, because `own` does not include shared pages that exist,
-    but that this process has not touched yet."""
+    """The memory of one process, in bytes: `own` memory, and `mapped` memory in addition. Mapped memory consists of
+    libraries, reserved address space, and memory shared with other processes. It counts, because `own` lacks the shared
+    pages that exist but that this process has not touched yet."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -2,8 +2,8 @@
 
 If a program sends requests to the kernel and does not read the replies, the kernel holds up to 1 MiB for each socket.
 No control group of any version counts this memory, and only the limit on open files bounds it. The bound is the same
-for every task. Invariant: if a look finds that the sockets hold more than MOST bytes, all programs of the sandbox are
-killed: the owner of a socket cannot always be determined. No honest program comes near the bound.
+for every task. Invariant: if a check finds that the sockets hold more than MOST bytes, all programs of the sandbox are
+killed, because the owner of a socket cannot always be determined. No honest program comes near the bound.
 """
 
 from __future__ import annotations

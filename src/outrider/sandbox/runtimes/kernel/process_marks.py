@@ -21,8 +21,8 @@ PATIENCE_SECONDS = 3.0
 LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 0.002
 QUIET_LOOKS = 2
-"""Number of consecutive looks at /proc that must find no marked process. A single look can miss a process that is
-started between two steps of the look by a parent that then exits."""
+"""Number of consecutive scans of /proc that must find no marked process. A single scan can miss a process that is
+started during the scan by a parent that then exits."""
 
 
 def mark_of(directory: Path) -> str:
@@ -31,8 +31,8 @@ def mark_of(directory: Path) -> str:
 
 
 def kill_marked(mark: str, *, seconds: float = KILL_SECONDS) -> int:
-    """SIGKILL every process whose mark begins with `mark`, and the descendants of these
-    processes, until /proc shows none. Returns the number of processes left after `seconds`. Blocks."""
+    """Send SIGKILL to every process whose mark begins with `mark`, and to the descendants of these processes, until
+    /proc shows none. Returns the number of processes left after `seconds`. Blocks."""
     deadline = time.monotonic() + seconds
     quiet = 0
     while quiet < QUIET_LOOKS:

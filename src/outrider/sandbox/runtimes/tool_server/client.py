@@ -201,7 +201,7 @@ class ToolClient(asyncio.Protocol):
         latter also for arguments that cannot be sent.
 
         `seconds` is the call's own limit in the sandbox. GRACE_SECONDS after this limit the server counts as stuck.
-        `room` is the maximum number of bytes in parts: the connection to a server that sends more is dropped.
+        `room` is the maximum size of all parts together, in bytes. If the server sends more, the connection is dropped.
         """
         self._check()
         if self._transport is None:
@@ -321,6 +321,6 @@ class ToolClient(asyncio.Protocol):
         self._lost, self.loss = reason, loss
         if self._transport is not None:
             self._transport.abort()
-        elif self._end is not None:  # otherwise `open` has the socket
+        elif self._end is not None:  # None: `open` has taken the socket
             self._end.close()
         self.fail_all(reason)

@@ -1,9 +1,9 @@
 """Files of a sandbox, for the host: opened for reading, written with their folders, archived.
 
-An agent may make any link, and the same path may lead the tool server elsewhere than the agent: the server has another
-`/proc/self`, with descriptors to which the agent has no path. Reading, writing and archiving follow links, but never
-out of the sandbox's own files. Invariant: the type of a file is checked before the file is opened, so that no pipe
-blocks and no device is touched.
+An agent may make any link. The same path may lead to one file for the agent and to another for the tool server, because
+the server has another `/proc/self`, with descriptors to which the agent has no path. Reading, writing and archiving
+follow links, but never out of the sandbox's own files. Invariant: the type of a file is checked before the file is
+opened, so that no pipe blocks and no device is touched.
 """
 
 from __future__ import annotations

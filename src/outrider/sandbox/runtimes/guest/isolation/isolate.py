@@ -254,7 +254,7 @@ def make_proc(proc: int) -> None:
     make_root_folder("/proc")
     syscalls.attach(proc, "/proc")
     write("/proc/sys/user/max_inotify_instances", str(INOTIFY_MAX))
-    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # the total of one user
+    with open("/proc/sys/fs/inotify/max_user_watches") as file:  # the limit of one user
         write("/proc/sys/user/max_inotify_watches", str(max(int(file.read()) // WATCHES_SHARE, MIN_WATCHES)))
 
 

@@ -287,11 +287,11 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
     """Return the filter, a BPF program, for a machine by its name of `uname -m`.
 
-    Process 1 and `server` can be neither slowed down nor limited. `tcp_only` is for programs that run among the host's
-    own. They can slow down or limit no process but themselves, cannot make the calls of HOST_WIDE, and apart from pairs
-    of Unix sockets have sockets only for TCP and for queries to the kernel. `counted` means that the memory of
-    processes is counted and bounded: the calls of UNCOUNTED and a change of a pipe's size are then refused. Without
-    `ipc`, the calls of HOST_WIDE are refused. Raises KeyError for a machine without a list.
+    Programs cannot slow down or limit process 1 and `server`. `tcp_only` is for programs that run among the host's own.
+    They can slow down and limit only themselves, and cannot make the calls of HOST_WIDE. They can open only pairs of
+    Unix sockets, TCP sockets, and sockets for queries to the kernel. `counted` means that the memory of processes is
+    counted and bounded: the calls of UNCOUNTED and a change of a pipe's size are then refused. Without `ipc`, the calls
+    of HOST_WIDE are refused. Raises KeyError for a machine without a list.
     """
     steps = [
         step(LOAD, AT_MACHINE),
@@ -314,8 +314,8 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
 def core_limit() -> int:
     """Return the RLIMIT_CORE of untrusted programs: one byte, too few for any core dump. With a limit of 0 the kernel
     would still start the host's program for core dumps, if /proc/sys/kernel/core_pattern names one. The host's program
-    would run outside of the sandbox and as root, once for each crash in the sandbox. The limit is 0 if this process may
-    not have one byte."""
+    would run outside of the sandbox and as root, once for each crash in the sandbox. The limit is 0 only if this
+    process's own hard limit is 0."""
     return min(1, resource.getrlimit(resource.RLIMIT_CORE)[1] % (1 << 64))  # -1 means that there is no limit
 
 

@@ -112,7 +112,8 @@ class EchoHook(DisplayHook):  # type: ignore[misc]  # IPython is not typed in fu
         return super().compute_format_data(result)  # type: ignore[no-any-return]  # IPython is not typed in full
 
     def update_user_ns(self, result: object) -> None:
-        """Update the kept results, unless the user has assigned one of their names."""
+        """Make the result `_`, and move the two results before to `__` and `___`. Does nothing if the user has assigned
+        one of these names."""
         names = self.shell.user_ns
         if all(names.get("_" * length, "") is self.kept[length - 1] for length in (1, 2, 3)):
             self.kept = (result, *self.kept[:2])
