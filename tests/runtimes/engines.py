@@ -24,9 +24,9 @@ from outrider.sandbox.runtimes.containers.runtime import ContainerRuntime
 
 PYTHON = "/usr/bin/python3"
 PROGRAMS = (
-    *("bash", "cat", "chmod", "cp", "cut", "dd", "echo", "env", "false", "find", "grep", "head", "hostname", "id"),
-    *("kill", "ln", "ls", "mkdir", "mkfifo", "mount", "mv", "nohup", "ps", "rm", "sed", "seq", "setsid", "sleep"),
-    *("sort", "stat", "tail", "touch", "true", "unshare", "wc", "yes"),
+    *("bash", "cat", "chmod", "cp", "cut", "dd", "echo", "env", "false", "find", "git", "grep", "head", "hostname"),
+    *("id", "kill", "ln", "ls", "mkdir", "mkfifo", "mount", "mv", "nohup", "ps", "rm", "sed", "seq", "setsid"),
+    *("sleep", "sort", "stat", "tail", "touch", "true", "unshare", "wc", "yes"),
 )
 CACHE = "SANDBOX_CACHE"
 """A folder that every user of this machine may read."""

@@ -305,12 +305,12 @@ from outrider.spec import RuntimeSpec
 async def main():
     folder, image, moment = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     host = Host(folder)
-    for name in ("first", "second"):
-        (folder / name).mkdir(exist_ok=True)
+    for name in (f"first-{moment}", f"second-{moment}"):
+        (folder / name).mkdir()
         sandbox = ApptainerRuntime.create(RuntimeSpec(kind="apptainer", image=image), SandboxContext(session_id=name,
             attempt=1, host=host, directory=folder / name, gateway_url="", gateway_socket=folder / "gateway.sock"))
         starting = asyncio.create_task(sandbox.start())
-        if name == "first":
+        if name.startswith("first"):
             await starting
             await sandbox.exec(f"setsid sleep {sys.argv[4]} &", seconds=30)
     await asyncio.sleep(moment)
