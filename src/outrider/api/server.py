@@ -177,10 +177,16 @@ def control_app(service: Service) -> FastAPI:
         the rest of a start."""
         async with describing:  # made only once, because anybody may request it, without a token
             if not description:
-                description.append(await asyncio.to_thread(lambda: msgspec.json.encode(describe(app))))
+                description.append(await asyncio.to_thread(_description, app))
         return Response(description[0], media_type="application/json")
 
     return app
+
+
+def _description(app: FastAPI) -> bytes:
+    replies = [reply for router in ROUTERS for reply in router.replies]
+    requests = [request for router in ROUTERS for request in router.requests]
+    return msgspec.json.encode(describe(app, replies, requests))
 
 
 class RootApp:
