@@ -5,7 +5,7 @@ Times are seconds since the epoch, durations are seconds. The request bodies are
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +17,14 @@ from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnT
 PolicyPause = Literal["finish", "abort"]
 """The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
 later."""
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:
+    """Return a reply with the fields of `row` that have the same names, and with `others`."""
+    return kind(**{name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}, **others)
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):

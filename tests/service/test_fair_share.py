@@ -91,13 +91,7 @@ class Scheduled:
             id=id,
             n=spec.n,
             priority=spec.priority,
-            idempotency_key=None,
-            callback_url=None,
-            state=GroupState.ACTIVE,
-            cancelled=False,
             created=time.time(),
-            finished=None,
-            cursor=None,
             labels=spec.task.labels,
             tenant=tenant,
         )

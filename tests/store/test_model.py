@@ -283,7 +283,7 @@ class StoreMachine(RuleBasedStateMachine):
     def same_events(self) -> None:
         events = self.run(self.store.events(after=0, limit=10_000))
         assert [event.cursor for event in events] == list(range(1, len(events) + 1))
-        assert {kind: sum(event.kind is kind for event in events) for kind in EventKind} == self.counted
+        assert {kind: sum(event.kind == kind for event in events) for kind in EventKind} == self.counted
 
 
 StoreMachine.TestCase.settings = settings(

@@ -75,8 +75,9 @@ def describe(
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas |= msgspec.json.schema_components((*replies, EventView, ErrorRecord), ref_template=REF)[1]
-    models = [(shape, "validation") for shape in requests]
-    schemas |= models_json_schema(models, ref_template="#/components/schemas/{model}")[1]["$defs"]
+    schemas |= models_json_schema(
+        [(shape, "validation") for shape in requests], ref_template="#/components/schemas/{model}"
+    )[1]["$defs"]
     for path, operations in document["paths"].items():
         for operation in operations.values():
             errors = [*ALWAYS, *(WITH_A_BODY if "requestBody" in operation else ())]

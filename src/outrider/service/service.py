@@ -32,7 +32,6 @@ from outrider.sandbox.rootfs.store import checked_name
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.schemas import (
     EngineStatus,
-    EventView,
     FailingChore,
     GroupView,
     NodeList,
@@ -262,11 +261,7 @@ class Service:
             priority=spec.priority,
             idempotency_key=spec.idempotency_key,
             callback_url=str(spec.callback_url) if spec.callback_url else None,
-            state=GroupState.ACTIVE,
-            cancelled=False,
             created=time.time(),
-            finished=None,
-            cursor=None,
             labels=spec.task.labels,
             min_usable=spec.min_usable,
             submitted_by=caller.name,
@@ -355,19 +350,6 @@ class Service:
                 count += some
         self._deliverer.wake()
         return count
-
-    async def events(self, *, after: int, limit: int, caller: Principal = LOCAL) -> list[EventView]:
-        return [
-            EventView(
-                cursor=event.cursor,
-                at=event.at,
-                kind=event.kind.value,
-                group_id=event.group_id,
-                session_id=event.session_id,
-                data=event.data,
-            )
-            for event in await self.store.events(after=after, limit=limit, tenant=caller.sees)
-        ]
 
     async def update_policy(self, update: PolicyUpdateSpec) -> PolicyStatus:
         """Switch to another policy version from the next token on; see `Policy.update`. Groups that began at a version

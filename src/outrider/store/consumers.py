@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.errors import Conflict, NotFound
+from outrider.schemas import ConsumerView
 from outrider.store.database import Connection, Database
-from outrider.store.rows import Consumer
 from outrider.store.tenants import newest_cursor
 
 MAX_CONSUMERS = 1000
@@ -56,7 +56,9 @@ class Consumers:
 
         return await self._db.write(body)
 
-    async def acknowledge(self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> Consumer:
+    async def acknowledge(
+        self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None
+    ) -> ConsumerView:
         """Move a consumer forward to `cursor`. Only with `rewind` does a lower cursor move the consumer back.
 
         Raises NotFound for an unknown consumer, and Conflict for a position that no group has reached.
@@ -64,7 +66,7 @@ class Consumers:
         owner = tenant or OF_ADMINS
         further = "" if rewind else " AND cursor < ?"
 
-        async def body(tx: Connection) -> Consumer:
+        async def body(tx: Connection) -> ConsumerView:
             known = "UPDATE consumers SET seen = ? WHERE tenant = ? AND name = ?"
             if not await tx.execute(known, (self._clock(), owner, name)):
                 raise _unknown(name)
@@ -76,7 +78,7 @@ class Consumers:
 
         return await self._db.write(body)
 
-    async def listed(self, tenant: str | None = None) -> list[Consumer]:
+    async def listed(self, tenant: str | None = None) -> list[ConsumerView]:
         """List the tenant's consumers, or all: first the admins' consumers, then each tenant's, by name."""
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         return await self._db.read(lambda tx: _consumers(tx, f"{where} ORDER BY tenant, name", *values))
@@ -96,10 +98,10 @@ def _unknown(name: str) -> NotFound:
     return NotFound(f"no consumer {name!r}", hint=f"it begins with its first GET /v1/results?consumer={name}")
 
 
-async def _consumers(tx: Connection, where: str, *values: str) -> list[Consumer]:
+async def _consumers(tx: Connection, where: str, *values: str) -> list[ConsumerView]:
     found = await tx.fetch(f"SELECT tenant, name, cursor, created, seen FROM consumers {where}", values)
     return [
-        Consumer(
+        ConsumerView(
             tenant=row[0] or None,
             name=row[1],
             cursor=row[2],

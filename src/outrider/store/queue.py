@@ -135,7 +135,7 @@ async def pick(
         wanted = (limit - len(picked.sessions)) // (len(waiting) + 1) + 1
         session = await tenant.next(wanted, picked.empty)
         if session is not None:
-            picked.sessions.append(rows.session_from(session))
+            picked.sessions.append(rows.row_from(SessionRow, session))
             heappush(waiting, (work + 1, next(order), tenant))
     return picked
 

@@ -21,6 +21,7 @@ import msgspec
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExceeded, UnreadableTask
 from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
 from outrider.messages import Image
+from outrider.schemas import EventView
 from outrider.spec import EVALUATION_LABEL
 from outrider.store import queue, rows
 from outrider.store.consumers import Consumers
@@ -28,7 +29,7 @@ from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
-from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
+from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.store.task_key import KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import (
     newest_cursor,
@@ -141,12 +142,12 @@ class Store:
 
     def _group(self, row: Row) -> GroupRow:
         """Build the struct from GROUP_COLUMNS. A URL that is sealed with another key is left out."""
-        group = rows.group_from(row)
+        group = rows.row_from(GroupRow, row)
         url = None if group.callback_url is None else self._opened_url(group.callback_url, group.id)
         return msgspec.structs.replace(group, callback_url=url)
 
     def _delivery(self, row: Row) -> Delivery:
-        delivery = rows.delivery_from(row)
+        delivery = rows.row_from(Delivery, row)
         return msgspec.structs.replace(delivery, url=self._opened_url(delivery.url, delivery.group_id) or "")
 
     def _opened_url(self, sealed: str, group_id: str) -> str | None:
@@ -695,17 +696,17 @@ class Store:
         """The newest cursor given to a result; 0 before the first."""
         return await self._db.read(lambda tx: newest_cursor(tx, tenant))
 
-    async def events(self, *, after: int, limit: int, tenant: str | None = None) -> list[Event]:
+    async def events(self, *, after: int, limit: int, tenant: str | None = None) -> list[EventView]:
         """List events with a cursor greater than `after`, in order."""
         own = of_tenant(tenant)
         sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE cursor > ?{own.sql} ORDER BY cursor LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (after, *own.values, limit)))
-        return [rows.event_from(row) for row in found]
+        return [rows.row_from(EventView, row) for row in found]
 
     async def tokens(self) -> list[TokenRow]:
         """List every token of the control API, including expired and revoked ones, oldest first."""
         sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens ORDER BY created, name"
-        return [rows.token_from(row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
+        return [rows.row_from(TokenRow, row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
 
     async def has_tokens(self) -> bool:
         """Return True if a token was ever made."""
@@ -714,16 +715,15 @@ class Store:
     async def token(self, digest: str) -> TokenRow | None:
         sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens WHERE digest = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (digest,)))
-        return rows.token_from(found[0]) if found else None
+        return rows.row_from(TokenRow, found[0]) if found else None
 
     async def add_token(self, token: TokenRow, *, joins: bool = True) -> None:
         """Store a token. Raises Conflict for a name that a token has or had, because groups and the audit log refer to
         tokens by name; and, unless `joins` is set, for a tenant that other tokens have."""
-        values = (token.name, token.digest, token.role, token.max_queued, token.created, token.expires, token.revoked)
         sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 
         async def body(tx: Connection) -> None:
-            if not await tx.execute(sql, (*values, token.tenant)):
+            if not await tx.execute(sql, msgspec.structs.astuple(token)):
                 raise Conflict(
                     f"there is, or was, a token {token.name!r}", field="name", hint="give the new one a name of its own"
                 )
@@ -745,7 +745,7 @@ class Store:
             found = await tx.fetch(f"SELECT {rows.TOKEN_COLUMNS} FROM tokens WHERE name = ?", (name,))
             if not found:
                 raise NotFound(f"no token {name!r}", hint="see their names with `outrider token list`")
-            return rows.token_from(found[0])
+            return rows.row_from(TokenRow, found[0])
 
         return await self._db.write(body)
 
@@ -895,7 +895,7 @@ async def _newest_attempt(tx: Connection, session_id: str, tenant: str | None = 
 
 async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:
     sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE state <> ? AND {where}"
-    return [rows.session_from(row) for row in await tx.fetch(sql, (REMOVED, *values))]
+    return [rows.row_from(SessionRow, row) for row in await tx.fetch(sql, (REMOVED, *values))]
 
 
 async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:
