@@ -602,7 +602,7 @@ async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: S
         async def look() -> None:
             nonlocal most
             while True:
-                [place] = running.service._scheduler._places._places.values()
+                [place] = running.service.scheduler.places._places.values()
                 most = max(most, len(place.node._connection.calls._unanswered))  # type: ignore[attr-defined]
                 await asyncio.sleep(0)
 

@@ -96,7 +96,8 @@ class NodePlacement(Generic[N]):
         self._places[node.name] = _NodeSlots(node, self._machines.setdefault(node.machine, _Machine()))
 
     def remove(self, node: N) -> None:
-        """Remove a node. The functions that `take` returned for the node's sessions must still be called."""
+        """Place no more sessions on a node. The sessions under way on it end by themselves; the functions that `take`
+        returned for them must still be called."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
             self._gone.add(total_of(node.stats().resources).quantities)

@@ -35,11 +35,9 @@ from outrider.errors import (
     record_of,
 )
 from outrider.lifecycle import SessionState, StopReason
-from outrider.schemas import NodeStats
 from outrider.service.placing import NodePlacement
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
-from outrider.sessions.resources import ResourceAmount
 from outrider.spec import StoredGroupSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import MoreTurns, Store
@@ -103,7 +101,7 @@ class Scheduler:
     ) -> None:
         self._store = store
         self._failures = failures or Failures()
-        self._places = NodePlacement(nodes, evaluation_share=evaluation_share)
+        self.places = NodePlacement(nodes, evaluation_share=evaluation_share)
         self._on_done = on_done
         self._on_session_done = on_session_done
         self._policy_version = policy_version
@@ -111,7 +109,8 @@ class Scheduler:
         self._work = asyncio.Event()
         self._ended = asyncio.Event()
         """Set whenever an attempt has ended."""
-        self._stopping = False
+        self.stopping = False
+        """True once `run_dry` was called."""
         self._placements: dict[str, _RunningAttempt] = {}
         self._under_way: Counter[str] = Counter()
         """Attempts under way, by bucket."""
@@ -148,51 +147,31 @@ class Scheduler:
         self._work.set()
 
     @property
-    def stopping(self) -> bool:
-        """True once `run_dry` was called."""
-        return self._stopping
-
-    @property
     def under_way(self) -> int:
         """Number of attempts under way."""
         return len(self._placements)
 
     async def run_dry(self) -> None:
         """Start no more sessions, and return when none is under way. Queued sessions stay queued."""
-        self._stopping = True
+        self.stopping = True
         while self._placements:
             self._ended.clear()
             await self._ended.wait()
 
-    def stats(self) -> list[NodeStats]:
-        return self._places.stats()
-
-    def machines(self) -> list[Node]:
-        """See `NodePlacement`."""
-        return self._places.machines()
-
-    def may_fit(self, needs: ResourceAmount, *, others: bool) -> bool:
-        """See `NodePlacement`."""
-        return self._places.may_fit(needs, others=others)
-
     def add_node(self, node: Node) -> None:
         """Place sessions on this node, too. An earlier node of the same name must have been removed."""
-        self._places.add(node)
+        self.places.add(node)
         self._work.set()
-
-    def remove_node(self, node: Node) -> None:
-        """Place no more sessions on a node. The sessions under way on it end by themselves."""
-        self._places.remove(node)
 
     async def drain(self, name: str, drained: bool = True) -> None:
         """Stop placing sessions on a node, or resume. The node's sessions under way go on. Raises NotFound."""
-        self._places.check_known(name)
+        self.places.check_known(name)
         await self._store.set_drained(name, drained)
         await self._read_drained()
         self._work.set()
 
     async def _read_drained(self) -> None:
-        self._places.drained = await self._store.drained_nodes()
+        self.places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
         """End the sessions marked with `ending`. An attempt under way is interrupted, but only once. Queued sessions
@@ -228,11 +207,11 @@ class Scheduler:
         looked = time.time()
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
-        self._places.look_again()
+        self.places.look_again()
         # Evaluations come first, as many as their share has room for, and then the next sessions of any kind.
-        for evaluations, free in ((True, self._places.free_share), (False, self._places.free_slots)):
+        for evaluations, free in ((True, self.places.free_share), (False, self.places.free_slots)):
             passed: set[str] = set()  # buckets whose next session finds no room now
-            while not self._stopping and (slots := free()):
+            while not self.stopping and (slots := free()):
                 now = time.time()
                 queued = await self._store.queued(
                     slots,
@@ -245,7 +224,7 @@ class Scheduler:
                 if not queued:
                     break
                 for session in queued:
-                    if self._stopping or session.bucket in passed:
+                    if self.stopping or session.bucket in passed:
                         continue
                     if not await self._start(chores, session, reserved=evaluations):
                         passed.add(session.bucket)
@@ -260,7 +239,7 @@ class Scheduler:
         except UnreadableTask as error:
             await self._end_with_turns(session, StopReason.ERROR, task=None, error=error.record())
             return True
-        node = self._places.find(task)
+        node = self.places.find(task)
         if node is None:
             return False
         await self._begin(chores, session, task, node, reserved=reserved)
@@ -269,7 +248,7 @@ class Scheduler:
     async def _begin(self, chores: Chores, session: SessionRow, task: TaskSpec, node: Node, *, reserved: bool) -> None:
         """Start a session on a node, unless the session was cancelled since it was read."""
         graded = self._specs[session.group_id].regrades
-        give_back = self._places.take(node, task, reserved=reserved)  # before the write, in which the node may leave
+        give_back = self.places.take(node, task, reserved=reserved)  # before the write, in which the node may leave
         try:
             number = await self._store.start_attempt(
                 session.id,

@@ -142,7 +142,7 @@ class Service:
         )
         self.retention = Retention(store, artifacts, config.retention, failures=failures)
         self._back_pressure = BackPressure(store, config.queue.sessions)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             store,
             nodes,
             on_done=self._on_group_done,
@@ -154,9 +154,9 @@ class Service:
         )
         self.joined = joined
         """Adds and removes nodes on other machines."""
-        joined.added.subscribe(self._scheduler.add_node)
-        joined.removed.subscribe(self._scheduler.remove_node)
-        joined.room.subscribe(lambda _: self._scheduler.wake())
+        joined.added.subscribe(self.scheduler.add_node)
+        joined.removed.subscribe(self.scheduler.places.remove)
+        joined.room.subscribe(lambda _: self.scheduler.wake())
         self._group_done = Broadcast()
 
     @asynccontextmanager
@@ -172,24 +172,10 @@ class Service:
             await tasks.__aenter__()
             # The block's error is kept from the task group, which would wrap the caller's own error in a group.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
-            stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
+            stack.callback(tasks.create_task(self.scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
             stack.callback(tasks.create_task(self.retention.run(), name="retention").cancel)
             yield
-
-    def wake(self) -> None:
-        """Place queued sessions: there may be room for them."""
-        self._scheduler.wake()
-
-    @property
-    def stopping(self) -> bool:
-        """True while no more sessions are started because the service is about to end."""
-        return self._scheduler.stopping
-
-    @property
-    def under_way(self) -> int:
-        """Number of sessions under way."""
-        return self._scheduler.under_way
 
     async def run_dry(self, seconds: float) -> bool:
         """Start no more sessions, and wait up to `seconds` for the sessions under way. Returns True if all have ended.
@@ -197,7 +183,7 @@ class Service:
         sessions."""
         try:
             async with asyncio.timeout(seconds):
-                await self._scheduler.run_dry()
+                await self.scheduler.run_dry()
         except TimeoutError:
             return False
         return True
@@ -245,8 +231,8 @@ class Service:
         if not caller.may("admin"):
             check_bounds(spec.task)
         # A service without sessions of its own depends on nodes that join. Until then the nodes' resources are unknown.
-        if not self._scheduler.may_fit(session_needs(spec.task), others=self.config.processes == 0):
-            check_resources(spec.task, self._scheduler.stats())
+        if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
+            check_resources(spec.task, self.scheduler.places.stats())
 
         def check() -> list[Evaluator]:
             self._allow_lists.check(spec, caller)
@@ -275,19 +261,19 @@ class Service:
         body = await self._offload.run(lambda: spec.model_dump_json().encode())
         expires = None if seconds is None else row.created + seconds
         stored = await self.store.create_group(row, body, session_ids, expires=expires, quota=quota)
-        self._scheduler.wake()
+        self.scheduler.wake()
         return await self.reader.view(stored)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
         """Cancel a group in any state of its sessions. Cancelling again, or cancelling a done group, changes
         nothing."""
-        await self._scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
+        await self.scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
         return await self.reader.group(group_id, tenant=caller.sees)
 
     async def cancel_session(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
         """Cancel one session. The group's other sessions go on. Cancelling the session again, or a session that is
         done, changes nothing."""
-        await self._scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
+        await self.scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
         return await self.reader.session(session_id, tenant=caller.sees)
 
     async def group(self, group_id: str, *, wait: float, samples: bool, caller: Principal = LOCAL) -> GroupView:
@@ -359,7 +345,7 @@ class Service:
         async def cancel_old() -> None:
             if update.cancel_older_than is not None:
                 for group_id in await self.store.began_before(update.cancel_older_than):
-                    await self._scheduler.end(await self.store.cancel_group(group_id))
+                    await self.scheduler.end(await self.store.cancel_group(group_id))
                     cancelled.append(group_id)
 
         await self.pool.policy.update(
@@ -400,7 +386,7 @@ class Service:
         found = [*self.failures.failing()]
         for failing in (
             *(pool.failures.failing() for pool in pools),
-            *(node.failing for node in self._scheduler.stats()),
+            *(node.failing for node in self.scheduler.places.stats()),
         ):
             found += failing
         return tuple(sorted(found, key=lambda each: each.since))
@@ -415,18 +401,18 @@ class Service:
             frozen=tuple(self._frozen),
             sessions={state.value: number for state, number in counts.items()},
             cursor=await self.store.last_cursor(tenant=caller.sees),
-            nodes=tuple(self._scheduler.stats()),
+            nodes=tuple(self.scheduler.places.stats()),
             engines=self.engines(),
             policy=self.pool.policy.status(),
             failing=self.failing(),
         )
 
     def nodes(self) -> NodeList:
-        return NodeList(nodes=tuple(self._scheduler.stats()), refused=tuple(self.joined.refused))
+        return NodeList(nodes=tuple(self.scheduler.places.stats()), refused=tuple(self.joined.refused))
 
     async def drain_node(self, name: str, drained: bool = True) -> NodeList:
         """Stop placing sessions on a node, or resume. The setting survives a restart. Raises NotFound."""
-        await self._scheduler.drain(name, drained)
+        await self.scheduler.drain(name, drained)
         return self.nodes()
 
     async def pull_image(self, asked: PullSpec) -> PulledImages:
@@ -443,8 +429,8 @@ class Service:
                 return PulledImage(node=node.name, error=record_of(error))
             return PulledImage(node=node.name, digest=image.digest, bytes=image.bytes)
 
-        pulled = await asyncio.gather(*map(pull, self._scheduler.machines()))
-        self._scheduler.wake()  # placement prefers a node that has a session's image
+        pulled = await asyncio.gather(*map(pull, self.scheduler.places.machines()))
+        self.scheduler.wake()  # placement prefers a node that has a session's image
         return PulledImages(machines=tuple(pulled))
 
     def _on_group_done(self) -> None:
