@@ -356,15 +356,13 @@ def bounded(record: ErrorRecord) -> ErrorRecord:
     code, message, hint, field, tail = record.code, record.message, record.hint, record.field, record.log_tail
     if max(len(code), len(message), len(hint or ""), len(field or "")) <= MAX_TEXT and len(tail or "") <= MAX_LOG_TAIL:
         return record
-    return ErrorRecord(
-        boundary=record.boundary,
+    return msgspec.structs.replace(
+        record,
         code=code[:MAX_TEXT],
         message=message[:MAX_TEXT],
         hint=hint and hint[:MAX_TEXT],
         field=field and field[:MAX_TEXT],
         log_tail=tail and tail[-MAX_LOG_TAIL:],
-        retryable=record.retryable,
-        overflow=record.overflow,
     )
 
 

@@ -5,19 +5,14 @@ Times are seconds since the epoch, durations are seconds. The request bodies are
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState
-from outrider.spec import Role
+from outrider.spec import PolicyPause, Role
 from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
-
-PolicyPause = Literal["finish", "abort"]
-"""The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
-later."""
-
 
 R = TypeVar("R", bound=msgspec.Struct)
 

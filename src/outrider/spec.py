@@ -51,6 +51,14 @@ def without_nul(value: str) -> str:
     return value
 
 
+def checked_target(value: str) -> str:
+    """Return a path in the sandbox, absolute or relative to the working directory. Raises ValueError for `..` and
+    NUL."""
+    if "\0" in value or ".." in PurePosixPath(value).parts:
+        raise ValueError("must not contain '..' or NUL")
+    return value
+
+
 def complaints(error: ValidationError) -> list[ErrorDetails]:
     """Return the faults, field by field. Raises InvalidField if there are more than MAX_COMPLAINTS: a list of all the
     faults that fit into a request would take seconds."""
@@ -68,6 +76,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 EnvValue = Annotated[Text, AfterValidator(without_nul)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
+TargetPath = Annotated[Name, AfterValidator(checked_target)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
 Pause = Annotated[float, Field(ge=0, le=7 * 86400, allow_inf_nan=False)]
 
@@ -135,7 +144,7 @@ class Upload(Spec):
     """Prepare step: a file or folder below the service's `files` folder, copied to `to` in the sandbox."""
 
     upload: Name
-    to: Name
+    to: TargetPath
 
     @field_validator("upload")
     @classmethod
@@ -145,24 +154,14 @@ class Upload(Spec):
             raise ValueError("must be a relative path that stays inside the service's files folder")
         return value
 
-    @field_validator("to")
-    @classmethod
-    def _target(cls, value: str) -> str:
-        return checked_target(value)
-
 
 class Write(Spec):
     """Prepare step: a file whose content is in the request."""
 
     write: Annotated[str, StringConstraints(max_length=MAX_INLINE_FILE)]
-    to: Name
+    to: TargetPath
     encoding: Literal["utf-8", "base64"] = "utf-8"
     executable: bool = False
-
-    @field_validator("to")
-    @classmethod
-    def _target(cls, value: str) -> str:
-        return checked_target(value)
 
     @model_validator(mode="after")
     def _decodable(self) -> Self:
@@ -176,14 +175,6 @@ class Write(Spec):
             return decode_base64(self.write)
         except ValueError as error:
             raise ValueError(f"write is not base64: {error}") from error
-
-
-def checked_target(value: str) -> str:
-    """Return a path in the sandbox, absolute or relative to the working directory. Raises ValueError for `..` and
-    NUL."""
-    if "\0" in value or ".." in PurePosixPath(value).parts:
-        raise ValueError("must not contain '..' or NUL")
-    return value
 
 
 PrepareStep = Run | Upload | Write
@@ -605,13 +596,15 @@ class PullSpec(Spec):
 
 
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
-Mode = Literal["finish", "abort"]
+PolicyPause = Literal["finish", "abort"]
+"""The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
+later."""
 
 
 class PolicyPauseSpec(Spec):
     """Pause the policy: let generations in flight `finish`, or `abort` them and continue them after the resume."""
 
-    mode: Mode = "finish"
+    mode: PolicyPause = "finish"
 
 
 class PolicyResumeSpec(Spec):
@@ -630,7 +623,7 @@ class PolicyUpdateSpec(Spec):
     """
 
     version: Version
-    mode: Mode = "finish"
+    mode: PolicyPause = "finish"
     weights: Annotated[Text, AfterValidator(without_nul), Field(min_length=1)] | None = None
     cancel_older_than: Version | None = None
     go_back: bool = False

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
-from pydantic import ValidationError
 
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
@@ -35,6 +34,7 @@ from outrider.errors import (
     record_of,
 )
 from outrider.lifecycle import SessionState, StopReason
+from outrider.service.admission import stored_group
 from outrider.service.placing import NodePlacement
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
@@ -277,20 +277,9 @@ class Scheduler:
             return None
 
     async def _read_task(self, session: SessionRow) -> TaskSpec:
-        """Return the session's task. Raises UnreadableTask if another version of Outrider stored the task in a form
-        that this version cannot read, or if the key is missing with which the task was encrypted."""
+        """Return the session's task. Raises UnreadableTask as `stored_group`."""
         if session.group_id not in self._specs:
-            spec = await self._store.spec(session.group_id)
-            try:
-                # The task is validated in a thread, because the validation decodes the base64 of every file in the
-                # task.
-                self._specs[session.group_id] = await asyncio.to_thread(StoredGroupSpec.model_validate_json, spec)
-            except ValidationError as error:
-                log.error("the task of group %s cannot be read: %s", session.group_id, error)
-                raise UnreadableTask(
-                    "the stored task cannot be read by this version of Outrider",
-                    hint="the service's log says which field; submit the task again",
-                ) from error
+            self._specs[session.group_id] = await stored_group(self._store, session.group_id)
         return self._specs[session.group_id].task
 
     async def _run(self, placement: _RunningAttempt) -> None:

@@ -106,67 +106,53 @@ async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> Non
     )
 
 
-async def pick(
-    tx: Connection,
-    limit: int,
-    *,
-    now: float,
-    latest: float,
-    under_way: Mapping[str, int],
-    skip: Collection[str],
-    evaluations: bool,
-) -> Picked:
-    """Return the next sessions that are due by `now`. A session that is due after `latest` is returned, too: no session
-    is put off for so long, so the clock has been set back since. `under_way` counts the sessions under way by bucket.
-    Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets. With `evaluations`, only
-    evaluations are considered.
-
-    The cost grows with `limit`, the number of tenants and the number of buckets with work under way, not with the
-    length of the queue.
+class Look:
+    """One pass over the queue, in which sessions are picked that are due by `now`. A session that is due after `latest`
+    is picked, too: no session is put off for so long, so the clock has been set back since. `under_way` counts the
+    sessions under way by bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets. With
+    `evaluations`, only evaluations are considered.
     """
-    picked = Picked([], [])
-    which = "waiting = 1 AND evaluation = 1" if evaluations else "waiting = 1"
-    look = _Look(tx, which, now=now, latest=latest, under_way=under_way, skip=skip)
-    order = count()
-    waiting = [(look.work[tenant], next(order), _Tenant(look, tenant)) for tenant in await look.tenants()]
-    heapify(waiting)
-    while waiting and len(picked.sessions) < limit:
-        work, _, tenant = heappop(waiting)
-        wanted = (limit - len(picked.sessions)) // (len(waiting) + 1) + 1
-        session = await tenant.next(wanted, picked.empty)
-        if session is not None:
-            picked.sessions.append(rows.row_from(SessionRow, session))
-            heappush(waiting, (work + 1, next(order), tenant))
-    return picked
-
-
-class _Look:
-    """One pass over the queue."""
 
     def __init__(
         self,
         tx: Connection,
-        which: str,
         *,
         now: float,
         latest: float,
         under_way: Mapping[str, int],
         skip: Collection[str],
+        evaluations: bool,
     ) -> None:
         self.tx = tx
-        self.which = which
+        self.which = "waiting = 1 AND evaluation = 1" if evaluations else "waiting = 1"
         self.now = now
         self.latest = latest
         self.skip = skip
         self.busy = Counter(under_way)
         """Work under way by bucket, including picked sessions."""
-        self.work: Counter[str] = Counter()
+        self._work: Counter[str] = Counter()
         """Work under way by tenant, at the beginning of the pass."""
         for bucket, number in under_way.items():
-            self.work[tenant_of(bucket)] += number
+            self._work[tenant_of(bucket)] += number
         self._passed = Counter(map(tenant_of, skip))
 
-    async def tenants(self) -> list[str]:
+    async def pick(self, limit: int) -> Picked:
+        """Return the next sessions. The cost grows with `limit`, the number of tenants and the number of buckets with
+        work under way, not with the length of the queue."""
+        picked = Picked([], [])
+        order = count()
+        waiting = [(self._work[tenant], next(order), _Tenant(self, tenant)) for tenant in await self._tenants()]
+        heapify(waiting)
+        while waiting and len(picked.sessions) < limit:
+            work, _, tenant = heappop(waiting)
+            wanted = (limit - len(picked.sessions)) // (len(waiting) + 1) + 1
+            session = await tenant.next(wanted, picked.empty)
+            if session is not None:
+                picked.sessions.append(rows.row_from(SessionRow, session))
+                heappush(waiting, (work + 1, next(order), tenant))
+        return picked
+
+    async def _tenants(self) -> list[str]:
         """The tenants with waiting sessions, least recently served first."""
         found = await self.tx.fetch(TENANTS.format(which=self.which), ())
         return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
@@ -175,7 +161,7 @@ class _Look:
 class _Tenant:
     """The waiting sessions of one tenant, highest priority first."""
 
-    def __init__(self, look: _Look, name: str) -> None:
+    def __init__(self, look: Look, name: str) -> None:
         self._look = look
         self._name = name
         self._priority = ABOVE_ALL
@@ -197,7 +183,7 @@ class _Tenant:
 class _Line:
     """The buckets of one tenant that wait at one priority."""
 
-    def __init__(self, look: _Look, priority: int, tenant: str) -> None:
+    def __init__(self, look: Look, priority: int, tenant: str) -> None:
         self._look = look
         self._priority = priority
         self.tenant = tenant

@@ -285,12 +285,13 @@ class Store:
         skip: Collection[str] = (),
         evaluations: bool = False,
     ) -> list[SessionRow]:
-        """Return the next queued sessions that are due, in the order of `queue.py`; see `queue.pick`."""
-        picked = await self._db.read(
-            lambda tx: queue.pick(
-                tx, limit, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations
-            )
-        )
+        """Return the next queued sessions that are due, in the order of `queue.py`; see `queue.Look`."""
+
+        async def body(tx: Connection) -> queue.Picked:
+            look = queue.Look(tx, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations)
+            return await look.pick(limit)
+
+        picked = await self._db.read(body)
         if picked.empty:
             await self._db.write(lambda tx: queue.close_shares(tx, picked.empty), volatile=True)
         return picked.sessions
@@ -323,15 +324,9 @@ class Store:
 
         return await self._db.read(body)
 
-    async def waiting_with(self, tenant: str, labels: Mapping[str, str], *, most: int) -> int:
-        """Count the sessions that wait in the bucket of the tenant's groups with these labels, up to `most`."""
-        return await self._waiting("bucket", queue.bucket_of(tenant, labels), most)
-
-    async def waiting_of(self, tenant: str, *, most: int) -> int:
-        """Count the tenant's waiting sessions, up to `most`."""
-        return await self._waiting("tenant", tenant, most)
-
-    async def _waiting(self, column: str, value: str, most: int) -> int:
+    async def waiting(self, tenant: str, labels: Mapping[str, str] | None = None, *, most: int) -> int:
+        """Count the waiting sessions of the tenant, or of the bucket of its groups with these labels, up to `most`."""
+        column, value = ("tenant", tenant) if labels is None else ("bucket", queue.bucket_of(tenant, labels))
         sql = queue.COUNT_WAITING.format(column=column)
         found: int = (await self._db.read(lambda tx: tx.fetch(sql, (value, most))))[0][0]
         return found
@@ -522,11 +517,9 @@ class Store:
         """Return the turns of frozen models in one attempt (default: the newest), by model, each by index."""
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
-        async def body(tx: Connection) -> list[tuple[str, bytes]]:
+        async def body(tx: Connection) -> list[Row]:
             newest = await _newest_attempt(tx, session_id, tenant)
-            return [
-                (row[0], row[1]) for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))
-            ]
+            return await tx.fetch(sql, (session_id, newest if attempt is None else attempt))
 
         found: dict[str, list[Turn]] = {}
         for model, packed in await self._db.read(body):
