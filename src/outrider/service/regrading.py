@@ -13,7 +13,6 @@ from outrider.service.admission import stored_group
 from outrider.spec import DiffSpec, RegradeSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
-from outrider.trajectory import stored_run
 
 HINT = "see how it ended: outrider show"
 KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs"
@@ -54,7 +53,7 @@ async def regraded_session(
 
 
 def _can_be_graded(row: SessionRow) -> bool:
-    return row.result is not None and stored_run(row.result) is not None
+    return row.result is not None and row.result.run_ending is not None
 
 
 def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> StoredGroupSpec:

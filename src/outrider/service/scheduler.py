@@ -41,7 +41,7 @@ from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
 from outrider.spec import StoredGroupSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import MoreTurns, Store
-from outrider.trajectory import SessionResult, stored_run
+from outrider.trajectory import SessionResult
 
 log = logging.getLogger("outrider.scheduler")
 
@@ -327,25 +327,24 @@ class Scheduler:
                 if (of := placement.regrades) is not None:
                     id, number = attempt.session.id, attempt.session.attempt
                     graded = await retry_store(lambda: self._store.adopt_turns(id, number, of), self._failures)
-                    if graded.result is None or (run := stored_run(graded.result)) is None:
+                    if graded.result is None or graded.result.run_ending is None:
                         raise Conflict(f"the run of session {of} did not end by itself: there is nothing to grade")
-                    attempt = msgspec.structs.replace(attempt, stored=run)
+                    attempt = msgspec.structs.replace(attempt, stored=graded.result)
                 return await placement.node.run(attempt)
-        except (Conflict, NotFound) as error:  # raised for the session that is graded again
-            session, task = placement.attempt.session, placement.attempt.task
-            return session_result(session, StopReason.ERROR, [], task=task, error=error.record())
         except asyncio.CancelledError:
             if placement.ending is None:
                 raise
         except NodeLost:
             raise
-        except Exception as error:  # the attempt could not be sent to the node, which fails this attempt only
-            if _is_bug(error):
+        except Exception as error:
+            if isinstance(error, Conflict | NotFound):  # raised for the session that is graded again
+                record = error.record()
+            elif _is_bug(error):
                 raise
+            else:  # the attempt could not be sent to the node, which fails this attempt only
+                record = ServiceError(described(error)).record()
             session, task = placement.attempt.session, placement.attempt.task
-            return session_result(
-                session, StopReason.ERROR, [], task=task, error=ServiceError(described(error)).record()
-            )
+            return session_result(session, StopReason.ERROR, [], task=task, error=record)
         finally:
             placement.task = None
         return None

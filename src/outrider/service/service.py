@@ -10,15 +10,15 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from outrider.concurrency.chores import Failures
-from outrider.concurrency.events import Broadcast, Feed, wait_for_event
+from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
@@ -27,6 +27,7 @@ from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderErr
 from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
+from outrider.nodes.joined import JoinedNodes
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.rootfs.store import checked_name
 from outrider.sandbox.runtimes.node_host import Host
@@ -38,7 +39,6 @@ from outrider.schemas import (
     PolicyStatus,
     PulledImage,
     PulledImages,
-    RefusedNode,
     ServiceStatus,
     SessionView,
 )
@@ -61,7 +61,6 @@ from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, Reg
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
-from outrider.wire.link import Socket
 
 log = logging.getLogger("outrider.service")
 
@@ -70,19 +69,6 @@ S = TypeVar("S", bound=Spec)
 
 REDELIVERED_AT_ONCE = 500
 """Maximum number of callbacks changed in one transaction, few enough that the store's other writers do not wait."""
-
-
-class ComingNodes(Protocol):
-    """Accepts nodes on other machines and publishes changes; see `nodes.joined.JoinedNodes`."""
-
-    added: Feed[Node]
-    removed: Feed[Node]
-    room: Feed[None]
-
-    @property
-    def refused(self) -> Collection[RefusedNode]: ...
-
-    async def attend(self, name: str, socket: Socket, owner: str) -> None: ...
 
 
 class Service:
@@ -105,7 +91,7 @@ class Service:
         backend: ModelBackend,
         frozen: Sequence[ModelBackend] = (),
         nodes: Sequence[Node],
-        joined: ComingNodes,
+        joined: JoinedNodes,
         host: Host,
         paths: HostPaths,
         pauses: RetryPolicy = PAUSES,
@@ -153,7 +139,6 @@ class Service:
             failures=failures,
         )
         self.joined = joined
-        """Adds and removes nodes on other machines."""
         joined.added.subscribe(self.scheduler.add_node)
         joined.removed.subscribe(self.scheduler.places.remove)
         joined.room.subscribe(lambda _: self.scheduler.wake())
