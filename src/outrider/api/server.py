@@ -22,7 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIWebSocketRoute
 
 from outrider.api import delivery, engines, files, groups, nodes, policy, relay, tokens
-from outrider.api.access import AccessControl, WebSocketRoute, check_address, check_role
+from outrider.api.access import AccessControl, check_address, check_role
 from outrider.api.control_replies import bad_query, outrider_error, unknown_route
 from outrider.api.gateway import Gateway
 from outrider.api.openapi import describe
@@ -52,11 +52,7 @@ ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in
 """The role that each control route requires, by method and path. A tenant's objects are for its own tokens and for
 admins: tests/api/test_tenants.py lists the replies to other tenants' tokens, route by route."""
 WEBSOCKETS = tuple(
-    WebSocketRoute(route.path_regex, called, ROLES[called])
-    for router in ROUTERS
-    for route in router.routes.routes
-    if isinstance(route, APIWebSocketRoute)
-    for called in (f"WEBSOCKET {route.path}",)
+    route for router in ROUTERS for route in router.routes.routes if isinstance(route, APIWebSocketRoute)
 )
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
@@ -84,7 +80,9 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         # The application is made in a thread, because FastAPI takes 50 ms to make the routes. The event loop must not
         # stand still for so long.
         app = await asyncio.to_thread(control_app, service)
-        control = AccessControl(app, service.tokens, service.audit, calls=share.token, websockets=WEBSOCKETS)
+        control = AccessControl(
+            app, service.tokens, service.audit, calls=share.token, websockets=WEBSOCKETS, roles=ROLES
+        )
         root = RootApp(control, gateway)
         server = _Server(root, share.control, timeouts=OUTSIDE, websockets=MAX_TO_SERVICE, tls=tls)
         async with AsyncExitStack() as stack:

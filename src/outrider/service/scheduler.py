@@ -366,7 +366,7 @@ class Scheduler:
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = outcome or session_result(session, StopReason.ERROR, [], task=task)
             failed = msgspec.structs.replace(failed, stop_reason=StopReason.ERROR, verdict=None, error=record)
-            await self._finish(session.id, session.attempt, failed, under_way=True)
+            await self._finish(session, failed, under_way=True)
             return failed
 
     async def _end_with_turns(
@@ -385,7 +385,7 @@ class Scheduler:
             result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
             # A lost node may have sent a turn that was still being stored when the turns were read.
             with suppress(MoreTurns):
-                await self._finish(session.id, session.attempt, result, under_way=under_way, of_all_turns=True)
+                await self._finish(session, result, under_way=under_way, of_all_turns=True)
                 return result
 
     async def _requeue_or_finish(self, placement: _RunningAttempt, result: SessionResult) -> None:
@@ -399,7 +399,7 @@ class Scheduler:
             or error.boundary is Boundary.EVALUATOR
             or failures >= placement.attempt.task.max_attempts
         ):
-            await self._finish(session.id, session.attempt, result, under_way=True)
+            await self._finish(session, result, under_way=True)
             return
         log.warning("session %s attempt %d failed: %s", session.id, session.attempt, error.message)
         try:
@@ -412,21 +412,15 @@ class Scheduler:
             await self._end_with_turns(session, placement.ending, task=placement.attempt.task)
 
     async def _finish(
-        self,
-        session_id: str,
-        attempt: int,
-        result: SessionResult,
-        *,
-        under_way: bool = False,
-        of_all_turns: bool = False,
+        self, session: SessionRow, result: SessionResult, *, under_way: bool = False, of_all_turns: bool = False
     ) -> None:
         """Call `Store.finish`, unless the session was settled elsewhere."""
         try:
             group_done = await self._store.finish(
-                session_id, attempt, result, under_way=under_way, of_all_turns=of_all_turns
+                session.id, session.attempt, result, under_way=under_way, of_all_turns=of_all_turns
             )
         except (Conflict, NotFound) as error:
-            log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
+            log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, error)
             # Perhaps the session was settled here, by a commit whose reply was lost, and ended the group.
             self._specs.pop(result.group_id, None)
             self._on_done()

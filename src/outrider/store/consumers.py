@@ -12,7 +12,7 @@ from collections.abc import Callable
 from outrider.errors import Conflict, NotFound
 from outrider.schemas import ConsumerView
 from outrider.store.database import Connection, Database
-from outrider.store.tenants import newest_cursor
+from outrider.store.tenants import total
 
 MAX_CONSUMERS = 1000
 """Maximum number of consumers of one tenant."""
@@ -118,13 +118,13 @@ async def _lag(tx: Connection, tenant: str | None, position: int) -> int:
     if tenant is not None:
         sql = "SELECT COUNT(*) FROM groups WHERE tenant = ? AND cursor > ?"
         return int((await tx.fetch(sql, (tenant, position)))[0][0])
-    newest = await newest_cursor(tx, None)
+    newest = await total(tx, "cursor", None)
     oldest: int = (await tx.fetch("SELECT COALESCE(MIN(cursor), 0) FROM groups"))[0][0] or newest + 1
     return newest - max(position, oldest - 1)
 
 
 async def _check_reached(tx: Connection, cursor: int, tenant: str | None, *, field: str) -> None:
-    if cursor > (newest := await newest_cursor(tx, tenant)):
+    if cursor > (newest := await total(tx, "cursor", tenant)):
         raise Conflict(
             f"no group has the cursor {cursor}: the newest is {newest}",
             hint="give the cursor of a group that was read; if the service has lost its data, begin again at 0",

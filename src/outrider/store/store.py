@@ -31,14 +31,7 @@ from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.store.task_key import KeySource, TaskKey, receiver_of_sealed
-from outrider.store.tenants import (
-    newest_cursor,
-    newest_event,
-    note_done,
-    of_tenant,
-    session_of_tenant,
-    sessions_in_done_groups,
-)
+from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.trajectory import SessionResult, Turn
 
 MOST_PACES = 1000
@@ -360,7 +353,7 @@ class Store:
 
         async def body(tx: Connection) -> dict[str, int]:
             found: dict[str, int] = dict(await tx.fetch(sql, (*live, *own.values)))
-            kept = await sessions_in_done_groups(tx, tenant)
+            kept = await total(tx, "sessions", tenant)
             ((ended,),) = await tx.fetch(
                 f"SELECT COALESCE(SUM(n - open_sessions), 0) FROM groups WHERE state = 'active'{own.sql}", own.values
             )
@@ -687,7 +680,7 @@ class Store:
 
     async def last_cursor(self, *, tenant: str | None = None) -> int:
         """The newest cursor given to a result; 0 before the first."""
-        return await self._db.read(lambda tx: newest_cursor(tx, tenant))
+        return await self._db.read(lambda tx: total(tx, "cursor", tenant))
 
     async def events(self, *, after: int, limit: int, tenant: str | None = None) -> list[EventView]:
         """List events with a cursor greater than `after`, in order."""
