@@ -94,6 +94,19 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     overflow: Overflow | msgspec.UnsetType = msgspec.UNSET
 
 
+class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
+    """Background work that fails and is retried: it has failed `count` times, first at `since` and last at `last`
+    (seconds since the epoch), the last time with `error`. `node` is the node of the work, None for the service. The
+    work is listed until it succeeds."""
+
+    name: str
+    node: str | None = None
+    since: float
+    last: float
+    count: int
+    error: str
+
+
 class OutriderError(Exception):
     """Base of every error that Outrider raises on purpose.
 

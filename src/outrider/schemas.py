@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from outrider.errors import ErrorRecord
+from outrider.errors import ErrorRecord, FailingChore
 from outrider.lifecycle import GroupState, SessionState
 from outrider.spec import PolicyPause, Role
 from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
@@ -72,19 +72,6 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
     longest: float = 0.0
     held: float = 0.0
     starved: int = 0
-
-
-class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
-    """Background work that fails and is retried: it has failed `count` times, first at `since` and last at `last`
-    (seconds since the epoch), the last time with `error`. `node` is the node of the work, None for the service. The
-    work is listed until it succeeds."""
-
-    name: str
-    node: str | None = None
-    since: float
-    last: float
-    count: int
-    error: str
 
 
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):

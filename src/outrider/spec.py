@@ -35,6 +35,8 @@ EVALUATION_LABEL = "outrider.evaluation"
 groups with this label."""
 MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
+RUNTIME = "task.runtime"
+"""The request's field with the spec of the agent's sandbox."""
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
 MAX_COMPLAINTS = 1000
@@ -482,7 +484,7 @@ def evaluator_field(step: int) -> str:
 def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
     """Return the specs of a session's sandboxes, each with its field path: the agent's first, then the evaluators'
     own."""
-    found = [(task.runtime, "task.runtime")]
+    found = [(task.runtime, RUNTIME)]
     for number, evaluator in enumerate((task.evaluator, *(step.evaluator for step in task.then))):
         if evaluator.runtime is not None:
             found.append((evaluator.runtime, f"{evaluator_field(number)}.runtime"))

@@ -39,11 +39,11 @@ from outrider.plugins import plugin_code, resolve
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.base import RuntimeKind
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.sandbox.sandbox import RUNTIME
 from outrider.schemas import NodeStats
 from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (
     MAX_INLINE_FILE,
+    RUNTIME,
     GroupSpec,
     PrepareStep,
     RuntimeSpec,

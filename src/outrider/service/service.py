@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -23,17 +23,24 @@ from outrider.concurrency.offload import Steps
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
-from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field
+from outrider.errors import (
+    ContextOverflow,
+    FailingChore,
+    InvalidField,
+    NotFound,
+    OutriderError,
+    TooLarge,
+    record_of,
+    renamed_field,
+)
 from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
-from outrider.nodes.joined import JoinedNodes
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.rootfs.store import checked_name
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.schemas import (
     EngineStatus,
-    FailingChore,
     GroupView,
     NodeList,
     PolicyStatus,
@@ -61,6 +68,9 @@ from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, Reg
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
+
+if TYPE_CHECKING:
+    from outrider.nodes.joined import JoinedNodes
 
 log = logging.getLogger("outrider.service")
 
