@@ -83,7 +83,13 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         control = AccessControl(
             app, service.tokens, service.audit, calls=share.token, websockets=WEBSOCKETS, roles=ROLES
         )
-        root = RootApp(control, gateway)
+
+        async def root(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and gateway.serves(scope):
+                await gateway(scope, receive, send)
+            else:
+                await control(scope, receive, send)
+
         server = _Server(root, share.control, timeouts=OUTSIDE, websockets=MAX_TO_SERVICE, tls=tls)
         async with AsyncExitStack() as stack:
             if node is not None:
@@ -185,20 +191,6 @@ def _description(app: FastAPI) -> bytes:
     replies = [reply for router in ROUTERS for reply in router.replies]
     requests = [request for router in ROUTERS for request in router.requests]
     return msgspec.json.encode(describe(app, replies, requests))
-
-
-class RootApp:
-    """Passes model calls to the gateway, and everything else to the control application."""
-
-    def __init__(self, control: Application, gateway: Gateway) -> None:
-        self._control = control
-        self._gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._gateway.serves(scope):
-            await self._gateway(scope, receive, send)
-        else:
-            await self._control(scope, receive, send)
 
 
 class _Server(uvicorn.Server):

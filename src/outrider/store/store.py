@@ -19,7 +19,7 @@ from typing import Any, Self
 import msgspec
 
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExceeded, UnreadableTask
-from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
+from outrider.lifecycle import MOVES, GroupState, SessionState, StopReason
 from outrider.messages import Image
 from outrider.schemas import EventView
 from outrider.spec import EVALUATION_LABEL
@@ -447,7 +447,7 @@ class Store:
 
         async def body(tx: Connection) -> None:
             session = await _unfinished(tx, session_id, attempt)
-            if state in MOVES_WITH_A_METHOD or not can_move(session.state, state):
+            if state in MOVES_WITH_A_METHOD or state not in MOVES[session.state]:
                 raise Conflict(f"session {session_id} cannot be moved from {session.state} to {state}")
             await tx.execute(
                 "UPDATE sessions SET state = ?, updated = ? WHERE id = ?",
