@@ -465,20 +465,17 @@ def steps_of(task: TaskSpec) -> list[TaskSpec]:
 def fields_of_step(step: int) -> Iterator[None]:
     """Within the block, an error about the evaluator or the instruction of a step (see `steps_of`) names the field of
     the whole task. The first step is 0."""
-    if not step:
-        yield
-        return
-    later = f"task.then.{step - 1}"
+    place = step_field(step)
     with (
-        renamed_field("task.evaluator", f"{later}.evaluator"),
-        renamed_field("task.instruction", f"{later}.instruction"),
+        renamed_field("task.evaluator", f"{place}.evaluator"),
+        renamed_field("task.instruction", f"{place}.instruction"),
     ):
         yield
 
 
-def evaluator_field(step: int) -> str:
-    """Return the field path of a step's evaluator. The first step is 0."""
-    return f"task.then.{step - 1}.evaluator" if step else "task.evaluator"
+def step_field(step: int) -> str:
+    """Return the path of the fields of a step. The first step is 0."""
+    return f"task.then.{step - 1}" if step else "task"
 
 
 def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
@@ -487,7 +484,7 @@ def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
     found = [(task.runtime, RUNTIME)]
     for number, evaluator in enumerate((task.evaluator, *(step.evaluator for step in task.then))):
         if evaluator.runtime is not None:
-            found.append((evaluator.runtime, f"{evaluator_field(number)}.runtime"))
+            found.append((evaluator.runtime, f"{step_field(number)}.evaluator.runtime"))
     return found
 
 

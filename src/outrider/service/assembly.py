@@ -33,7 +33,7 @@ from outrider.service.engine_paces import remember_paces, remembered_paces
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
 from outrider.service.service import Service
-from outrider.service.tokenizer_check import TokenizerCheck
+from outrider.service.tokenizer_check import tokenizer_check
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import Intake
@@ -212,7 +212,7 @@ async def open_models(
                 vocabulary=tokenizer.vocabulary,
                 context_tokens=context,
                 text=tokenizer.stream,
-                check=TokenizerCheck(tokenizer, frozen=serves),
+                check=tokenizer_check(tokenizer, serves),
                 known=None if serves else known,
                 keep=None if serves else keep,
                 paces=paces,

@@ -232,8 +232,8 @@ class Scheduler:
         return await self._store.next_due(after=looked)
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
-        """Start a session, or finish it if its task cannot be read. Returns False if the session must wait, because no
-        node has room for it."""
+        """Start a session, or finish it if its task cannot be read. A session that was cancelled since it was read is
+        not started. Returns False if the session must wait, because no node has room for it."""
         try:
             task = await self._read_task(session)
         except UnreadableTask as error:
@@ -242,11 +242,6 @@ class Scheduler:
         node = self.places.find(task)
         if node is None:
             return False
-        await self._begin(chores, session, task, node, reserved=reserved)
-        return True
-
-    async def _begin(self, chores: Chores, session: SessionRow, task: TaskSpec, node: Node, *, reserved: bool) -> None:
-        """Start a session on a node, unless the session was cancelled since it was read."""
         graded = self._specs[session.group_id].regrades
         give_back = self.places.take(node, task, reserved=reserved)  # before the write, in which the node may leave
         try:
@@ -261,13 +256,14 @@ class Scheduler:
             if not isinstance(error, Conflict):
                 raise
             self._specs.pop(session.group_id, None)
-            return
+            return True
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
         placement = _RunningAttempt(node, attempt, give_back, graded[session.sample_index] if graded else None)
         self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
         chores.create_task(self._run(placement), name=f"session {session.id}", chore="settle sessions")
+        return True
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
         """Return the session's task, or None if it cannot be read."""

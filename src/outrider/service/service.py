@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -25,7 +26,6 @@ from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import (
     ContextOverflow,
-    FailingChore,
     InvalidField,
     NotFound,
     OutriderError,
@@ -375,31 +375,26 @@ class Service:
         """The engines of the policy, then the engines of each frozen model."""
         return tuple(engine for pool in (self.pool, *self._frozen.values()) for engine in pool.status())
 
-    def failing(self) -> tuple[FailingChore, ...]:
-        """The background work that fails now, here and on the nodes: the longest-lasting failure first."""
-        pools = (self.pool, *self._frozen.values())
-        found = [*self.failures.failing()]
-        for failing in (
-            *(pool.failures.failing() for pool in pools),
-            *(node.failing for node in self.scheduler.places.stats()),
-        ):
-            found += failing
-        return tuple(sorted(found, key=lambda each: each.since))
-
     async def status(self, caller: Principal = LOCAL) -> ServiceStatus:
         """Return the status of the service. Sessions and results are the caller's tenant's; nodes, engines and the
         policy are shared by all tenants."""
         counts = await self.store.counts(tenant=caller.sees)
+        nodes, pools = tuple(self.scheduler.places.stats()), (self.pool, *self._frozen.values())
+        failing = chain(
+            self.failures.failing(),
+            *(pool.failures.failing() for pool in pools),
+            *(node.failing for node in nodes),
+        )
         return ServiceStatus(
             version=self._version,
             model=self.config.model.name,
             frozen=tuple(self._frozen),
             sessions={state.value: number for state, number in counts.items()},
             cursor=await self.store.last_cursor(tenant=caller.sees),
-            nodes=tuple(self.scheduler.places.stats()),
+            nodes=nodes,
             engines=self.engines(),
             policy=self.pool.policy.status(),
-            failing=self.failing(),
+            failing=tuple(sorted(failing, key=lambda each: each.since)),  # the longest-lasting first
         )
 
     def nodes(self) -> NodeList:

@@ -66,7 +66,7 @@ from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, session_needs
 from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.transcript import transcript
-from outrider.spec import Limits, SamplingSpec, evaluator_field, steps_of
+from outrider.spec import Limits, SamplingSpec, step_field, steps_of
 from outrider.store.artifacts import KEPT
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
@@ -298,7 +298,7 @@ class Rollout:
             stopwatch=self._stopwatch,
             keep=self._keep_carried,
             numbers=self._grading_sandboxes,
-            field=evaluator_field(number),
+            field=f"{step_field(number)}.evaluator",
             goes_on=number + 1 < len(self._steps),
         )
 
