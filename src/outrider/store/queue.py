@@ -108,9 +108,9 @@ async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> Non
 
 class Look:
     """One pass over the queue, in which sessions are picked that are due by `now`. A session that is due after `latest`
-    is picked, too: no session is put off for so long, so the clock has been set back since. `under_way` counts the
-    sessions under way by bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets. With
-    `evaluations`, only evaluations are considered.
+    is picked, too: no session is postponed for so long, so the system clock must have been set back. `under_way` counts
+    the sessions under way by bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets.
+    With `evaluations`, only evaluations are considered.
     """
 
     def __init__(
