@@ -237,7 +237,7 @@ async def _serve_service(tokenizer: str, data: str, run_lane: str, store_url: st
         # The pauses are measured against those of Python's own collector.
         nullcontext()
         if pauses == "python"
-        else short_pauses(lambda: not opened.service.under_way, opened.service.failures),
+        else short_pauses(lambda: not opened.service.scheduler.under_way, opened.service.failures),
     ):
         await _until_told([url])
 

@@ -22,7 +22,6 @@ from bench.processes import Process, service_process
 from outrider.client.client import AsyncClient
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
-from outrider.lifecycle import GroupState
 from outrider.messages import Message, Role
 from outrider.spec import GroupSpec
 from outrider.store.postgresql import postgresql_store
@@ -190,13 +189,7 @@ async def _store_group(store: Store, id: str, spec: bytes, copied: SessionResult
         id=id,
         n=GROUP_SIZE,
         priority=0,
-        idempotency_key=None,
-        callback_url=None,
-        state=GroupState.ACTIVE,
-        cancelled=False,
         created=time.time(),
-        finished=None,
-        cursor=None,
     )
     ids = [f"s-{id[2:]}-{index}" for index in range(GROUP_SIZE)]
     await store.create_group(group, spec, ids)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from tests.support.postgresql import postgresql_server, programs
 
-from outrider.lifecycle import GroupState, StopReason
+from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
 from outrider.store.postgresql import postgresql_store
 from outrider.store.rows import GroupRow
@@ -201,13 +201,7 @@ async def _group(store: Store, name: str, n: int, priority: int) -> None:
         id=name,
         n=n,
         priority=priority,
-        idempotency_key=None,
-        callback_url=None,
-        state=GroupState.ACTIVE,
-        cancelled=False,
         created=time.time(),
-        finished=None,
-        cursor=None,
     )
     await store.create_group(group, b"{}", [f"{name}.{index}" for index in range(n)])
 

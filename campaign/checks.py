@@ -20,8 +20,8 @@ from campaign.service import TOKENIZER
 from outrider.errors import NotFound
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import GroupState, StopReason
-from outrider.schemas import GroupView
-from outrider.store.rows import Event, EventKind
+from outrider.schemas import EventView, GroupView
+from outrider.store.rows import EventKind
 from outrider.store.store import Store
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Ids, JoinKind, Sample, SessionResult, Turn, unpack_ids, unpack_logprobs
@@ -101,14 +101,14 @@ def judge_acceptance(told: Told) -> list[Finding]:
     return findings
 
 
-async def all_events(store: Store) -> list[Event]:
-    events: list[Event] = []
+async def all_events(store: Store) -> list[EventView]:
+    events: list[EventView] = []
     while page := await store.events(after=events[-1].cursor if events else 0, limit=10_000):
         events += page
     return events
 
 
-def judge_events(events: Iterable[Event], groups: set[str]) -> list[Finding]:
+def judge_events(events: Iterable[EventView], groups: set[str]) -> list[Finding]:
     """Check that each session and group ends once, and that no attempt has an event after it has lost its session.
     While a successor waits in the queue, only the service itself may end the session."""
     findings = []
@@ -116,7 +116,7 @@ def judge_events(events: Iterable[Event], groups: set[str]) -> list[Finding]:
     lost: set[tuple[str, int]] = set()
     ended: Counter[str] = Counter()
     for event in events:
-        if event.session_id is not None and event.kind is not EventKind.SESSION_CANCELLED:  # that event has no attempt
+        if event.session_id is not None and event.kind != EventKind.SESSION_CANCELLED:  # that event has no attempt
             attempt = event.data["attempt"]
             if attempt < newest[event.session_id]:
                 what = f"{event.session_id}: {event.kind} of attempt {attempt} after attempt {newest[event.session_id]}"
@@ -125,19 +125,19 @@ def judge_events(events: Iterable[Event], groups: set[str]) -> list[Finding]:
                 what = f"{event.session_id}: {event.kind} {event.data} of attempt {attempt}, which had ended"
                 findings.append(Finding(Harm.STALE_WRITE, what))
             newest[event.session_id] = max(attempt, newest[event.session_id])
-            if event.kind is EventKind.SESSION_RETRY:
+            if event.kind == EventKind.SESSION_RETRY:
                 lost.add((event.session_id, attempt))
         if event.kind in (EventKind.SESSION_DONE, EventKind.GROUP_DONE):
             ended[event.session_id or event.group_id] += 1
-        if event.kind is EventKind.GROUP_CREATED and event.group_id not in groups:
+        if event.kind == EventKind.GROUP_CREATED and event.group_id not in groups:
             findings.append(Finding(Harm.DOUBLED, f"{event.group_id} was stored, and nobody knows it"))
     findings += [Finding(Harm.DOUBLED, f"{name} ended {times} times") for name, times in ended.items() if times > 1]
     return findings
 
 
-def _ended_in_queue(event: Event) -> bool:
+def _ended_in_queue(event: EventView) -> bool:
     """Whether the session was cancelled, or was given up because its node died too often."""
-    return event.kind is EventKind.SESSION_DONE and (
+    return event.kind == EventKind.SESSION_DONE and (
         event.data["stop_reason"] == StopReason.CANCELLED or event.data["error"] == "lease_expired"
     )
 

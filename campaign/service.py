@@ -72,7 +72,7 @@ async def _serve(config: Config) -> None:
         loop.add_signal_handler(signal.SIGUSR1, lambda: tasks.create_task(_lapse(service)))
         async with (
             serving(service, node) as url,
-            short_pauses(lambda: not service.under_way, service.failures),
+            short_pauses(lambda: not service.scheduler.under_way, service.failures),
         ):
             log.info("ready at %s", url)
             await stopped.wait()
@@ -82,4 +82,4 @@ async def _serve(config: Config) -> None:
 async def _lapse(service: Service) -> None:
     lapsed = await retry_store(lambda: service.store.recover(now=float("inf")), Failures())
     log.info("the leases of %d attempts have lapsed", len(lapsed))
-    service._scheduler.wake()
+    service.scheduler.wake()

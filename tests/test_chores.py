@@ -14,8 +14,7 @@ import pytest
 import outrider
 from outrider.concurrency.chores import MOST_NAMES, QUIET_SECONDS, Chores, Failures
 from outrider.concurrency.retries import RetryPolicy
-from outrider.errors import ServiceError, lacks_means
-from outrider.schemas import FailingChore
+from outrider.errors import FailingChore, ServiceError, lacks_means
 
 AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 FULL = OSError(errno.ENOSPC, "No space left on device")

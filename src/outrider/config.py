@@ -44,14 +44,10 @@ these variables."""
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    """A section of the settings. The docstring below a field is its text in docs/config.md and, with plain text for
+    links, the help of its option."""
 
-
-class DescribedSection(Section):
-    """A section that `all_settings` goes through. The docstring below a field is its text in docs/config.md and, with
-    plain text for links, the help of its option."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Setting(NamedTuple):
@@ -62,7 +58,7 @@ class Setting(NamedTuple):
     default: str | None = None
 
 
-class LanesConfig(DescribedSection):
+class LanesConfig(Section):
     """Maximum number of sessions in each stage at once on this node."""
 
     init: Annotated[int, Field(ge=1), Setting("--init-lane N")] = 16
@@ -78,7 +74,7 @@ class LanesConfig(DescribedSection):
     sessions."""
 
 
-class QueueConfig(DescribedSection):
+class QueueConfig(Section):
     sessions: Annotated[int, Field(ge=1)] = 100_000
     """While this many sessions wait in the [queue](scheduling.md#a-full-queue), new groups are refused."""
     expires_seconds: Annotated[Seconds | None, Setting(default="for ever")] = None
@@ -89,7 +85,7 @@ class QueueConfig(DescribedSection):
 GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=256)]
 
 
-class SandboxesConfig(DescribedSection):
+class SandboxesConfig(Section):
     """Resources of this node that tasks may use. sandbox/host_paths.py has the paths that must not be in `allow`."""
 
     allow: Annotated[tuple[Path, ...], Setting("--allow-path PATH")] = ()
@@ -134,7 +130,7 @@ class SandboxesConfig(DescribedSection):
         return value
 
 
-class ModelConfig(DescribedSection):
+class ModelConfig(Section):
     """The policy model."""
 
     tokenizer: Annotated[str | None, Setting("--tokenizer DIR", default="that of the first embedded engine")] = None
@@ -198,7 +194,7 @@ class GraderConfig(Section):
         return value
 
 
-class PluginsConfig(DescribedSection):
+class PluginsConfig(Section):
     """Python objects that run inside the service: packages or modules, each with all its contents, or single full
     paths. "*" allows all importable Python."""
 
@@ -207,7 +203,7 @@ class PluginsConfig(DescribedSection):
     the service."""
 
 
-class CallbacksConfig(DescribedSection):
+class CallbacksConfig(Section):
     """Callbacks. `allow` has host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If empty, all
     destinations are permitted except link-local, multicast and cloud metadata addresses, and this machine's own
     addresses if other machines can reach the service."""
@@ -236,7 +232,7 @@ class CallbacksConfig(DescribedSection):
         return value
 
 
-class RetentionConfig(DescribedSection):
+class RetentionConfig(Section):
     """Bounds beyond which the service removes finished groups, the oldest first."""
 
     days: Annotated[float, Field(gt=0)] | None = None
@@ -245,7 +241,7 @@ class RetentionConfig(DescribedSection):
     """MiB of all finished groups above which the oldest are removed."""
 
 
-class TlsConfig(DescribedSection):
+class TlsConfig(Section):
     """TLS of the service's address."""
 
     certificate: Annotated[Path | None, Setting("--tls-certificate FILE")] = None
@@ -256,7 +252,7 @@ class TlsConfig(DescribedSection):
     """Listen beyond this machine without TLS, because a proxy in front has TLS or nobody else is on the network."""
 
 
-class Config(DescribedSection):
+class Config(Section):
     """All settings of a service. With one process, sessions run in the service's own process; with more, in separate
     processes."""
 

@@ -94,6 +94,19 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     overflow: Overflow | msgspec.UnsetType = msgspec.UNSET
 
 
+class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
+    """Background work that fails and is retried: it has failed `count` times, first at `since` and last at `last`
+    (seconds since the epoch), the last time with `error`. `node` is the node of the work, None for the service. The
+    work is listed until it succeeds."""
+
+    name: str
+    node: str | None = None
+    since: float
+    last: float
+    count: int
+    error: str
+
+
 class OutriderError(Exception):
     """Base of every error that Outrider raises on purpose.
 
@@ -356,15 +369,13 @@ def bounded(record: ErrorRecord) -> ErrorRecord:
     code, message, hint, field, tail = record.code, record.message, record.hint, record.field, record.log_tail
     if max(len(code), len(message), len(hint or ""), len(field or "")) <= MAX_TEXT and len(tail or "") <= MAX_LOG_TAIL:
         return record
-    return ErrorRecord(
-        boundary=record.boundary,
+    return msgspec.structs.replace(
+        record,
         code=code[:MAX_TEXT],
         message=message[:MAX_TEXT],
         hint=hint and hint[:MAX_TEXT],
         field=field and field[:MAX_TEXT],
         log_tail=tail and tail[-MAX_LOG_TAIL:],
-        retryable=record.retryable,
-        overflow=record.overflow,
     )
 
 

@@ -60,7 +60,3 @@ MOVES: dict[SessionState, frozenset[SessionState]] = {
     SessionState.EVALUATING: frozenset({SessionState.DONE, SessionState.QUEUED}),
     SessionState.DONE: frozenset(),
 }
-
-
-def can_move(start: SessionState, end: SessionState) -> bool:
-    return end in MOVES[start]

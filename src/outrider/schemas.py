@@ -5,18 +5,21 @@ Times are seconds since the epoch, durations are seconds. The request bodies are
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import msgspec
 
-from outrider.errors import ErrorRecord
+from outrider.errors import ErrorRecord, FailingChore
 from outrider.lifecycle import GroupState, SessionState
-from outrider.spec import Role
+from outrider.spec import PolicyPause, Role
 from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
 
-PolicyPause = Literal["finish", "abort"]
-"""The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
-later."""
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:
+    """Return a reply with the fields of `row` that have the same names, and with `others`."""
+    return kind(**{name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}, **others)
 
 
 class LaneStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,19 +72,6 @@ class StallStats(msgspec.Struct, frozen=True, kw_only=True):
     longest: float = 0.0
     held: float = 0.0
     starved: int = 0
-
-
-class FailingChore(msgspec.Struct, frozen=True, kw_only=True):
-    """Background work that fails and is retried: it has failed `count` times, first at `since` and last at `last`
-    (seconds since the epoch), the last time with `error`. `node` is the node of the work, None for the service. The
-    work is listed until it succeeds."""
-
-    name: str
-    node: str | None = None
-    since: float
-    last: float
-    count: int
-    error: str
 
 
 class NodeStats(msgspec.Struct, frozen=True, kw_only=True):

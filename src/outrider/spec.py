@@ -35,6 +35,8 @@ EVALUATION_LABEL = "outrider.evaluation"
 groups with this label."""
 MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
+RUNTIME = "task.runtime"
+"""The request's field with the spec of the agent's sandbox."""
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
 MAX_COMPLAINTS = 1000
@@ -48,6 +50,14 @@ def without_nul(value: str) -> str:
     """Return the text, if it can be passed to a program and used as a path. Raises ValueError for a text with NUL."""
     if "\0" in value:
         raise ValueError("must not contain NUL")
+    return value
+
+
+def checked_target(value: str) -> str:
+    """Return a path in the sandbox, absolute or relative to the working directory. Raises ValueError for `..` and
+    NUL."""
+    if "\0" in value or ".." in PurePosixPath(value).parts:
+        raise ValueError("must not contain '..' or NUL")
     return value
 
 
@@ -68,6 +78,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 EnvValue = Annotated[Text, AfterValidator(without_nul)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
+TargetPath = Annotated[Name, AfterValidator(checked_target)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
 Pause = Annotated[float, Field(ge=0, le=7 * 86400, allow_inf_nan=False)]
 
@@ -135,7 +146,7 @@ class Upload(Spec):
     """Prepare step: a file or folder below the service's `files` folder, copied to `to` in the sandbox."""
 
     upload: Name
-    to: Name
+    to: TargetPath
 
     @field_validator("upload")
     @classmethod
@@ -145,24 +156,14 @@ class Upload(Spec):
             raise ValueError("must be a relative path that stays inside the service's files folder")
         return value
 
-    @field_validator("to")
-    @classmethod
-    def _target(cls, value: str) -> str:
-        return checked_target(value)
-
 
 class Write(Spec):
     """Prepare step: a file whose content is in the request."""
 
     write: Annotated[str, StringConstraints(max_length=MAX_INLINE_FILE)]
-    to: Name
+    to: TargetPath
     encoding: Literal["utf-8", "base64"] = "utf-8"
     executable: bool = False
-
-    @field_validator("to")
-    @classmethod
-    def _target(cls, value: str) -> str:
-        return checked_target(value)
 
     @model_validator(mode="after")
     def _decodable(self) -> Self:
@@ -176,14 +177,6 @@ class Write(Spec):
             return decode_base64(self.write)
         except ValueError as error:
             raise ValueError(f"write is not base64: {error}") from error
-
-
-def checked_target(value: str) -> str:
-    """Return a path in the sandbox, absolute or relative to the working directory. Raises ValueError for `..` and
-    NUL."""
-    if "\0" in value or ".." in PurePosixPath(value).parts:
-        raise ValueError("must not contain '..' or NUL")
-    return value
 
 
 PrepareStep = Run | Upload | Write
@@ -472,29 +465,26 @@ def steps_of(task: TaskSpec) -> list[TaskSpec]:
 def fields_of_step(step: int) -> Iterator[None]:
     """Within the block, an error about the evaluator or the instruction of a step (see `steps_of`) names the field of
     the whole task. The first step is 0."""
-    if not step:
-        yield
-        return
-    later = f"task.then.{step - 1}"
+    place = step_field(step)
     with (
-        renamed_field("task.evaluator", f"{later}.evaluator"),
-        renamed_field("task.instruction", f"{later}.instruction"),
+        renamed_field("task.evaluator", f"{place}.evaluator"),
+        renamed_field("task.instruction", f"{place}.instruction"),
     ):
         yield
 
 
-def evaluator_field(step: int) -> str:
-    """Return the field path of a step's evaluator. The first step is 0."""
-    return f"task.then.{step - 1}.evaluator" if step else "task.evaluator"
+def step_field(step: int) -> str:
+    """Return the path of the fields of a step. The first step is 0."""
+    return f"task.then.{step - 1}" if step else "task"
 
 
 def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
     """Return the specs of a session's sandboxes, each with its field path: the agent's first, then the evaluators'
     own."""
-    found = [(task.runtime, "task.runtime")]
+    found = [(task.runtime, RUNTIME)]
     for number, evaluator in enumerate((task.evaluator, *(step.evaluator for step in task.then))):
         if evaluator.runtime is not None:
-            found.append((evaluator.runtime, f"{evaluator_field(number)}.runtime"))
+            found.append((evaluator.runtime, f"{step_field(number)}.evaluator.runtime"))
     return found
 
 
@@ -605,13 +595,15 @@ class PullSpec(Spec):
 
 
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
-Mode = Literal["finish", "abort"]
+PolicyPause = Literal["finish", "abort"]
+"""The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
+later."""
 
 
 class PolicyPauseSpec(Spec):
     """Pause the policy: let generations in flight `finish`, or `abort` them and continue them after the resume."""
 
-    mode: Mode = "finish"
+    mode: PolicyPause = "finish"
 
 
 class PolicyResumeSpec(Spec):
@@ -630,7 +622,7 @@ class PolicyUpdateSpec(Spec):
     """
 
     version: Version
-    mode: Mode = "finish"
+    mode: PolicyPause = "finish"
     weights: Annotated[Text, AfterValidator(without_nul), Field(min_length=1)] | None = None
     cancel_older_than: Version | None = None
     go_back: bool = False

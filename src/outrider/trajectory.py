@@ -392,37 +392,8 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     run_reason: StopReason | None = None
     regrades: str | None = None
 
-
-class StoredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """An agent's run in an earlier session, to be graded again: its session and attempt, the reason why it ended, and
-    its forks by cause. The run's turns are stored as the new attempt's, too. `excess`: the old verdict, if the agent
-    had made its own grading impossible; this verdict stays. `carried`: there is an artifact with the files that were
-    carried to the grading.
-    """
-
-    session_id: str
-    attempt: int
-    reason: StopReason
-    answer: str | None
-    harness_exit: HarnessExit | None
-    forks: dict[str, int]
-    excess: Verdict | None
-    carried: bool
-
-
-def stored_run(result: SessionResult) -> StoredRun | None:
-    """Return the run of a finished session. None if the run never came to its grading, for example because it failed or
-    was cancelled: then there is nothing to grade."""
-    reason = result.run_reason if result.verdict is None else result.stop_reason
-    if reason is None:
-        return None
-    return StoredRun(
-        session_id=result.session_id,
-        attempt=result.attempt,
-        reason=reason,
-        answer=result.answer,
-        harness_exit=result.harness_exit,
-        forks=result.forks,
-        excess=result.verdict if reason is StopReason.AGENT_EXCESS else None,
-        carried=result.carried,
-    )
+    @property
+    def run_ending(self) -> StopReason | None:
+        """The reason why the agent's run ended. None if the run never came to its grading, for example because it
+        failed or was cancelled: then there is nothing to grade."""
+        return self.run_reason if self.verdict is None else self.stop_reason

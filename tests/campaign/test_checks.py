@@ -23,8 +23,8 @@ from campaign.service import TOKENIZER
 
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import GroupState, StopReason
-from outrider.schemas import GroupView
-from outrider.store.rows import Event, EventKind
+from outrider.schemas import EventView, GroupView
+from outrider.store.rows import EventKind
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples, count_session
 from outrider.trajectory import (
@@ -67,8 +67,8 @@ def view(id: str, cursor: int) -> GroupView:
     )
 
 
-def event(cursor: int, kind: EventKind, attempt: int, **data: Any) -> Event:
-    return Event(cursor=cursor, at=0.0, kind=kind, group_id="g", session_id="s", data={"attempt": attempt, **data})
+def event(cursor: int, kind: EventKind, attempt: int, **data: Any) -> EventView:
+    return EventView(cursor=cursor, at=0.0, kind=kind, group_id="g", session_id="s", data={"attempt": attempt, **data})
 
 
 def turn(index: int, **changes: Any) -> Turn:
@@ -170,7 +170,7 @@ START, RETRY, END = EventKind.SESSION_STATE, EventKind.SESSION_RETRY, EventKind.
         ([event(1, EventKind.GROUP_CREATED, 0)], {Harm.DOUBLED}),
     ],
 )
-def test_the_log_of_events_has_one_end_and_no_late_attempt(events: list[Event], found: set[Harm]) -> None:
+def test_the_log_of_events_has_one_end_and_no_late_attempt(events: list[EventView], found: set[Harm]) -> None:
     assert harms(judge_events(events, set())) == found
 
 

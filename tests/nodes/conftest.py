@@ -35,7 +35,7 @@ class Running:
         self.service = service
         self.folder = folder
         self.url = url
-        self.nodes: Sequence[RemoteNode] = [place.node for place in service._scheduler._places._places.values()]  # type: ignore[misc]
+        self.nodes: Sequence[RemoteNode] = [place.node for place in service.scheduler.places._places.values()]  # type: ignore[misc]
 
     async def submit(self, *do: str, n: int = 1, **fields: Any) -> GroupView:
         runtime: dict[str, Any] = {"kind": "memory"} | fields.pop("runtime", {})

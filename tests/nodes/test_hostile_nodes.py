@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
 from outrider.engines.gates import GateReport
 from outrider.engines.pool.record import EngineUse
-from outrider.errors import Boundary, ErrorRecord
+from outrider.errors import Boundary, ErrorRecord, FailingChore
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.nodes import calls, claims, remote_node
@@ -43,7 +43,7 @@ from outrider.nodes.messages import (
     SetState,
     Take,
 )
-from outrider.schemas import Artifact, ArtifactList, FailingChore, GroupView, NodeStats
+from outrider.schemas import Artifact, ArtifactList, GroupView, NodeStats
 from outrider.sessions.attempt import session_result
 from outrider.sessions.resources import ResourceAmount
 from outrider.spec import TaskSpec, TokenSpec
@@ -602,7 +602,7 @@ async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: S
         async def look() -> None:
             nonlocal most
             while True:
-                [place] = running.service._scheduler._places._places.values()
+                [place] = running.service.scheduler.places._places.values()
                 most = max(most, len(place.node._connection.calls._unanswered))  # type: ignore[attr-defined]
                 await asyncio.sleep(0)
 

@@ -137,7 +137,7 @@ async def assert_told_once(world: World, views: Sequence[GroupView]) -> None:
     """The log has one end for every session and every group."""
     told: Counter[tuple[str, str | None]] = Counter()
     after = 0
-    while events := await world.service.events(after=after, limit=5000):
+    while events := await world.service.store.events(after=after, limit=5000):
         after = events[-1].cursor
         told.update((event.kind, event.session_id or event.group_id) for event in events if event.kind.endswith("done"))
     expected = [("session.done", session.id) for view in views for session in view.sessions]

@@ -91,13 +91,7 @@ class Scheduled:
             id=id,
             n=spec.n,
             priority=spec.priority,
-            idempotency_key=None,
-            callback_url=None,
-            state=GroupState.ACTIVE,
-            cancelled=False,
             created=time.time(),
-            finished=None,
-            cursor=None,
             labels=spec.task.labels,
             tenant=tenant,
         )
@@ -324,7 +318,7 @@ async def test_a_drained_node_starts_nothing_until_it_is_taken_back_and_after_a_
             await s.submit("g", of_run("a", 6))
             await s.until(lambda: len(s.node.running) == 3)
             await s.scheduler.drain("held")
-            assert s.scheduler.stats()[0].drained
+            assert s.scheduler.places.stats()[0].drained
             await s.end("g-0")
             await s.settled()
             assert s.node.ran == ["g-0", "g-1", "g-2"]

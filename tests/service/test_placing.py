@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import NotFound
+from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
 from outrider.service import placing
 from outrider.service.placing import OVERBOOKING, NodePlacement
+from outrider.sessions.attempt import Attempt
 from outrider.spec import EvaluatorSpec, HarnessSpec, Resources, RuntimeSpec, TaskSpec
+from outrider.trajectory import SessionResult
 
 
 class Plain:
@@ -34,6 +37,12 @@ class Plain:
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return runtime.image in self._images
+
+    async def pull_image(self, reference: str, name: str) -> RootImage:
+        raise NotImplementedError
+
+    async def run(self, attempt: Attempt) -> SessionResult:
+        raise NotImplementedError
 
 
 def needing(
@@ -64,7 +73,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "JOIN_SECONDS", 0.0)
 
 
-def put(places: NodePlacement[Plain], task: TaskSpec, *, reserved: bool = False) -> str | None:
+def put(places: NodePlacement, task: TaskSpec, *, reserved: bool = False) -> str | None:
     """Place a session, if there is room; the node's name."""
     node = places.find(task)
     if node is None:

@@ -51,7 +51,7 @@ def assert_nothing_twice(groups: list[GroupView], done_events: list[str | None])
 
 
 async def done_events(w: World) -> list[str | None]:
-    events = await w.service.events(after=0, limit=10_000)
+    events = await w.service.store.events(after=0, limit=10_000)
     return [event.session_id for event in events if event.kind == "session.done"]
 
 

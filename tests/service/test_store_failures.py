@@ -24,7 +24,6 @@ from outrider.service.scheduler import Scheduler
 from outrider.service.views import ViewReader
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.calls.call import ModelBackend
-from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import RuntimeSpec
@@ -141,14 +140,13 @@ async def test_a_record_that_cannot_be_read_fails_its_session_alone(tmp_path: Pa
         async with FailingStore(turns=1000) as store, EnginePool() as pool:
             await pool.add_engine(engine_of(tokenizer, [SAY]))
             endpoint = ModelBackend(renderer=renderer, pool=pool, model="policy")
-            lanes = Lanes(init=1, run=1, evaluate=1)
             kept = ArtifactStore(tmp_path)
             async with LocalNode(
                 "node",
+                Config(),
                 backend=endpoint,
                 store=store,
                 artifacts=kept,
-                lanes=lanes,
                 resources=NodeResources(Capacity(cpus=2.0, memory_mb=1024)),
                 paths=HostPaths.of(tmp_path),
             ) as node:

@@ -12,7 +12,7 @@ from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.engines.base import EngineOptions
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
-from outrider.lifecycle import GroupState, SessionState
+from outrider.lifecycle import SessionState
 from outrider.schemas import GroupView, LaneStats, SessionView
 from outrider.service.admission import validate_group
 from outrider.service.assembly import open_service
@@ -67,7 +67,7 @@ class World:
         return view
 
     async def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event.data for event in await self.service.events(after=0, limit=10_000) if event.kind == kind]
+        return [event.data for event in await self.service.store.events(after=0, limit=10_000) if event.kind == kind]
 
     def lanes(self) -> tuple[LaneStats, ...]:
         return self.node.stats().lanes
@@ -107,13 +107,8 @@ async def put(store: Store, id: str, *session_ids: str, callback_url: str | None
         id=id,
         n=made.n,
         priority=0,
-        idempotency_key=None,
         callback_url=callback_url,
-        state=GroupState.ACTIVE,
-        cancelled=False,
         created=1.0,
-        finished=None,
-        cursor=None,
         labels=made.task.labels,
     )
     await store.create_group(row, made.model_dump_json().encode(), session_ids)

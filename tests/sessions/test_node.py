@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from outrider.config import Config
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.kernel import cgroups
 from outrider.sandbox.runtimes.node_host import PREFIX
-from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Capacity, NodeResources
 from support.node_folders import dead_folder, temporary
@@ -22,14 +22,13 @@ __all__ = ["temporary"]
 
 
 def a_node(files: Path) -> LocalNode:
-    lanes = Lanes(init=1, run=1, evaluate=1)
     nothing = cast(Any, None)
     return LocalNode(
         "node",
+        Config(),
         backend=nothing,
         store=nothing,
         artifacts=nothing,
-        lanes=lanes,
         resources=NodeResources(Capacity(cpus=1.0, memory_mb=64)),
         paths=HostPaths.of(files),
     )

@@ -13,6 +13,7 @@ import pytest
 
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.watchdog import Watchdog, Witness
+from outrider.config import LanesConfig
 from outrider.errors import (
     EngineUnavailable,
     EvaluatorError,
@@ -197,7 +198,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
                     model=world.conversation.backend,
                     store=store,
                     artifacts=ArtifactCollector(cast(Any, None)),
-                    lanes=Lanes(init=1, run=1, evaluate=1),
+                    lanes=Lanes(LanesConfig(init=1, run=1, eval=1)),
                     resources=NodeResources(Capacity(cpus=1.0, memory_mb=1024)),
                     sandboxes=sandboxes,
                     warm_pool=warm_pool,

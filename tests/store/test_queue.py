@@ -188,11 +188,11 @@ async def test_the_queue_is_counted_by_bucket(store: Store) -> None:
     await put(store, "b", 1)
     await put(store, "c", 1, labels=run("a"), tenant="other")
     assert await store.queue_length() == QueueLength(12, 3, 2)
-    assert await store.waiting_with(OPERATOR_TENANT, run("a"), most=100) == 10
-    assert await store.waiting_with(OPERATOR_TENANT, run("a"), most=7) == 7
-    assert await store.waiting_with(OPERATOR_TENANT, run("c"), most=7) == 0
-    assert [await store.waiting_of(tenant, most=100) for tenant in (OPERATOR_TENANT, "other", "no")] == [11, 1, 0]
-    assert await store.waiting_of(OPERATOR_TENANT, most=7) == 7
+    assert await store.waiting(OPERATOR_TENANT, run("a"), most=100) == 10
+    assert await store.waiting(OPERATOR_TENANT, run("a"), most=7) == 7
+    assert await store.waiting(OPERATOR_TENANT, run("c"), most=7) == 0
+    assert [await store.waiting(tenant, most=100) for tenant in (OPERATOR_TENANT, "other", "no")] == [11, 1, 0]
+    assert await store.waiting(OPERATOR_TENANT, most=7) == 7
 
 
 async def test_sessions_expire_until_their_first_start(store: Store) -> None:

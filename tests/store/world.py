@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.errors import Boundary, ErrorRecord
-from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message, Role
-from outrider.store.rows import EventKind, GroupRow
+from outrider.store.rows import GroupRow
 from outrider.store.store import Store
 from outrider.trajectory import (
     FinishReason,
@@ -44,11 +44,7 @@ def group_row(
         priority=priority,
         idempotency_key=key,
         callback_url=callback_url,
-        state=GroupState.ACTIVE,
-        cancelled=False,
         created=created,
-        finished=None,
-        cursor=None,
         min_usable=min_usable,
     )
 
@@ -70,7 +66,7 @@ async def advance(store: Store, session_id: str, attempt: int, states: Sequence[
         await store.set_state(session_id, attempt, state)
 
 
-async def kinds(store: Store) -> list[EventKind]:
+async def kinds(store: Store) -> list[str]:
     return [event.kind for event in await store.events(after=0, limit=1000)]
 
 

@@ -6,13 +6,12 @@ audit log before the reply is sent, unless the call was refused because it had n
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
+from fastapi.routing import APIWebSocketRoute
 from starlette.requests import HTTPConnection
 
 from outrider.api.control_bodies import ROOM, BodyRoom
@@ -29,14 +28,6 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 
 CALLER = "outrider.caller"
 CREATED = "outrider.created"
-
-
-class WebSocketRoute(NamedTuple):
-    """`called` names the route, as in `WEBSOCKET /v1/relay/{engine}`."""
-
-    pattern: re.Pattern[str]
-    called: str
-    role: Role
 
 
 class AccessControl:
@@ -57,10 +48,12 @@ class AccessControl:
         audit: AuditLog,
         *,
         calls: int,
-        websockets: Sequence[WebSocketRoute],
+        websockets: Sequence[APIWebSocketRoute],
+        roles: Mapping[str, Role],
     ) -> None:
         self._app = app
         self._websockets = websockets
+        self._roles = roles
         self._calls = calls
         self._under_way: Counter[str] = Counter()
         """Number of calls under way, by token name."""
@@ -111,8 +104,9 @@ class AccessControl:
         """Raises Forbidden as `check_role`, and NotFound for an unknown route. Errors raised after the routing of a
         WebSocket request would reach the dialing program as a bare 403."""
         for route in self._websockets:
-            if route.pattern.fullmatch(path):
-                check(route.called, route.role, caller)
+            if route.path_regex.fullmatch(path):
+                called = f"WEBSOCKET {route.path}"
+                check(called, self._roles[called], caller)
                 return
         raise NotFound(f"there is no WebSocket at {path}")
 

@@ -10,8 +10,9 @@ since many sessions send at once and none may wait for another. Invariant: bodie
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -32,55 +33,42 @@ WAIT_SECONDS = 120.0
 BODY_SECONDS = 300.0
 """Maximum seconds for a body to arrive. Trainers may be far away."""
 
+Receive = Callable[[int | None, AsyncIterator[bytes]], Awaitable[bytes]]
+"""Receives a body, given its declared length, if any, and its parts."""
+
 
 class BodyRoom:
     """The room that all callers share."""
 
-    def __init__(self, *, each: int = EACH, wait: float = WAIT_SECONDS, seconds: float = BODY_SECONDS) -> None:
-        self._room = PrioritySemaphore(2 * each, share=0.5)
-        self._wait = wait
-        self._seconds = seconds
+    def __init__(self) -> None:
+        self._room = PrioritySemaphore(ALL, share=EACH / ALL)
 
     @contextmanager
-    def of(self, caller: str) -> Iterator[CallRoom]:
-        """The room of one call, given back at the end of the block."""
+    def of(self, caller: str) -> Iterator[Receive]:
+        """Yield the function that receives the body of one call. The body's room is given back at the end of the
+        block."""
         with ExitStack() as held:
-            yield CallRoom(self._room, caller, held, self._wait, self._seconds)
+            yield partial(self._receive, held, caller)
 
-
-class CallRoom:
-    """The room of one call."""
-
-    def __init__(self, room: PrioritySemaphore, caller: str, held: ExitStack, wait: float, seconds: float) -> None:
-        self._room = room
-        self._caller = caller
-        self._held = held
-        self._wait = wait
-        self._seconds = seconds
-
-    async def receive(self, length: int | None, parts: AsyncIterator[bytes]) -> bytes:
-        """Receive a body; `length` is its declared length, if any. Raises TooLarge, Busy and TooSlow."""
+    async def _receive(self, held: ExitStack, caller: str, length: int | None, parts: AsyncIterator[bytes]) -> bytes:
         size = MAX_BODY if length is None else length
         if size > MAX_BODY:
             raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
         if size > FREE:
-            await self._take(size)
+            try:
+                async with asyncio.timeout(WAIT_SECONDS):
+                    slot = await self._room.take((size,), owner=caller)
+            except TimeoutError as error:
+                raise Busy(
+                    f"the requests under way have {ALL} bytes together, or {caller!r} has half",
+                    hint="submit large groups one after another, or have tasks fetch what is large",
+                ) from error
+            held.callback(slot.release)
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(BODY_SECONDS):
                 return await _joined(parts)
         except TimeoutError as error:
-            raise TooSlow(f"the request did not arrive within {self._seconds:g} s") from error
-
-    async def _take(self, size: int) -> None:
-        try:
-            async with asyncio.timeout(self._wait):
-                slot = await self._room.take((size,), owner=self._caller)
-        except TimeoutError as error:
-            raise Busy(
-                f"the requests under way have {self._room.capacity[0]} bytes together, or {self._caller!r} has half",
-                hint="submit large groups one after another, or have tasks fetch what is large",
-            ) from error
-        self._held.callback(slot.release)
+            raise TooSlow(f"the request did not arrive within {BODY_SECONDS:g} s") from error
 
 
 async def _joined(parts: AsyncIterator[bytes]) -> bytes:
@@ -98,8 +86,8 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
 
 
 async def whole_body(request: Request) -> bytes:
-    """Receive the body of a request and hold the body's room until the call ends. Raises the errors of
-    `CallRoom.receive`, and RequestError if the client leaves before the body has arrived."""
-    room: CallRoom = request.scope[ROOM]
+    """Receive the body of a request and hold the body's room until the call ends. Raises TooLarge, Busy, TooSlow, and
+    RequestError if the client leaves before the body has arrived."""
+    receive: Receive = request.scope[ROOM]
     length = request.headers.get("content-length")
-    return await room.receive(None if length is None else int(length), request.stream())
+    return await receive(None if length is None else int(length), request.stream())

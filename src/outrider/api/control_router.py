@@ -75,6 +75,8 @@ class ControlRouter:
         self.routes = APIRouter(prefix=f"/v1{prefix}")
         self.roles: dict[str, Role] = {}
         """The role that each route requires, by method and path."""
+        self.replies: list[type[msgspec.Struct]] = []
+        self.requests: list[type[Spec]] = []
 
     def get(self, path: str, role: Role, reply: type[msgspec.Struct] | None = None, **about: Any) -> Callable[[H], H]:
         return self._route("GET", path, role, reply, **about)
@@ -116,8 +118,12 @@ class ControlRouter:
                 result = await handler(**arguments)
                 return result if isinstance(result, Response) else json_reply(result, status=status)
 
-            answer = {} if reply is None else {status: json_answer(reply)}
-            kind = _body_of(handler)
+            answer, kind = {}, _body_of(handler)
+            if reply is not None:
+                answer[status] = json_answer(reply)
+                self.replies.append(reply)
+            if kind is not None:
+                self.requests.append(kind)
             self.routes.add_api_route(
                 path,
                 _resolved(respond, handler),

@@ -11,7 +11,7 @@ from outrider.errors import Conflict, NotFound
 from outrider.schemas import CallbackList, ConsumerList, ConsumerView, GcReport, Redelivered
 from outrider.service.principals import Principal
 from outrider.service.service import Service
-from outrider.service.views import callback_view, consumer_view
+from outrider.service.views import callback_view
 from outrider.spec import CONSUMER_NAME, TENANT_NAME, AckSpec, GcSpec
 
 Name = Annotated[str, Path(pattern=CONSUMER_NAME)]
@@ -43,8 +43,7 @@ async def acknowledge(
 ) -> ConsumerView:
     """Acknowledge groups: the consumer reads on after them. The position moves back only with `rewind`."""
     owner = _owner(caller, name, tenant)
-    moved = await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind, tenant=owner)
-    return consumer_view(moved)
+    return await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind, tenant=owner)
 
 
 @ROUTES.delete("/consumers/{name}", "submit", ConsumerList)
@@ -95,7 +94,7 @@ def _owner(caller: Principal, name: str, tenant: str | None) -> str | None:
 
 
 async def _consumers(service: Service, tenant: str | None) -> ConsumerList:
-    return ConsumerList(consumers=tuple(map(consumer_view, await service.store.consumers.listed(tenant))))
+    return ConsumerList(consumers=tuple(await service.store.consumers.listed(tenant)))
 
 
 async def _dead(service: Service, limit: int, tenant: str | None) -> CallbackList:

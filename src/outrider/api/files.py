@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import Query, Response
 from fastapi.responses import FileResponse
-from starlette.convertors import Convertor, register_url_convertor
+from starlette.convertors import PathConvertor, register_url_convertor
 
 from outrider.api.control_router import Caller, ControlRouter, Serving
 from outrider.api.openapi import file_answer
@@ -31,17 +31,11 @@ Attempt = Annotated[
 ]
 
 
-class AnyPath(Convertor[str]):
+class AnyPath(PathConvertor):
     """The rest of a path, with every character that a file name may have. Starlette's own convertor would stop at a
     line break, and the route would look for a file of another name."""
 
     regex = "(?s:.*)"
-
-    def convert(self, value: str) -> str:
-        return value
-
-    def to_string(self, value: str) -> str:
-        return value
 
 
 register_url_convertor("any_path", AnyPath())  # for the routes below; a second registration changes nothing

@@ -204,7 +204,7 @@ async def _events(service: Service, after: int, caller: Principal) -> AsyncItera
     quiet = 0.0
     yield b"retry: %d\n\n" % RETRY_MS
     while True:
-        found = await service.events(after=after, limit=EVENTS_AT_ONCE, caller=caller)
+        found = await service.store.events(after=after, limit=EVENTS_AT_ONCE, tenant=caller.sees)
         for event in found:
             after = event.cursor
             yield b"id: %d\nevent: %s\ndata: %s\n\n" % (after, event.kind.encode(), msgspec.json.encode(event))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -10,7 +11,6 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from outrider import schemas
 from outrider.errors import (
     ErrorRecord,
     Forbidden,
@@ -22,58 +22,9 @@ from outrider.errors import (
     TooLarge,
     Unauthorized,
 )
-from outrider.spec import (
-    AckSpec,
-    EngineSpec,
-    GcSpec,
-    GroupSpec,
-    PolicyPauseSpec,
-    PolicyResumeSpec,
-    PolicyUpdateSpec,
-    PullSpec,
-    RegradeSpec,
-    TokenSpec,
-)
+from outrider.schemas import EventView
 
 REF = "#/components/schemas/{name}"
-REPLIES = (
-    schemas.ArtifactList,
-    schemas.CallbackList,
-    schemas.ConsumerList,
-    schemas.ConsumerView,
-    schemas.EngineList,
-    schemas.EngineStatus,
-    schemas.EventView,
-    schemas.GcReport,
-    schemas.GroupList,
-    schemas.GroupView,
-    schemas.NodeList,
-    schemas.PulledImages,
-    schemas.PolicyStatus,
-    schemas.Redelivered,
-    schemas.ResultsPage,
-    schemas.ChatList,
-    schemas.SampleList,
-    schemas.ServiceStatus,
-    schemas.SessionView,
-    schemas.TurnList,
-    schemas.NewToken,
-    schemas.TokenList,
-    schemas.TokenView,
-    ErrorRecord,
-)
-REQUESTS: tuple[type[BaseModel], ...] = (
-    GroupSpec,
-    EngineSpec,
-    PolicyPauseSpec,
-    PolicyResumeSpec,
-    PolicyUpdateSpec,
-    PullSpec,
-    RegradeSpec,
-    TokenSpec,
-    AckSpec,
-    GcSpec,
-)
 
 
 def _json(name: str) -> dict[str, Any]:
@@ -117,16 +68,16 @@ def request_body(shape: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": _json(shape.__name__)}}
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of the control API."""
+def describe(
+    app: FastAPI, replies: Iterable[type[msgspec.Struct]], requests: Iterable[type[BaseModel]]
+) -> dict[str, Any]:
+    """The OpenAPI document of the control API. `replies` and `requests` are the bodies in its routes."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    _, replies = msgspec.json.schema_components(REPLIES, ref_template=REF)
-    _, requests = models_json_schema(
-        [(shape, "validation") for shape in REQUESTS], ref_template="#/components/schemas/{model}"
-    )
-    schemas.update(replies)
-    schemas.update(requests["$defs"])
+    schemas |= msgspec.json.schema_components((*replies, EventView, ErrorRecord), ref_template=REF)[1]
+    schemas |= models_json_schema(
+        [(shape, "validation") for shape in requests], ref_template="#/components/schemas/{model}"
+    )[1]["$defs"]
     for path, operations in document["paths"].items():
         for operation in operations.values():
             errors = [*ALWAYS, *(WITH_A_BODY if "requestBody" in operation else ())]

@@ -22,7 +22,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIWebSocketRoute
 
 from outrider.api import delivery, engines, files, groups, nodes, policy, relay, tokens
-from outrider.api.access import AccessControl, WebSocketRoute, check_address, check_role
+from outrider.api.access import AccessControl, check_address, check_role
 from outrider.api.control_replies import bad_query, outrider_error, unknown_route
 from outrider.api.gateway import Gateway
 from outrider.api.openapi import describe
@@ -52,11 +52,7 @@ ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in
 """The role that each control route requires, by method and path. A tenant's objects are for its own tokens and for
 admins: tests/api/test_tenants.py lists the replies to other tenants' tokens, route by route."""
 WEBSOCKETS = tuple(
-    WebSocketRoute(route.path_regex, called, ROLES[called])
-    for router in ROUTERS
-    for route in router.routes.routes
-    if isinstance(route, APIWebSocketRoute)
-    for called in (f"WEBSOCKET {route.path}",)
+    route for router in ROUTERS for route in router.routes.routes if isinstance(route, APIWebSocketRoute)
 )
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
@@ -84,8 +80,16 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         # The application is made in a thread, because FastAPI takes 50 ms to make the routes. The event loop must not
         # stand still for so long.
         app = await asyncio.to_thread(control_app, service)
-        control = AccessControl(app, service.tokens, service.audit, calls=share.token, websockets=WEBSOCKETS)
-        root = RootApp(control, gateway)
+        control = AccessControl(
+            app, service.tokens, service.audit, calls=share.token, websockets=WEBSOCKETS, roles=ROLES
+        )
+
+        async def root(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and gateway.serves(scope):
+                await gateway(scope, receive, send)
+            else:
+                await control(scope, receive, send)
+
         server = _Server(root, share.control, timeouts=OUTSIDE, websockets=MAX_TO_SERVICE, tls=tls)
         async with AsyncExitStack() as stack:
             if node is not None:
@@ -163,7 +167,7 @@ def control_app(service: Service) -> FastAPI:
     async def ready() -> Response:
         if not any(engine.ok for engine in service.pool.status()):
             raise EngineUnavailable("no engine answers", hint="attach one: outrider engines add")
-        if service.stopping:
+        if service.scheduler.stopping:
             raise ServiceStopping("it starts no more sessions", hint="the next service on the same data will")
         await store.check()
         return Response("ok\n", media_type="text/plain")
@@ -177,24 +181,16 @@ def control_app(service: Service) -> FastAPI:
         the rest of a start."""
         async with describing:  # made only once, because anybody may request it, without a token
             if not description:
-                description.append(await asyncio.to_thread(lambda: msgspec.json.encode(describe(app))))
+                description.append(await asyncio.to_thread(_description, app))
         return Response(description[0], media_type="application/json")
 
     return app
 
 
-class RootApp:
-    """Passes model calls to the gateway, and everything else to the control application."""
-
-    def __init__(self, control: Application, gateway: Gateway) -> None:
-        self._control = control
-        self._gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._gateway.serves(scope):
-            await self._gateway(scope, receive, send)
-        else:
-            await self._control(scope, receive, send)
+def _description(app: FastAPI) -> bytes:
+    replies = [reply for router in ROUTERS for reply in router.replies]
+    requests = [request for router in ROUTERS for request in router.requests]
+    return msgspec.json.encode(describe(app, replies, requests))
 
 
 class _Server(uvicorn.Server):

@@ -190,7 +190,8 @@ async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[An
     from outrider.api.server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
     from outrider.sandbox.host_paths import HostPaths
-    from outrider.service.assembly import local_node, open_models
+    from outrider.service.assembly import open_models
+    from outrider.sessions.node import LocalNode
     from outrider.store.artifacts import ArtifactStore
 
     config = Config.model_validate_json(setup.config).as_read_from(Path(setup.file) if setup.file else None)
@@ -203,10 +204,11 @@ async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[An
             for model, pool in models.pools.items()
         }
         node = await stack.enter_async_context(
-            local_node(
+            LocalNode(
                 setup.name,
                 config,
-                models,
+                backend=models.policy,
+                frozen=models.frozen,
                 store=service.store,
                 # A node on another machine has no folder in common with the service, and sends its artifacts there.
                 artifacts=ArtifactStore(config.data / "artifacts") if starter is None else service.artifacts,

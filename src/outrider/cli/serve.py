@@ -52,14 +52,14 @@ async def _serve(terminal: Terminal, config: Config) -> None:
         async with (
             open_service(config) as (service, node),
             serving(service, node) as url,
-            short_pauses(lambda: not service.under_way, service.failures),
+            short_pauses(lambda: not service.scheduler.under_way, service.failures),
         ):
             terminal.out.print(f"outrider is ready at {url}")
             flags = "" if url == DEFAULT_URL else f" --url {url}"
             token = " --token TOKEN" if config.token else ""
             terminal.out.print(f"submit a task: outrider run TASK.toml -n 8{flags}{token}")
             await signals.first()
-            if number := service.under_way:
+            if number := service.scheduler.under_way:
                 terminal.note(
                     f"stopping: {number} sessions are under way, and have {config.stop_seconds:g} s to end "
                     "(Ctrl-C again interrupts them)"

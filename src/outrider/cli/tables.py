@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.terminal import printable
+from outrider.errors import FailingChore
 from outrider.lifecycle import StopReason
 from outrider.schemas import (
     CallbackView,
     ConsumerView,
     EngineStatus,
-    FailingChore,
     GroupSummary,
     GroupView,
     LaneStats,

@@ -49,7 +49,6 @@ from outrider.schemas import (
     NewToken,
     NodeList,
     NodeStats,
-    PolicyPause,
     PolicyStatus,
     PulledImages,
     Redelivered,
@@ -62,7 +61,7 @@ from outrider.schemas import (
     TurnList,
     TurnView,
 )
-from outrider.spec import EngineSpec, GroupSpec, RegradeSpec, Role
+from outrider.spec import EngineSpec, GroupSpec, PolicyPause, RegradeSpec, Role
 from outrider.trajectory import ChatRow, Sample
 from outrider.wire.tls import trusting
 

@@ -17,9 +17,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from outrider.concurrency.retries import RetryPolicy
-from outrider.errors import OutriderError, described, lacks_means
+from outrider.errors import FailingChore, OutriderError, described, lacks_means
 from outrider.redaction import redacted
-from outrider.schemas import FailingChore
 
 log = logging.getLogger("outrider.chores")
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from outrider.concurrency.events import wait_for_event
-from outrider.schemas import PolicyPause
+from outrider.spec import PolicyPause
 
 ANSWER_SECONDS = 30.0
 """Seconds in which a follower has to report that its gate is closed, so that it begins no more generations."""

@@ -23,7 +23,7 @@ from outrider.schemas import ArtifactList, NodeStats
 from outrider.sessions.attempt import RESERVED_PRIORITY
 from outrider.sessions.resources import Capacity, ResourceAmount
 from outrider.store.rows import SessionRow
-from outrider.trajectory import SessionResult, StoredRun, Turn
+from outrider.trajectory import SessionResult, Turn
 from outrider.wire.decoding import SMALL, check_cost
 from outrider.wire.frames import Beat, Nonsense, encode
 
@@ -131,7 +131,7 @@ class RunAttempt(NodeStream[SessionResult], tag="run", frozen=True, kw_only=True
     session: SessionRow
     task: bytes
     reserved: bool
-    stored: StoredRun | None = None
+    stored: SessionResult | None = None
 
 
 class PullImage(NodeCall[RootImage], tag="pull", frozen=True):

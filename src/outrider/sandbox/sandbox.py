@@ -21,13 +21,10 @@ from outrider.sandbox.host_paths import HostPaths, names_paths
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.spec import Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
+from outrider.spec import RUNTIME, Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
 PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
 """Waits between the attempts of a prepare step that sets no pause."""
-
-RUNTIME = "task.runtime"
-"""The request's field with the spec of the agent's sandbox."""
 
 
 class CommandFailed(RuntimeFailure):

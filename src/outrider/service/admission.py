@@ -7,6 +7,7 @@ these checks, so a session can fail for a reason checked here only on another ma
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from outrider.errors import (
     OutriderError,
     RequestError,
     RuntimeUnavailable,
+    UnreadableTask,
     renamed_field,
 )
 from outrider.evaluators.base import ChecksSpec, Evaluator
@@ -37,15 +39,16 @@ from outrider.plugins import plugin_code, resolve
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.base import RuntimeKind
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.sandbox.sandbox import RUNTIME
 from outrider.schemas import NodeStats
 from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (
     MAX_INLINE_FILE,
+    RUNTIME,
     GroupSpec,
     PrepareStep,
     RuntimeSpec,
     Spec,
+    StoredGroupSpec,
     TaskSpec,
     Upload,
     complaints,
@@ -54,6 +57,9 @@ from outrider.spec import (
     runtimes_of,
     steps_of,
 )
+from outrider.store.store import Store
+
+log = logging.getLogger("outrider.service")
 
 S = TypeVar("S", bound=Spec)
 Location = tuple[int | str, ...]
@@ -87,7 +93,13 @@ def parse_body(kind: type[S], body: bytes) -> S:
     if no field is required. Raises RequestError, or InvalidField naming the field."""
     if not body and not any(field.is_required() for field in kind.model_fields.values()):
         body = b"{}"
-    return _validated(kind, _json_object(body))
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(value, Mapping):
+        raise RequestError("the body must be a JSON object")
+    return _validated(kind, value)
 
 
 def validate_group(value: Mapping[str, Any]) -> GroupSpec:
@@ -95,14 +107,19 @@ def validate_group(value: Mapping[str, Any]) -> GroupSpec:
     return _validated(GroupSpec, value)
 
 
-def _json_object(body: bytes) -> Mapping[str, Any]:
+async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
+    """Return the spec of a stored group. Raises UnreadableTask if another version of Outrider stored the spec in a form
+    that this version cannot read, or if the key is missing with which the spec was encrypted."""
+    stored = await store.spec(group_id)
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(value, Mapping):
-        raise RequestError("the body must be a JSON object")
-    return value
+        # The spec is validated in a thread, because the validation decodes the base64 of every file in the task.
+        return await asyncio.to_thread(StoredGroupSpec.model_validate_json, stored)
+    except ValidationError as error:
+        log.error("the task of group %s cannot be read: %s", group_id, error)
+        raise UnreadableTask(
+            f"the stored task of group {group_id} cannot be read by this version of Outrider",
+            hint="the service's log says which field; submit the task again",
+        ) from error
 
 
 def _validated(kind: type[S], value: Mapping[str, Any]) -> S:

@@ -23,27 +23,24 @@ from outrider.engines.pool.pace import RememberedPace
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import InvalidField, ServiceError
-from outrider.evaluators.endpoints import Endpoints
 from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.processes import MACHINE, NodeProcesses
 from outrider.nodes.remote_node import ServiceParts
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.sandbox.warm_pool import WarmLimits
 from outrider.service.engine_paces import remember_paces, remembered_paces
 from outrider.service.retry_store import retry_store
 from outrider.service.scheduler import PAUSES
 from outrider.service.service import Service
-from outrider.service.tokenizer_check import TokenizerCheck
-from outrider.sessions.attempt import AttemptStore, Node
+from outrider.service.tokenizer_check import tokenizer_check
+from outrider.sessions.attempt import Node
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import Intake
-from outrider.sessions.lanes import Lanes
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, capacity_of
 from outrider.spec import Limits
-from outrider.store.artifacts import ArtifactStore, KeepsArtifacts
+from outrider.store.artifacts import ArtifactStore
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
 from outrider.store.task_key import KEY_FILE, KeyFile, given_key
@@ -133,10 +130,11 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
         nodes: Sequence[Node]
         if config.processes == 1:
             node = await stack.enter_async_context(
-                local_node(
+                LocalNode(
                     MACHINE,
                     config,
-                    models,
+                    backend=models.policy,
+                    frozen=models.frozen,
                     store=store,
                     artifacts=artifacts,
                     resources=resources,
@@ -165,7 +163,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
             failures=failures,
         )
         for each in publisher.nodes:
-            each.room.subscribe(lambda _: service.wake())
+            each.room.subscribe(lambda _: service.scheduler.wake())
         for spec in config.engines:
             await service.add_engine(spec)
         for at, model in enumerate(config.frozen):
@@ -214,7 +212,7 @@ async def open_models(
                 vocabulary=tokenizer.vocabulary,
                 context_tokens=context,
                 text=tokenizer.stream,
-                check=TokenizerCheck(tokenizer, frozen=serves),
+                check=tokenizer_check(tokenizer, serves),
                 known=None if serves else known,
                 keep=None if serves else keep,
                 paces=paces,
@@ -234,37 +232,6 @@ async def open_models(
             for model, frozen_renderer in zip(config.frozen, frozen_renderers, strict=True)
         ]
         yield Models(policy, tuple(frozen))
-
-
-def local_node(
-    name: str,
-    config: Config,
-    models: Models,
-    *,
-    store: AttemptStore,
-    artifacts: KeepsArtifacts,
-    resources: NodeResources,
-    paths: HostPaths,
-    service_silence: Callable[[], float] = lambda: 0.0,
-    failures: Failures | None = None,
-) -> LocalNode:
-    """Return the node in this process that the settings describe. The caller enters the node. `failures`: see
-    `LocalNode`. `service_silence`: see `NodeServices`."""
-    lanes, sandboxes = config.lanes, config.sandboxes
-    return LocalNode(
-        name,
-        backend=models.policy,
-        frozen=models.frozen,
-        store=store,
-        artifacts=artifacts,
-        lanes=Lanes(init=lanes.init, ready=lanes.ready, run=lanes.run, evaluate=lanes.eval),
-        resources=resources,
-        paths=paths,
-        warm=WarmLimits(each=sandboxes.warm, memory_mb=sandboxes.warm_memory_mb),
-        endpoints=Endpoints(config.graders, [model.name for model in config.frozen]),
-        service_silence=service_silence,
-        failures=failures,
-    )
 
 
 def _store(config: Config, failures: Failures | None) -> Store:

@@ -72,12 +72,12 @@ class BackPressure:
 
     async def _has_small_part(self, group: GroupRow, length: QueueLength, waiting: int) -> bool:
         part = self._bound // (length.tenants + 1)
-        if waiting < 3 * self._bound and await self._store.waiting_of(group.tenant, most=part) < part:
+        if waiting < 3 * self._bound and await self._store.waiting(group.tenant, most=part) < part:
             return True
         part = self._bound // (length.buckets + 1)
         if waiting >= 2 * self._bound:
             return False
-        return await self._store.waiting_with(group.tenant, group.labels, most=part) < part
+        return await self._store.waiting(group.tenant, group.labels, most=part) < part
 
     def _refusal(self, waiting: int) -> QueueFull:
         since = self._clock() - RATE_SECONDS

@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import add, sub
-from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from outrider.errors import NotFound
 from outrider.schemas import NodeStats
+from outrider.sessions.attempt import Node
 from outrider.sessions.priority_semaphore import Quantities, fits, room_behind
 from outrider.sessions.resources import ResourceAmount, free_of, session_needs, total_of
-from outrider.spec import RuntimeSpec, TaskSpec, runtimes_of
+from outrider.spec import TaskSpec, runtimes_of
 
 OVERBOOKING = 2
 """Maximum total needs of the sessions on a machine, in multiples of its resources."""
@@ -33,19 +33,6 @@ RUN_LANE = "run"
 
 JOIN_SECONDS = 60.0
 """Seconds that nodes on other machines may take to join a restarted service."""
-
-
-class Placeable(Protocol):
-    """The part of a node's interface that placement uses; see `sessions.attempt.Node`."""
-
-    name: str
-    machine: str
-
-    def stats(self) -> NodeStats: ...
-    def has_image(self, runtime: RuntimeSpec) -> bool: ...
-
-
-N = TypeVar("N", bound=Placeable)
 
 
 @dataclass(eq=False)
@@ -58,10 +45,10 @@ class _Machine:
 
 
 @dataclass(eq=False)
-class _NodeSlots(Generic[N]):
+class _NodeSlots:
     """A node, and the number of sessions placed on it."""
 
-    node: N
+    node: Node
     machine: _Machine
     sessions: int = 0
 
@@ -73,15 +60,15 @@ class _NodeSlots(Generic[N]):
         return fits(needs, room)
 
 
-class NodePlacement(Generic[N]):
+class NodePlacement:
     """The nodes by name. For the fraction `evaluation_share` of the run slots, waiting evaluations come before all
     other sessions."""
 
-    def __init__(self, nodes: Sequence[N], *, evaluation_share: float = 0.0) -> None:
+    def __init__(self, nodes: Sequence[Node], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
         """Names of nodes that take no new sessions."""
         self._machines: dict[str, _Machine] = {}
-        self._places: dict[str, _NodeSlots[N]] = {}
+        self._places: dict[str, _NodeSlots] = {}
         for node in nodes:
             self.add(node)
         self._gone: set[Quantities] = set()
@@ -91,12 +78,13 @@ class NodePlacement(Generic[N]):
         self._reserved = 0
         """Sessions in the share of evaluations."""
 
-    def add(self, node: N) -> None:
+    def add(self, node: Node) -> None:
         """Add a node, replacing any node of the same name."""
         self._places[node.name] = _NodeSlots(node, self._machines.setdefault(node.machine, _Machine()))
 
-    def remove(self, node: N) -> None:
-        """Remove a node. The functions that `take` returned for the node's sessions must still be called."""
+    def remove(self, node: Node) -> None:
+        """Place no more sessions on a node. The sessions under way on it end by themselves; the functions that `take`
+        returned for them must still be called."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
             self._gone.add(total_of(node.stats().resources).quantities)
@@ -109,7 +97,7 @@ class NodePlacement(Generic[N]):
             for name, place in self._places.items()
         ]
 
-    def machines(self) -> list[N]:
+    def machines(self) -> list[Node]:
         """One node of each machine: the node with the most slots, because others may just be starting."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
@@ -136,7 +124,7 @@ class NodePlacement(Generic[N]):
         for place in self._places.values():
             place.machine.waiting.clear()
 
-    def find(self, task: TaskSpec) -> N | None:
+    def find(self, task: TaskSpec) -> Node | None:
         """Return the node for a session, or None if the session must wait. Among nodes with a slot and room for the
         session's needs, prefer a node where the resources are free now, then a node that has the images, then a node
         without GPUs (unless the session needs GPUs), then the node with the most free slots."""
@@ -154,7 +142,7 @@ class NodePlacement(Generic[N]):
                 for machine in {place.machine for place in able}:
                     machine.waiting.append(needs.quantities)
 
-        def fitness(place: _NodeSlots[N]) -> tuple[bool, bool, bool, int]:
+        def fitness(place: _NodeSlots) -> tuple[bool, bool, bool, int]:
             resources = place.node.stats().resources
             free, images = needs.within(free_of(resources)), all(map(place.node.has_image, runtimes))
             return free, images, bool(needs.gpus or not resources.gpus), self._slots(place)
@@ -169,7 +157,7 @@ class NodePlacement(Generic[N]):
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())
         return any(fits(needs.quantities, has) for has in (*here, *self._gone))
 
-    def take(self, node: N, task: TaskSpec, *, reserved: bool) -> Callable[[], None]:
+    def take(self, node: Node, task: TaskSpec, *, reserved: bool) -> Callable[[], None]:
         """Count a session on a node. Returns a function to be called once, which gives the slot and the resources
         back."""
         place = self._places[node.name]
@@ -185,10 +173,10 @@ class NodePlacement(Generic[N]):
 
         return give_back
 
-    def _open(self) -> list[_NodeSlots[N]]:
+    def _open(self) -> list[_NodeSlots]:
         return [place for name, place in self._places.items() if name not in self.drained]
 
-    def _slots(self, place: _NodeSlots[N]) -> int:
+    def _slots(self, place: _NodeSlots) -> int:
         if place.node.name in self.drained:
             return 0
         return max(0, place.node.stats().capacity - place.sessions)

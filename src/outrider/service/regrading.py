@@ -6,17 +6,13 @@ files kept from the run, or without files.
 
 from __future__ import annotations
 
-import asyncio
-
-from pydantic import ValidationError
-
-from outrider.errors import Conflict, InvalidField, UnreadableTask
+from outrider.errors import Conflict, InvalidField
 from outrider.evaluators.nested import nested_specs
 from outrider.lifecycle import SessionState
+from outrider.service.admission import stored_group
 from outrider.spec import DiffSpec, RegradeSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
-from outrider.trajectory import stored_run
 
 HINT = "see how it ended: outrider show"
 KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs"
@@ -28,7 +24,7 @@ async def regraded_group(
     """Return a group that grades again every session of `group_id` whose run ended by itself. Raises NotFound, also
     for a group of another tenant; Conflict if the group is not done, no run ended by itself, or the task has several
     steps; UnreadableTask; and InvalidField."""
-    spec = await _spec_of(store, (await store.group(group_id, tenant=tenant)).id)
+    spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
     # If the group itself regrades earlier sessions, the runs of these are graded, so that nothing is kept twice.
     rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
@@ -44,7 +40,7 @@ async def regraded_session(
 ) -> StoredGroupSpec:
     """Return a group of one that grades one session again. Raises as `regraded_group`."""
     row = await store.session(session_id, tenant=tenant)
-    spec = await _spec_of(store, row.group_id)
+    spec = await stored_group(store, row.group_id)
     if spec.regrades:
         row = await store.session(spec.regrades[row.sample_index])
     if row.state is not SessionState.DONE:
@@ -56,17 +52,8 @@ async def regraded_session(
     return _regrading(spec, [row.id], asked)
 
 
-async def _spec_of(store: Store, group_id: str) -> StoredGroupSpec:
-    stored = await store.spec(group_id)
-    try:
-        return await asyncio.to_thread(StoredGroupSpec.model_validate_json, stored)
-    except ValidationError as error:
-        message = f"the task of group {group_id} was stored by another version of Outrider, and cannot be read"
-        raise UnreadableTask(message, hint="submit it again") from error
-
-
 def _can_be_graded(row: SessionRow) -> bool:
-    return row.result is not None and stored_run(row.result) is not None
+    return row.result is not None and row.result.run_ending is not None
 
 
 def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> StoredGroupSpec:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
-from pydantic import ValidationError
 
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
@@ -35,15 +34,14 @@ from outrider.errors import (
     record_of,
 )
 from outrider.lifecycle import SessionState, StopReason
-from outrider.schemas import NodeStats
+from outrider.service.admission import stored_group
 from outrider.service.placing import NodePlacement
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
-from outrider.sessions.resources import ResourceAmount
 from outrider.spec import StoredGroupSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import MoreTurns, Store
-from outrider.trajectory import SessionResult, stored_run
+from outrider.trajectory import SessionResult
 
 log = logging.getLogger("outrider.scheduler")
 
@@ -103,7 +101,7 @@ class Scheduler:
     ) -> None:
         self._store = store
         self._failures = failures or Failures()
-        self._places = NodePlacement(nodes, evaluation_share=evaluation_share)
+        self.places = NodePlacement(nodes, evaluation_share=evaluation_share)
         self._on_done = on_done
         self._on_session_done = on_session_done
         self._policy_version = policy_version
@@ -111,7 +109,8 @@ class Scheduler:
         self._work = asyncio.Event()
         self._ended = asyncio.Event()
         """Set whenever an attempt has ended."""
-        self._stopping = False
+        self.stopping = False
+        """True once `run_dry` was called."""
         self._placements: dict[str, _RunningAttempt] = {}
         self._under_way: Counter[str] = Counter()
         """Attempts under way, by bucket."""
@@ -148,51 +147,31 @@ class Scheduler:
         self._work.set()
 
     @property
-    def stopping(self) -> bool:
-        """True once `run_dry` was called."""
-        return self._stopping
-
-    @property
     def under_way(self) -> int:
         """Number of attempts under way."""
         return len(self._placements)
 
     async def run_dry(self) -> None:
         """Start no more sessions, and return when none is under way. Queued sessions stay queued."""
-        self._stopping = True
+        self.stopping = True
         while self._placements:
             self._ended.clear()
             await self._ended.wait()
 
-    def stats(self) -> list[NodeStats]:
-        return self._places.stats()
-
-    def machines(self) -> list[Node]:
-        """See `NodePlacement`."""
-        return self._places.machines()
-
-    def may_fit(self, needs: ResourceAmount, *, others: bool) -> bool:
-        """See `NodePlacement`."""
-        return self._places.may_fit(needs, others=others)
-
     def add_node(self, node: Node) -> None:
         """Place sessions on this node, too. An earlier node of the same name must have been removed."""
-        self._places.add(node)
+        self.places.add(node)
         self._work.set()
-
-    def remove_node(self, node: Node) -> None:
-        """Place no more sessions on a node. The sessions under way on it end by themselves."""
-        self._places.remove(node)
 
     async def drain(self, name: str, drained: bool = True) -> None:
         """Stop placing sessions on a node, or resume. The node's sessions under way go on. Raises NotFound."""
-        self._places.check_known(name)
+        self.places.check_known(name)
         await self._store.set_drained(name, drained)
         await self._read_drained()
         self._work.set()
 
     async def _read_drained(self) -> None:
-        self._places.drained = await self._store.drained_nodes()
+        self.places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
         """End the sessions marked with `ending`. An attempt under way is interrupted, but only once. Queued sessions
@@ -228,11 +207,11 @@ class Scheduler:
         looked = time.time()
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
-        self._places.look_again()
+        self.places.look_again()
         # Evaluations come first, as many as their share has room for, and then the next sessions of any kind.
-        for evaluations, free in ((True, self._places.free_share), (False, self._places.free_slots)):
+        for evaluations, free in ((True, self.places.free_share), (False, self.places.free_slots)):
             passed: set[str] = set()  # buckets whose next session finds no room now
-            while not self._stopping and (slots := free()):
+            while not self.stopping and (slots := free()):
                 now = time.time()
                 queued = await self._store.queued(
                     slots,
@@ -245,7 +224,7 @@ class Scheduler:
                 if not queued:
                     break
                 for session in queued:
-                    if self._stopping or session.bucket in passed:
+                    if self.stopping or session.bucket in passed:
                         continue
                     if not await self._start(chores, session, reserved=evaluations):
                         passed.add(session.bucket)
@@ -253,23 +232,18 @@ class Scheduler:
         return await self._store.next_due(after=looked)
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
-        """Start a session, or finish it if its task cannot be read. Returns False if the session must wait, because no
-        node has room for it."""
+        """Start a session, or finish it if its task cannot be read. A session that was cancelled since it was read is
+        not started. Returns False if the session must wait, because no node has room for it."""
         try:
             task = await self._read_task(session)
         except UnreadableTask as error:
             await self._end_with_turns(session, StopReason.ERROR, task=None, error=error.record())
             return True
-        node = self._places.find(task)
+        node = self.places.find(task)
         if node is None:
             return False
-        await self._begin(chores, session, task, node, reserved=reserved)
-        return True
-
-    async def _begin(self, chores: Chores, session: SessionRow, task: TaskSpec, node: Node, *, reserved: bool) -> None:
-        """Start a session on a node, unless the session was cancelled since it was read."""
         graded = self._specs[session.group_id].regrades
-        give_back = self._places.take(node, task, reserved=reserved)  # now: during the write the node may leave
+        give_back = self.places.take(node, task, reserved=reserved)  # now: during the write the node may leave
         try:
             number = await self._store.start_attempt(
                 session.id,
@@ -282,13 +256,14 @@ class Scheduler:
             if not isinstance(error, Conflict):
                 raise
             self._specs.pop(session.group_id, None)
-            return
+            return True
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
         placement = _RunningAttempt(node, attempt, give_back, graded[session.sample_index] if graded else None)
         self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
         chores.create_task(self._run(placement), name=f"session {session.id}", chore="settle sessions")
+        return True
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
         """Return the session's task, or None if it cannot be read."""
@@ -298,20 +273,9 @@ class Scheduler:
             return None
 
     async def _read_task(self, session: SessionRow) -> TaskSpec:
-        """Return the session's task. Raises UnreadableTask if another version of Outrider stored the task in a form
-        that this version cannot read, or if the key is missing with which the task was encrypted."""
+        """Return the session's task. Raises UnreadableTask as `stored_group`."""
         if session.group_id not in self._specs:
-            spec = await self._store.spec(session.group_id)
-            try:
-                # The task is validated in a thread, because the validation decodes the base64 of every file in the
-                # task.
-                self._specs[session.group_id] = await asyncio.to_thread(StoredGroupSpec.model_validate_json, spec)
-            except ValidationError as error:
-                log.error("the task of group %s cannot be read: %s", session.group_id, error)
-                raise UnreadableTask(
-                    "the stored task cannot be read by this version of Outrider",
-                    hint="the service's log says which field; submit the task again",
-                ) from error
+            self._specs[session.group_id] = await stored_group(self._store, session.group_id)
         return self._specs[session.group_id].task
 
     async def _run(self, placement: _RunningAttempt) -> None:
@@ -359,25 +323,24 @@ class Scheduler:
                 if (of := placement.regrades) is not None:
                     id, number = attempt.session.id, attempt.session.attempt
                     graded = await retry_store(lambda: self._store.adopt_turns(id, number, of), self._failures)
-                    if graded.result is None or (run := stored_run(graded.result)) is None:
+                    if graded.result is None or graded.result.run_ending is None:
                         raise Conflict(f"the run of session {of} did not end by itself: there is nothing to grade")
-                    attempt = msgspec.structs.replace(attempt, stored=run)
+                    attempt = msgspec.structs.replace(attempt, stored=graded.result)
                 return await placement.node.run(attempt)
-        except (Conflict, NotFound) as error:  # raised for the session that is graded again
-            session, task = placement.attempt.session, placement.attempt.task
-            return session_result(session, StopReason.ERROR, [], task=task, error=error.record())
         except asyncio.CancelledError:
             if placement.ending is None:
                 raise
         except NodeLost:
             raise
-        except Exception as error:  # the attempt could not be sent to the node, which fails this attempt only
-            if _is_bug(error):
+        except Exception as error:
+            if isinstance(error, Conflict | NotFound):  # raised for the session that is graded again
+                record = error.record()
+            elif _is_bug(error):
                 raise
+            else:  # the attempt could not be sent to the node, which fails this attempt only
+                record = ServiceError(described(error)).record()
             session, task = placement.attempt.session, placement.attempt.task
-            return session_result(
-                session, StopReason.ERROR, [], task=task, error=ServiceError(described(error)).record()
-            )
+            return session_result(session, StopReason.ERROR, [], task=task, error=record)
         finally:
             placement.task = None
         return None
@@ -399,7 +362,7 @@ class Scheduler:
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = outcome or session_result(session, StopReason.ERROR, [], task=task)
             failed = msgspec.structs.replace(failed, stop_reason=StopReason.ERROR, verdict=None, error=record)
-            await self._finish(session.id, session.attempt, failed, under_way=True)
+            await self._finish(session, failed, under_way=True)
             return failed
 
     async def _end_with_turns(
@@ -418,7 +381,7 @@ class Scheduler:
             result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
             # A lost node may have sent a turn that was still being stored when the turns were read.
             with suppress(MoreTurns):
-                await self._finish(session.id, session.attempt, result, under_way=under_way, of_all_turns=True)
+                await self._finish(session, result, under_way=under_way, of_all_turns=True)
                 return result
 
     async def _requeue_or_finish(self, placement: _RunningAttempt, result: SessionResult) -> None:
@@ -432,7 +395,7 @@ class Scheduler:
             or error.boundary is Boundary.EVALUATOR
             or failures >= placement.attempt.task.max_attempts
         ):
-            await self._finish(session.id, session.attempt, result, under_way=True)
+            await self._finish(session, result, under_way=True)
             return
         log.warning("session %s attempt %d failed: %s", session.id, session.attempt, error.message)
         try:
@@ -445,21 +408,15 @@ class Scheduler:
             await self._end_with_turns(session, placement.ending, task=placement.attempt.task)
 
     async def _finish(
-        self,
-        session_id: str,
-        attempt: int,
-        result: SessionResult,
-        *,
-        under_way: bool = False,
-        of_all_turns: bool = False,
+        self, session: SessionRow, result: SessionResult, *, under_way: bool = False, of_all_turns: bool = False
     ) -> None:
         """Call `Store.finish`, unless the session was settled elsewhere."""
         try:
             group_done = await self._store.finish(
-                session_id, attempt, result, under_way=under_way, of_all_turns=of_all_turns
+                session.id, session.attempt, result, under_way=under_way, of_all_turns=of_all_turns
             )
         except (Conflict, NotFound) as error:
-            log.warning("session %s attempt %d was settled elsewhere: %s", session_id, attempt, error)
+            log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, error)
             # An earlier call may have finished the session and the group, in a commit whose reply was lost.
             self._specs.pop(result.group_id, None)
             self._on_done()

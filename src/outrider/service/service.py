@@ -10,20 +10,29 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
-from typing import Protocol, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from outrider.concurrency.chores import Failures
-from outrider.concurrency.events import Broadcast, Feed, wait_for_event
+from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
-from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field
+from outrider.errors import (
+    ContextOverflow,
+    InvalidField,
+    NotFound,
+    OutriderError,
+    TooLarge,
+    record_of,
+    renamed_field,
+)
 from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
@@ -32,14 +41,11 @@ from outrider.sandbox.rootfs.store import checked_name
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.schemas import (
     EngineStatus,
-    EventView,
-    FailingChore,
     GroupView,
     NodeList,
     PolicyStatus,
     PulledImage,
     PulledImages,
-    RefusedNode,
     ServiceStatus,
     SessionView,
 )
@@ -62,7 +68,9 @@ from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, Reg
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
-from outrider.wire.link import Socket
+
+if TYPE_CHECKING:
+    from outrider.nodes.joined import JoinedNodes
 
 log = logging.getLogger("outrider.service")
 
@@ -71,19 +79,6 @@ S = TypeVar("S", bound=Spec)
 
 REDELIVERED_AT_ONCE = 500
 """Maximum number of callbacks changed in one transaction, few enough that the store's other writers do not wait."""
-
-
-class ComingNodes(Protocol):
-    """Accepts nodes on other machines and publishes changes; see `nodes.joined.JoinedNodes`."""
-
-    added: Feed[Node]
-    removed: Feed[Node]
-    room: Feed[None]
-
-    @property
-    def refused(self) -> Collection[RefusedNode]: ...
-
-    async def attend(self, name: str, socket: Socket, owner: str) -> None: ...
 
 
 class Service:
@@ -106,7 +101,7 @@ class Service:
         backend: ModelBackend,
         frozen: Sequence[ModelBackend] = (),
         nodes: Sequence[Node],
-        joined: ComingNodes,
+        joined: JoinedNodes,
         host: Host,
         paths: HostPaths,
         pauses: RetryPolicy = PAUSES,
@@ -143,7 +138,7 @@ class Service:
         )
         self.retention = Retention(store, artifacts, config.retention, failures=failures)
         self._back_pressure = BackPressure(store, config.queue.sessions)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             store,
             nodes,
             on_done=self._on_group_done,
@@ -154,10 +149,9 @@ class Service:
             failures=failures,
         )
         self.joined = joined
-        """Adds and removes nodes on other machines."""
-        joined.added.subscribe(self._scheduler.add_node)
-        joined.removed.subscribe(self._scheduler.remove_node)
-        joined.room.subscribe(lambda _: self._scheduler.wake())
+        joined.added.subscribe(self.scheduler.add_node)
+        joined.removed.subscribe(self.scheduler.places.remove)
+        joined.room.subscribe(lambda _: self.scheduler.wake())
         self._group_done = Broadcast()
 
     @asynccontextmanager
@@ -173,24 +167,10 @@ class Service:
             await tasks.__aenter__()
             # The task group does not get the block's error, because it would wrap the error in an ExceptionGroup.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
-            stack.callback(tasks.create_task(self._scheduler.run(), name="scheduler").cancel)
+            stack.callback(tasks.create_task(self.scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
             stack.callback(tasks.create_task(self.retention.run(), name="retention").cancel)
             yield
-
-    def wake(self) -> None:
-        """Place queued sessions: there may be room for them."""
-        self._scheduler.wake()
-
-    @property
-    def stopping(self) -> bool:
-        """True while no more sessions are started because the service is about to end."""
-        return self._scheduler.stopping
-
-    @property
-    def under_way(self) -> int:
-        """Number of sessions under way."""
-        return self._scheduler.under_way
 
     async def run_dry(self, seconds: float) -> bool:
         """Start no more sessions, and wait up to `seconds` for the sessions under way. Returns True if all have ended.
@@ -198,7 +178,7 @@ class Service:
         sessions."""
         try:
             async with asyncio.timeout(seconds):
-                await self._scheduler.run_dry()
+                await self.scheduler.run_dry()
         except TimeoutError:
             return False
         return True
@@ -246,8 +226,8 @@ class Service:
         if not caller.may("admin"):
             check_bounds(spec.task)
         # A service without sessions of its own depends on nodes that join. Until then the nodes' resources are unknown.
-        if not self._scheduler.may_fit(session_needs(spec.task), others=self.config.processes == 0):
-            check_resources(spec.task, self._scheduler.stats())
+        if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
+            check_resources(spec.task, self.scheduler.places.stats())
 
         def check() -> list[Evaluator]:
             self._allow_lists.check(spec, caller)
@@ -262,11 +242,7 @@ class Service:
             priority=spec.priority,
             idempotency_key=spec.idempotency_key,
             callback_url=str(spec.callback_url) if spec.callback_url else None,
-            state=GroupState.ACTIVE,
-            cancelled=False,
             created=time.time(),
-            finished=None,
-            cursor=None,
             labels=spec.task.labels,
             min_usable=spec.min_usable,
             submitted_by=caller.name,
@@ -280,19 +256,19 @@ class Service:
         body = await self._offload.run(lambda: spec.model_dump_json().encode())
         expires = None if seconds is None else row.created + seconds
         stored = await self.store.create_group(row, body, session_ids, expires=expires, quota=quota)
-        self._scheduler.wake()
+        self.scheduler.wake()
         return await self.reader.view(stored)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
         """Cancel a group in any state of its sessions. Cancelling again, or cancelling a done group, changes
         nothing."""
-        await self._scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
+        await self.scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
         return await self.reader.group(group_id, tenant=caller.sees)
 
     async def cancel_session(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
         """Cancel one session. The group's other sessions go on. Cancelling the session again, or a session that is
         done, changes nothing."""
-        await self._scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
+        await self.scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
         return await self.reader.session(session_id, tenant=caller.sees)
 
     async def group(self, group_id: str, *, wait: float, samples: bool, caller: Principal = LOCAL) -> GroupView:
@@ -356,19 +332,6 @@ class Service:
         self._deliverer.wake()
         return count
 
-    async def events(self, *, after: int, limit: int, caller: Principal = LOCAL) -> list[EventView]:
-        return [
-            EventView(
-                cursor=event.cursor,
-                at=event.at,
-                kind=event.kind.value,
-                group_id=event.group_id,
-                session_id=event.session_id,
-                data=event.data,
-            )
-            for event in await self.store.events(after=after, limit=limit, tenant=caller.sees)
-        ]
-
     async def update_policy(self, update: PolicyUpdateSpec) -> PolicyStatus:
         """Switch to another policy version from the next token on; see `Policy.update`. Groups that began at a version
         below `cancel_older_than` are cancelled before generation resumes."""
@@ -377,7 +340,7 @@ class Service:
         async def cancel_old() -> None:
             if update.cancel_older_than is not None:
                 for group_id in await self.store.began_before(update.cancel_older_than):
-                    await self._scheduler.end(await self.store.cancel_group(group_id))
+                    await self.scheduler.end(await self.store.cancel_group(group_id))
                     cancelled.append(group_id)
 
         await self.pool.policy.update(
@@ -412,39 +375,34 @@ class Service:
         """The engines of the policy, then the engines of each frozen model."""
         return tuple(engine for pool in (self.pool, *self._frozen.values()) for engine in pool.status())
 
-    def failing(self) -> tuple[FailingChore, ...]:
-        """The background work that fails now, here and on the nodes: the longest-lasting failure first."""
-        pools = (self.pool, *self._frozen.values())
-        found = [*self.failures.failing()]
-        for failing in (
-            *(pool.failures.failing() for pool in pools),
-            *(node.failing for node in self._scheduler.stats()),
-        ):
-            found += failing
-        return tuple(sorted(found, key=lambda each: each.since))
-
     async def status(self, caller: Principal = LOCAL) -> ServiceStatus:
         """Return the status of the service. Sessions and results are the caller's tenant's; nodes, engines and the
         policy are shared by all tenants."""
         counts = await self.store.counts(tenant=caller.sees)
+        nodes, pools = tuple(self.scheduler.places.stats()), (self.pool, *self._frozen.values())
+        failing = chain(
+            self.failures.failing(),
+            *(pool.failures.failing() for pool in pools),
+            *(node.failing for node in nodes),
+        )
         return ServiceStatus(
             version=self._version,
             model=self.config.model.name,
             frozen=tuple(self._frozen),
             sessions={state.value: number for state, number in counts.items()},
             cursor=await self.store.last_cursor(tenant=caller.sees),
-            nodes=tuple(self._scheduler.stats()),
+            nodes=nodes,
             engines=self.engines(),
             policy=self.pool.policy.status(),
-            failing=self.failing(),
+            failing=tuple(sorted(failing, key=lambda each: each.since)),  # the longest-lasting first
         )
 
     def nodes(self) -> NodeList:
-        return NodeList(nodes=tuple(self._scheduler.stats()), refused=tuple(self.joined.refused))
+        return NodeList(nodes=tuple(self.scheduler.places.stats()), refused=tuple(self.joined.refused))
 
     async def drain_node(self, name: str, drained: bool = True) -> NodeList:
         """Stop placing sessions on a node, or resume. The setting survives a restart. Raises NotFound."""
-        await self._scheduler.drain(name, drained)
+        await self.scheduler.drain(name, drained)
         return self.nodes()
 
     async def pull_image(self, asked: PullSpec) -> PulledImages:
@@ -461,8 +419,8 @@ class Service:
                 return PulledImage(node=node.name, error=record_of(error))
             return PulledImage(node=node.name, digest=image.digest, bytes=image.bytes)
 
-        pulled = await asyncio.gather(*map(pull, self._scheduler.machines()))
-        self._scheduler.wake()  # placement prefers a node that has a session's image
+        pulled = await asyncio.gather(*map(pull, self.scheduler.places.machines()))
+        self.scheduler.wake()  # placement prefers a node that has a session's image
         return PulledImages(machines=tuple(pulled))
 
     def _on_group_done(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from outrider.engines.base import ChatEngine, Engine, TokenizesText
 from outrider.errors import ModelMismatch
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -11,25 +13,21 @@ PROBE = "Outrider 0123456789 <|im_start|>user\nnaïve 测试\n\tdef f(x): return
 indented code, an emoji."""
 
 
-class TokenizerCheck:
-    """Checks every engine added to the engine pool. Engines that cannot tokenise are accepted."""
+def tokenizer_check(tokenizer: Tokenizer, frozen: str | None) -> Callable[[Engine | ChatEngine], Awaitable[None]]:
+    """Return the check of every engine that is added to a pool. `frozen` is the name of the frozen model that the
+    engines serve, None for the policy. Engines that cannot tokenise are accepted. The check raises ModelMismatch, or
+    EngineUnavailable when the engine does not respond."""
+    expected = tokenizer.encode(PROBE)
 
-    def __init__(self, tokenizer: Tokenizer, *, frozen: str | None = None) -> None:
-        """`frozen` is the name of a frozen model that the engines serve, None for the policy."""
-        self._tokenizer = tokenizer
-        self._frozen = frozen
-        self._expected = tokenizer.encode(PROBE)
-
-    async def __call__(self, engine: Engine | ChatEngine) -> None:
-        """Check an engine. Raises ModelMismatch, or EngineUnavailable when the engine does not respond."""
-        if not isinstance(engine, TokenizesText):
-            return
-        ids = await engine.token_check(PROBE)
-        if ids is not None and ids != self._expected:
+    async def check(engine: Engine | ChatEngine) -> None:
+        ids = await engine.token_check(PROBE) if isinstance(engine, TokenizesText) else None
+        if ids is not None and ids != expected:
             raise ModelMismatch(
-                f"engine {engine.name!r} tokenises text differently from {self._tokenizer.name_or_path}",
-                field="model.tokenizer" if self._frozen is None else "frozen.tokenizer",
+                f"engine {engine.name!r} tokenises text differently from {tokenizer.name_or_path}",
+                field="model.tokenizer" if frozen is None else "frozen.tokenizer",
                 hint="the engine serves another model: attach the right one, or start with its --tokenizer"
-                if self._frozen is None
-                else f"name the folder of its model as the `tokenizer` of the frozen model {self._frozen!r}",
+                if frozen is None
+                else f"name the folder of its model as the `tokenizer` of the frozen model {frozen!r}",
             )
+
+    return check

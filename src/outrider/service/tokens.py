@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from outrider.errors import InvalidField, Unauthorized
 from outrider.redaction import KEY_PREFIX
-from outrider.schemas import NewToken, TokenView
+from outrider.schemas import NewToken, TokenView, reply_of
 from outrider.service.principals import LOCAL, OPERATOR, Principal
 from outrider.spec import TokenSpec
 from outrider.store.rows import TokenRow
@@ -114,12 +114,12 @@ class TokenRegistry:
             tenant=spec.tenant or spec.name,
         )
         await self._store.add_token(row, joins=spec.tenant is not None)
-        return NewToken(token=_view(row), text=text)
+        return NewToken(token=reply_of(TokenView, row), text=text)
 
     async def revoke(self, name: str) -> TokenView:
         """Revoke a token, and cancel its calls under way: streams of events, long polls, relay workers. Raises
         NotFound."""
-        view = _view(await self._store.revoke_token(name))
+        view = reply_of(TokenView, await self._store.revoke_token(name))
         self._revoked.add(name)
         for task, of in list(self._calls.items()):
             if of == name and task is not asyncio.current_task():
@@ -128,20 +128,8 @@ class TokenRegistry:
         return view
 
     async def listed(self) -> tuple[TokenView, ...]:
-        return tuple(map(_view, await self._store.tokens()))
+        return tuple(reply_of(TokenView, row) for row in await self._store.tokens())
 
 
 def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
-
-
-def _view(row: TokenRow) -> TokenView:
-    return TokenView(
-        name=row.name,
-        role=row.role,
-        tenant=row.tenant,
-        max_queued=row.max_queued,
-        created=row.created,
-        expires=row.expires,
-        revoked=row.revoked,
-    )

@@ -17,15 +17,15 @@ from outrider.redaction import without_keys
 from outrider.schemas import (
     CallbackView,
     ChatList,
-    ConsumerView,
     GroupSummary,
     GroupView,
     SampleList,
     SessionView,
     TurnList,
     TurnView,
+    reply_of,
 )
-from outrider.store.rows import Consumer, Delivery, GroupRow, SessionRow
+from outrider.store.rows import Delivery, GroupRow
 from outrider.store.store import Store
 from outrider.tokens.branches.classify import lineages
 from outrider.tokens.chat_rows import chat_rows
@@ -67,28 +67,15 @@ class ViewReader:
     async def view(self, row: GroupRow, *, samples: bool = False) -> GroupView:
         sessions = await self._store.sessions(row.id)
         rows = [sample for session in sessions for sample in await self._samples(session.result)] if samples else None
-        return GroupView(
-            id=row.id,
-            state=row.state,
-            cancelled=row.cancelled,
-            n=row.n,
-            priority=row.priority,
-            created=row.created,
-            finished=row.finished,
-            cursor=row.cursor,
-            labels=row.labels,
-            submitted_by=row.submitted_by,
-            tenant=row.tenant,
-            sessions=tuple(map(session_view, sessions)),
-            samples=None if rows is None else tuple(rows),
-        )
+        views = tuple(reply_of(SessionView, session) for session in sessions)
+        return reply_of(GroupView, row, sessions=views, samples=None if rows is None else tuple(rows))
 
     async def encoded(self, view: GroupView | SampleList | ChatList | TurnList) -> bytes:
         """Encode the view as JSON; a large view in a thread."""
         return await self._offload.run_steps(encoding(view))
 
     async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:
-        return session_view(await self._store.session(session_id, tenant=tenant))
+        return reply_of(SessionView, await self._store.session(session_id, tenant=tenant))
 
     async def turns(self, session_id: str, *, tenant: str | None = None) -> tuple[TurnView, ...]:
         """The turns of the session's newest attempt, including those of frozen models."""
@@ -138,14 +125,10 @@ def _turn_view(
     turn: Turn, tokenizer: Tokenizer | None, *, kind: str, label: str, depth: int = 0, model: str | None = None
 ) -> TurnView:
     """Return the view of a turn. `tokenizer` is None for a frozen model that is no longer in the settings."""
-    return TurnView(
-        index=turn.index,
-        parent=turn.parent,
-        step=turn.step,
+    return reply_of(
+        TurnView,
+        turn,
         model=model,
-        join=turn.join.value,
-        cause=turn.cause.value if turn.cause else None,
-        forked_from=turn.forked_from,
         kind=kind,
         label=label,
         depth=depth,
@@ -153,19 +136,7 @@ def _turn_view(
         output_tokens=len(turn.output_ids) // 4,
         context=_text(turn.prompt_delta, tokenizer, "\n".join(f"{one.role}: {one.content}" for one in turn.messages)),
         sampled=_text(turn.output_ids, tokenizer, turn.reply.content if turn.reply else ""),
-        finish=turn.finish.value,
-        mode=turn.mode.value,
-        dialect=turn.dialect,
-        engine=turn.engine,
         tool_calls=len(turn.reply.tool_calls) if turn.reply else 0,
-        malformed_calls=turn.malformed_calls,
-        cached_tokens=turn.cached_tokens,
-        drift_tokens=turn.drift_tokens,
-        versions=turn.versions,
-        sampling=turn.sampling,
-        altered=turn.altered,
-        ignored=turn.ignored,
-        timings=turn.timings,
     )
 
 
@@ -221,52 +192,10 @@ class EncodedPage:
 
 
 def group_summary(row: GroupRow) -> GroupSummary:
-    return GroupSummary(
-        id=row.id,
-        state=row.state,
-        cancelled=row.cancelled,
-        n=row.n,
-        priority=row.priority,
-        created=row.created,
-        finished=row.finished,
-        cursor=row.cursor,
-        labels=row.labels,
-        submitted_by=row.submitted_by,
-        tenant=row.tenant,
-        done=row.done,
-        errors=row.errors,
-        mean_reward=row.reward_total / row.rewarded if row.rewarded else None,
-    )
-
-
-def consumer_view(row: Consumer) -> ConsumerView:
-    return ConsumerView(
-        name=row.name, tenant=row.tenant, cursor=row.cursor, lag=row.lag, created=row.created, seen=row.seen
-    )
+    return reply_of(GroupSummary, row, mean_reward=row.reward_total / row.rewarded if row.rewarded else None)
 
 
 def callback_view(row: Delivery) -> CallbackView:
     url = urlsplit(row.url)
-    return CallbackView(
-        group_id=row.group_id,
-        url=f"{url.scheme}://{row.receiver}{url.path}" if row.url else row.receiver,
-        tries=row.tries,
-        since=row.since,
-        given_up=row.given_up or 0.0,
-        fault=row.fault or "",
-    )
-
-
-def session_view(row: SessionRow) -> SessionView:
-    return SessionView(
-        id=row.id,
-        group_id=row.group_id,
-        sample_index=row.sample_index,
-        state=row.state,
-        attempt=row.attempt,
-        node=row.node,
-        created=row.created,
-        updated=row.updated,
-        last_error=row.last_error,
-        result=row.result,
-    )
+    shown = f"{url.scheme}://{row.receiver}{url.path}" if row.url else row.receiver
+    return reply_of(CallbackView, row, url=shown, given_up=row.given_up or 0.0, fault=row.fault or "")

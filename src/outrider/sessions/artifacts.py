@@ -10,6 +10,7 @@ import asyncio
 import logging
 import posixpath
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -90,34 +91,27 @@ class ArtifactCollector:
             await asyncio.to_thread(file.write_bytes, data)
 
 
+@dataclass(eq=False)
 class ArtifactCollection:
     """Collects the artifacts of one attempt. Lists the files kept so far, and the files left out, each with the
     reason."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        task: TaskSpec,
-        store: KeepsArtifacts,
-        limits: ArtifactLimits,
-        session_id: str,
-        attempt: int,
-    ) -> None:
-        self._runtime = runtime
-        self._patterns = task.artifacts
-        self._workdir = task.runtime.workdir
-        self._store = store
-        self._limits = limits
-        self._session_id = session_id
-        self._attempt = attempt
-        self._kept: list[Artifact] = []
-        self._left_out: list[LeftOut] = []
-        self._bytes_left = limits.total_bytes
+    runtime: Runtime
+    task: TaskSpec
+    store: KeepsArtifacts
+    limits: ArtifactLimits
+    session_id: str
+    attempt: int
+    _kept: list[Artifact] = field(default_factory=list)
+    _left_out: list[LeftOut] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._bytes_left = self.limits.total_bytes
 
     def listed(self) -> ArtifactList:
         return ArtifactList(
-            session_id=self._session_id,
-            attempt=self._attempt,
+            session_id=self.session_id,
+            attempt=self.attempt,
             artifacts=tuple(self._kept),
             left_out=tuple(self._left_out),
         )
@@ -125,26 +119,26 @@ class ArtifactCollection:
     async def paths(self) -> AsyncIterator[str]:
         """Yield the absolute paths in the sandbox that the task's patterns match, each once."""
         seen: set[str] = set()
-        for pattern in self._patterns:
+        for pattern in self.task.artifacts:
             try:
-                found = await self._runtime.glob(pattern, limit=self._limits.matches)
+                found = await self.runtime.glob(pattern, limit=self.limits.matches)
             except (RuntimeFailure, OSError) as error:
                 self.leave_out(pattern, str(error))
                 continue
             if not found:
                 self.leave_out(pattern, "matches nothing")
             for name in found:
-                path = posixpath.normpath(posixpath.join(self._workdir, name))
+                path = posixpath.normpath(posixpath.join(self.task.runtime.workdir, name))
                 if path not in seen:
                     seen.add(path)
                     yield path
 
     async def keep(self, path: str) -> None:
         """Store a file's bytes, or leave the file out."""
-        limit = min(self._limits.file_bytes, self._bytes_left)
+        limit = min(self.limits.file_bytes, self._bytes_left)
         try:
             path.encode()
-            data = await self._runtime.read(path, limit=limit, follow=False)
+            data = await self.runtime.read(path, limit=limit, follow=False)
         except IsADirectoryError:
             self.leave_out(path, "a folder: a pattern such as `folder/**` names what is in it")
             return
@@ -152,11 +146,11 @@ class ArtifactCollection:
             self.leave_out(path, "its name is not UTF-8")
             return
         except (RuntimeFailure, OSError) as error:
-            full = f" ({self._limits.total_bytes} bytes are kept in all)" if limit < self._limits.file_bytes else ""
+            full = f" ({self.limits.total_bytes} bytes are kept in all)" if limit < self.limits.file_bytes else ""
             self.leave_out(path, f"{error}{full}")
             return
         try:
-            digest = await self._store.keep(self._session_id, self._attempt, data)
+            digest = await self.store.keep(self.session_id, self.attempt, data)
         except (OSError, ServiceError) as error:
             self.leave_out(path, f"the service cannot store it: {error}")
             return

@@ -25,7 +25,6 @@ from outrider.trajectory import (
     HarnessExit,
     SessionResult,
     StageSeconds,
-    StoredRun,
     Turn,
     Verdict,
 )
@@ -36,12 +35,13 @@ RESERVED_PRIORITY = URGENT
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved`: the attempt uses the
-    slots reserved for evaluations. `stored` is an earlier run that is graded again, in place of running an agent."""
+    slots reserved for evaluations. `stored` is the result of an earlier session, whose run is graded again in place of
+    running an agent."""
 
     session: SessionRow
     task: TaskSpec
     reserved: bool = False
-    stored: StoredRun | None = None
+    stored: SessionResult | None = None
 
     @property
     def name(self) -> str:

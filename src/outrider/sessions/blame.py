@@ -157,75 +157,65 @@ class Cause(StrEnum):
     NO_CALL = "harness_error (no model call)"
 
 
+ANY = tuple(End)
+WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
+
+
 class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule fits if the stage is in `stages`, the end is in `ends`, and all facts in `when` are true. `reason` is the
-    stop reason of a graded or ungraded attempt; a rule with neither `reason` nor `cause` has the limit's reason.
-    `cause` is the error. `maybe_agent`: the agent is blamed instead, if the error came from inside the sandbox and the
-    model had replied."""
+    """A rule fits if the stage is in `stages`, the end is in `ends`, and all facts in `when` are true. A rule with a
+    `cause` ends the attempt with this error. Any other rule has the `reason`, or the limit's if `reason` is None, as
+    the stop reason; the attempt is graded unless the session was out of time. `maybe_agent`: the agent is blamed
+    instead, if the error came from inside the sandbox and the model had replied."""
 
     name: str
-    stages: tuple[Stage, ...]
-    ends: tuple[End, ...]
+    stages: tuple[Stage, ...] = (Stage.RUN,)
+    ends: tuple[End, ...] = ANY
     when: tuple[str, ...] = ()
-    blame: Blame
     reason: StopReason | None = None
     cause: Cause | None = None
     maybe_agent: bool = False
     why: str
 
+    @property
+    def blame(self) -> Blame:
+        if self.cause is not None:
+            return Blame.ERROR
+        return Blame.UNGRADED if self.reason is StopReason.SESSION_TIMEOUT else Blame.GRADE
+
     def fits(self, facts: Facts) -> bool:
         return facts.stage in self.stages and facts.end in self.ends and all(getattr(facts, name) for name in self.when)
 
-
-ANY = tuple(End)
-RUN = (Stage.RUN,)
-WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
 
 RULES = (
     # Failures of the infrastructure come first. Their order decides only which error is reported: the broadest failure,
     # because it may have caused the others.
     BlameRule(
         name="turn not stored",
-        stages=RUN,
-        ends=ANY,
         when=("unrecorded",),
-        blame=Blame.ERROR,
         cause=Cause.UNRECORDED,
         why="samples would lack the turn",
     ),
     BlameRule(
         name="engine failed",
-        stages=RUN,
-        ends=ANY,
         when=("engine_failed",),
-        blame=Blame.ERROR,
         cause=Cause.ENGINE,
         why="the policy was not there to decide what the agent does, and the broken reply may have used up a limit",
     ),
     BlameRule(
         name="service stalled",
-        stages=RUN,
-        ends=ANY,
         when=("stalled", "ended_badly"),
-        blame=Blame.ERROR,
         cause=Cause.STALL,
         why="the agent's client may have given up meanwhile",
     ),
     BlameRule(
         name="overdue",
-        stages=RUN,
-        ends=ANY,
         when=("overdue", "ended_badly"),
-        blame=Blame.ERROR,
         cause=Cause.OVERDUE,
         why="the agent's client may have given up meanwhile",
     ),
     BlameRule(
         name="waited in vain",
-        stages=RUN,
-        ends=ANY,
         when=("in_vain",),
-        blame=Blame.ERROR,
         cause=Cause.IN_VAIN,
         why="an agent that gave a call up may end as if all were well",
     ),
@@ -233,7 +223,6 @@ RULES = (
         name="other error",
         stages=(*WORKING, Stage.GRADE),
         ends=(End.ERROR,),
-        blame=Blame.ERROR,
         cause=Cause.RAISED,
         why="an engine, the store, the service or a plugin failed",
     ),
@@ -241,7 +230,6 @@ RULES = (
         name="sandbox failed",
         stages=WORKING,
         ends=(End.SANDBOX, End.EVALUATOR),
-        blame=Blame.ERROR,
         cause=Cause.RAISED,
         maybe_agent=True,
         why="the agent could not work in it, whatever limit it had reached",
@@ -249,63 +237,49 @@ RULES = (
     # Then come the ends of a run, with the strongest reason first.
     BlameRule(
         name="model refused",
-        stages=RUN,
         ends=(End.REFUSED,),
         when=("replied",),
-        blame=Blame.GRADE,
         reason=StopReason.NONZERO_EXIT,
         why="the agent had used up a frozen model, or wrote it too long a prompt",
     ),
     BlameRule(
         name="prompt too long, out of time",
-        stages=RUN,
         ends=(End.AGENT_CLOCK,),
         when=("overflow",),
-        blame=Blame.GRADE,
         reason=StopReason.CONTEXT_OVERFLOW,
         why="the agent could only wait after that",
     ),
     BlameRule(
         name="agent out of time",
-        stages=RUN,
         ends=(End.AGENT_CLOCK,),
         when=("called",),
-        blame=Blame.GRADE,
         reason=StopReason.AGENT_TIMEOUT,
         why="what the agent did by then is its outcome",
     ),
     BlameRule(
         name="limit",
-        stages=RUN,
         ends=(End.RETURNED, End.AGENT_CLOCK, End.SESSION_CLOCK, End.TIMEOUT, End.LIMIT, End.EXITED, End.PROGRAM),
         when=("limit",),
-        blame=Blame.GRADE,
         why="the session had used up its turns or tokens, whatever the program made of the refusal",
     ),
     BlameRule(
         name="prompt too long",
-        stages=RUN,
         ends=(End.RETURNED, End.EXITED, End.PROGRAM),
         when=("overflow",),
-        blame=Blame.GRADE,
         reason=StopReason.CONTEXT_OVERFLOW,
         why="the agent wrote the prompt",
     ),
     BlameRule(
         name="completed",
-        stages=RUN,
         ends=(End.RETURNED,),
         when=("called",),
-        blame=Blame.GRADE,
         reason=StopReason.COMPLETED,
         why="the run came to its end",
     ),
     BlameRule(
         name="exit code",
-        stages=RUN,
         ends=(End.EXITED,),
         when=("replied",),
-        blame=Blame.GRADE,
         reason=StopReason.NONZERO_EXIT,
         why="with a model that replies, the exit is the agent's outcome",
     ),
@@ -313,7 +287,6 @@ RULES = (
         name="session out of time",
         stages=WORKING,
         ends=(End.SESSION_CLOCK,),
-        blame=Blame.UNGRADED,
         reason=StopReason.SESSION_TIMEOUT,
         why="the bound covers sandboxes and prepare steps, too, so that its end says nothing about the policy",
     ),
@@ -321,25 +294,20 @@ RULES = (
         name="timed out by itself",
         stages=WORKING,
         ends=(End.TIMEOUT,),
-        blame=Blame.ERROR,
         cause=Cause.OWN_TIMEOUT,
         maybe_agent=True,
         why="a plugin let out a timeout of its own",
     ),
     BlameRule(
         name="no reply",
-        stages=RUN,
         ends=(End.AGENT_CLOCK,),
-        blame=Blame.ERROR,
         cause=Cause.NO_REPLY,
         maybe_agent=True,
         why="the agent never had a model",
     ),
     BlameRule(
         name="no call",
-        stages=RUN,
         ends=(End.RETURNED,),
-        blame=Blame.ERROR,
         cause=Cause.NO_CALL,
         maybe_agent=True,
         why="the harness is set up wrongly: a program that never calls its model shows nothing about the policy",
@@ -348,7 +316,6 @@ RULES = (
         name="program failed",
         stages=WORKING,
         ends=(End.LIMIT, End.REFUSED, End.EXITED, End.PROGRAM),
-        blame=Blame.ERROR,
         cause=Cause.RAISED,
         maybe_agent=True,
         why="the program failed before its model had replied, or could not be run",
@@ -358,7 +325,6 @@ RULES = (
         name="grading failed",
         stages=(Stage.GRADE,),
         ends=(End.SANDBOX, End.EVALUATOR, End.PROGRAM, End.EXITED, End.LIMIT, End.REFUSED, End.TIMEOUT),
-        blame=Blame.ERROR,
         cause=Cause.RAISED,
         maybe_agent=True,
         why="without a verdict there is no reward",
@@ -368,15 +334,12 @@ RULES = (
         stages=(Stage.CONFIRM,),
         ends=(End.EVALUATOR,),
         when=("sandbox_failed",),
-        blame=Blame.GRADE,
         reason=StopReason.AGENT_EXCESS,
         why="the sandbox had failed, and an untouched one works; evaluators may need what an agent makes",
     ),
     BlameRule(
         name="not confirmed",
         stages=(Stage.CONFIRM,),
-        ends=ANY,
-        blame=Blame.ERROR,
         cause=Cause.FIRST,
         why="what failed fails without an agent, too",
     ),

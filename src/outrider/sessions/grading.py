@@ -39,7 +39,7 @@ from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, ShellKind, TellsCause
-from outrider.sandbox.sandbox import RUNTIME, Sandbox, Sandboxes, collect
+from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.blame import Blame, Facts, Stage, decide, end_of
 from outrider.sessions.clock import Stopwatch
@@ -47,7 +47,7 @@ from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.patches import apply_patch, carried_paths, make_patch, place_of
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
-from outrider.spec import DiffSpec, RuntimeSpec
+from outrider.spec import RUNTIME, DiffSpec, RuntimeSpec
 from outrider.store.artifacts import CARRIED, PATCH
 from outrider.trajectory import Verdict
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
+from outrider.config import LanesConfig
 from outrider.schemas import LaneStats
 from outrider.sessions.priority_semaphore import URGENT, PrioritySemaphore, Slot
 
@@ -83,12 +84,12 @@ class Lanes:
     bounds the sandboxes for grading that start at once; sandboxes for agents start in `init`.
     """
 
-    def __init__(self, *, init: int, run: int, evaluate: int, ready: int | None = None) -> None:
-        self.init = Lane("init", init)
-        self.ready = Lane("ready", 2 * init if ready is None else ready)
-        self.run = Lane("run", run)
-        self.eval = Lane("eval", evaluate)
-        self.grading = Lane("grading", max(1, init // 2))
+    def __init__(self, sizes: LanesConfig) -> None:
+        self.init = Lane("init", sizes.init)
+        self.ready = Lane("ready", 2 * sizes.init if sizes.ready is None else sizes.ready)
+        self.run = Lane("run", sizes.run)
+        self.eval = Lane("eval", sizes.eval)
+        self.grading = Lane("grading", max(1, sizes.init // 2))
 
     @property
     def capacity(self) -> int:

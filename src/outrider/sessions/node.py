@@ -21,6 +21,7 @@ import msgspec
 from outrider.concurrency.cancellation import opened_in_thread
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.watchdog import Watchdog
+from outrider.config import Config
 from outrider.errors import OutriderError, record_of
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
@@ -58,30 +59,27 @@ class LocalNode:
     def __init__(
         self,
         name: str,
+        config: Config,
         *,
         backend: ModelBackend,
         frozen: Sequence[FrozenModel] = (),
         store: AttemptStore,
         artifacts: KeepsArtifacts,
-        lanes: Lanes,
         resources: NodeResources,
         paths: HostPaths,
-        warm: WarmLimits | None = None,
-        endpoints: Endpoints | None = None,
         service_silence: Callable[[], float] = lambda: 0.0,
         failures: Failures | None = None,
     ) -> None:
-        """Failures of background work are recorded in `failures`."""
+        """Failures of background work are recorded in `failures`. `service_silence`: see `NodeServices`."""
         self.name = self.machine = name
+        self._config = config
         self.backend = backend
         self._frozen = tuple(frozen)
         self._store = store
         self._artifacts = artifacts
-        self._lanes = lanes
+        self._lanes = Lanes(config.lanes)
         self._resources = resources
         self._paths = paths
-        self._warm_limits = warm or WarmLimits()
-        self._endpoints = endpoints or Endpoints()
         self._service_silence = service_silence
         self._held = AsyncExitStack()
         self.failures = failures or Failures()
@@ -106,7 +104,9 @@ class LocalNode:
                 paths=self._paths,
                 gateway_socket=self.gateway_socket,
             )
-            warm_pool = await held.enter_async_context(WarmPool(sandboxes, self._warm_limits))
+            settings = self._config.sandboxes
+            warm = WarmLimits(each=settings.warm, memory_mb=settings.warm_memory_mb)
+            warm_pool = await held.enter_async_context(WarmPool(sandboxes, warm))
             self._services = NodeServices(
                 model=self.backend,
                 frozen=self._frozen,
@@ -117,7 +117,7 @@ class LocalNode:
                 sandboxes=sandboxes,
                 warm_pool=warm_pool,
                 watchdog=watchdog,
-                endpoints=self._endpoints,
+                endpoints=Endpoints(self._config.graders, [model.name for model in self._config.frozen]),
                 service_silence=self._service_silence,
             )
             self._background.begin(

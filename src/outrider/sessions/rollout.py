@@ -66,10 +66,10 @@ from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, session_needs
 from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.transcript import transcript
-from outrider.spec import Limits, SamplingSpec, evaluator_field, steps_of
+from outrider.spec import Limits, SamplingSpec, step_field, steps_of
 from outrider.store.artifacts import KEPT
 from outrider.tokens.samples import model_calls, policy_of
-from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, StoredRun, Turn, Verdict
+from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
 
@@ -298,7 +298,7 @@ class Rollout:
             stopwatch=self._stopwatch,
             keep=self._keep_carried,
             numbers=self._grading_sandboxes,
-            field=evaluator_field(number),
+            field=f"{step_field(number)}.evaluator",
             goes_on=number + 1 < len(self._steps),
         )
 
@@ -544,16 +544,17 @@ class Rollout:
         )
         return _graded(ended, grade)
 
-    async def _grade_again(self, grading: Grading, stored: StoredRun) -> Ending:
+    async def _grade_again(self, grading: Grading, stored: SessionResult) -> Ending:
         """Grade an earlier session's run again, once resources and an eval slot are free. A verdict that blames the
         agent stays, and is returned at once."""
         code, log_tail = 0, ""
         if stored.harness_exit is not None:
             code, log_tail = stored.harness_exit.code, stored.harness_exit.log_tail
         left = HarnessOutcome(log_tail=log_tail, answer=stored.answer, exit_code=code)
-        ended = AgentRun(reason=stored.reason, outcome=left)
-        if stored.excess is not None:
-            return _graded(ended, Grade(verdict=stored.excess, excess=True))
+        assert stored.run_ending is not None
+        ended = AgentRun(reason=stored.run_ending, outcome=left)
+        if stored.verdict is not None and stored.stop_reason is StopReason.AGENT_EXCESS:
+            return _graded(ended, Grade(verdict=stored.verdict, excess=True))
         fetch = partial(self._node.artifacts.fetch_carried, stored.session_id, stored.attempt)
         line = self._attempt.priority, self._attempt.tenant
         async with AsyncExitStack() as held:

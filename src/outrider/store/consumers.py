@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from outrider.errors import Conflict, NotFound
+from outrider.schemas import ConsumerView
 from outrider.store.database import Connection, Database
-from outrider.store.rows import Consumer
-from outrider.store.tenants import newest_cursor
+from outrider.store.tenants import total
 
 MAX_CONSUMERS = 1000
 """Maximum number of consumers of one tenant."""
@@ -56,7 +56,9 @@ class Consumers:
 
         return await self._db.write(body)
 
-    async def acknowledge(self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> Consumer:
+    async def acknowledge(
+        self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None
+    ) -> ConsumerView:
         """Move a consumer forward to `cursor`. Only with `rewind` does a lower cursor move the consumer back.
 
         Raises NotFound for an unknown consumer, and Conflict for a position that no group has reached.
@@ -64,7 +66,7 @@ class Consumers:
         owner = tenant or OF_ADMINS
         further = "" if rewind else " AND cursor < ?"
 
-        async def body(tx: Connection) -> Consumer:
+        async def body(tx: Connection) -> ConsumerView:
             known = "UPDATE consumers SET seen = ? WHERE tenant = ? AND name = ?"
             if not await tx.execute(known, (self._clock(), owner, name)):
                 raise _unknown(name)
@@ -76,7 +78,7 @@ class Consumers:
 
         return await self._db.write(body)
 
-    async def listed(self, tenant: str | None = None) -> list[Consumer]:
+    async def listed(self, tenant: str | None = None) -> list[ConsumerView]:
         """List the tenant's consumers, or all: first the admins' consumers, then each tenant's, by name."""
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         return await self._db.read(lambda tx: _consumers(tx, f"{where} ORDER BY tenant, name", *values))
@@ -96,10 +98,10 @@ def _unknown(name: str) -> NotFound:
     return NotFound(f"no consumer {name!r}", hint=f"it begins with its first GET /v1/results?consumer={name}")
 
 
-async def _consumers(tx: Connection, where: str, *values: str) -> list[Consumer]:
+async def _consumers(tx: Connection, where: str, *values: str) -> list[ConsumerView]:
     found = await tx.fetch(f"SELECT tenant, name, cursor, created, seen FROM consumers {where}", values)
     return [
-        Consumer(
+        ConsumerView(
             tenant=row[0] or None,
             name=row[1],
             cursor=row[2],
@@ -116,13 +118,13 @@ async def _lag(tx: Connection, tenant: str | None, position: int) -> int:
     if tenant is not None:
         sql = "SELECT COUNT(*) FROM groups WHERE tenant = ? AND cursor > ?"
         return int((await tx.fetch(sql, (tenant, position)))[0][0])
-    newest = await newest_cursor(tx, None)
+    newest = await total(tx, "cursor", None)
     oldest: int = (await tx.fetch("SELECT COALESCE(MIN(cursor), 0) FROM groups"))[0][0] or newest + 1
     return newest - max(position, oldest - 1)
 
 
 async def _check_reached(tx: Connection, cursor: int, tenant: str | None, *, field: str) -> None:
-    if cursor > (newest := await newest_cursor(tx, tenant)):
+    if cursor > (newest := await total(tx, "cursor", tenant)):
         raise Conflict(
             f"no group has the cursor {cursor}: the newest is {newest}",
             hint="give the cursor of a group that was read; if the service has lost its data, begin again at 0",

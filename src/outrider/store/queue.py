@@ -107,67 +107,53 @@ async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> Non
     )
 
 
-async def pick(
-    tx: Connection,
-    limit: int,
-    *,
-    now: float,
-    latest: float,
-    under_way: Mapping[str, int],
-    skip: Collection[str],
-    evaluations: bool,
-) -> Picked:
-    """Return the next sessions that are due by `now`. A session that is due after `latest` is returned, too: no session
-    is postponed for so long, so the system clock must have been set back. `under_way` counts the sessions under way by
-    bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets. With `evaluations`, only
-    evaluations are considered.
-
-    The cost grows with `limit`, the number of tenants and the number of buckets with work under way, not with the
-    length of the queue.
+class QueuePass:
+    """One pass over the queue, in which sessions are picked that are due by `now`. A session that is due after `latest`
+    is picked, too: no session is postponed for so long, so the system clock must have been set back. `under_way` counts
+    the sessions under way by bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets.
+    With `evaluations`, only evaluations are considered.
     """
-    picked = Picked([], [])
-    which = "waiting = 1 AND evaluation = 1" if evaluations else "waiting = 1"
-    look = _Look(tx, which, now=now, latest=latest, under_way=under_way, skip=skip)
-    order = count()
-    waiting = [(look.work[tenant], next(order), _Tenant(look, tenant)) for tenant in await look.tenants()]
-    heapify(waiting)
-    while waiting and len(picked.sessions) < limit:
-        work, _, tenant = heappop(waiting)
-        wanted = (limit - len(picked.sessions)) // (len(waiting) + 1) + 1
-        session = await tenant.next(wanted, picked.empty)
-        if session is not None:
-            picked.sessions.append(rows.session_from(session))
-            heappush(waiting, (work + 1, next(order), tenant))
-    return picked
-
-
-class _Look:
-    """One pass over the queue."""
 
     def __init__(
         self,
         tx: Connection,
-        which: str,
         *,
         now: float,
         latest: float,
         under_way: Mapping[str, int],
         skip: Collection[str],
+        evaluations: bool,
     ) -> None:
         self.tx = tx
-        self.which = which
+        self.which = "waiting = 1 AND evaluation = 1" if evaluations else "waiting = 1"
         self.now = now
         self.latest = latest
         self.skip = skip
         self.busy = Counter(under_way)
         """Work under way by bucket, including picked sessions."""
-        self.work: Counter[str] = Counter()
+        self._work: Counter[str] = Counter()
         """Work under way by tenant, at the beginning of the pass."""
         for bucket, number in under_way.items():
-            self.work[tenant_of(bucket)] += number
+            self._work[tenant_of(bucket)] += number
         self._passed = Counter(map(tenant_of, skip))
 
-    async def tenants(self) -> list[str]:
+    async def pick(self, limit: int) -> Picked:
+        """Return the next sessions. The cost grows with `limit`, the number of tenants and the number of buckets with
+        work under way, not with the length of the queue."""
+        picked = Picked([], [])
+        order = count()
+        waiting = [(self._work[tenant], next(order), _Tenant(self, tenant)) for tenant in await self._tenants()]
+        heapify(waiting)
+        while waiting and len(picked.sessions) < limit:
+            work, _, tenant = heappop(waiting)
+            wanted = (limit - len(picked.sessions)) // (len(waiting) + 1) + 1
+            session = await tenant.next(wanted, picked.empty)
+            if session is not None:
+                picked.sessions.append(rows.row_from(SessionRow, session))
+                heappush(waiting, (work + 1, next(order), tenant))
+        return picked
+
+    async def _tenants(self) -> list[str]:
         """The tenants with waiting sessions, least recently served first."""
         found = await self.tx.fetch(TENANTS.format(which=self.which), ())
         return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
@@ -176,8 +162,8 @@ class _Look:
 class _Tenant:
     """The waiting sessions of one tenant, highest priority first."""
 
-    def __init__(self, look: _Look, name: str) -> None:
-        self._look = look
+    def __init__(self, queue_pass: QueuePass, name: str) -> None:
+        self._pass = queue_pass
         self._name = name
         self._priority = ABOVE_ALL
         self._line: _Line | None = None
@@ -187,19 +173,19 @@ class _Tenant:
         while True:
             if self._line is not None and (session := await self._line.next(wanted, empty)) is not None:
                 return session
-            sql = f"SELECT MAX(priority) FROM queue_shares WHERE {self._look.which} AND tenant = ? AND priority < ?"
-            ((found,),) = await self._look.tx.fetch(sql, (self._name, self._priority))
+            sql = f"SELECT MAX(priority) FROM queue_shares WHERE {self._pass.which} AND tenant = ? AND priority < ?"
+            ((found,),) = await self._pass.tx.fetch(sql, (self._name, self._priority))
             if found is None:
                 return None
             self._priority = found
-            self._line = _Line(self._look, found, self._name)
+            self._line = _Line(self._pass, found, self._name)
 
 
 class _Line:
     """The buckets of one tenant that wait at one priority."""
 
-    def __init__(self, look: _Look, priority: int, tenant: str) -> None:
-        self._look = look
+    def __init__(self, queue_pass: QueuePass, priority: int, tenant: str) -> None:
+        self._pass = queue_pass
         self._priority = priority
         self.tenant = tenant
         self._order = count()
@@ -213,47 +199,54 @@ class _Line:
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
         """Return the tenant's next session at this priority, or None if none is left. About `wanted` sessions may be
         requested in all. Adds buckets without waiting sessions to `empty`."""
-        look = self._look
+        queue_pass = self._pass
         while True:
             # Buckets without work under way go first, so buckets are read until one of these is at the top of the heap.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
-                await self._read_buckets(wanted + len(look.busy) + len(look.skip))
+                await self._read_buckets(wanted + len(queue_pass.busy) + len(queue_pass.skip))
             if not self._buckets:
                 return None
             bucket = heappop(self._buckets)[-1]
             session = await self._next_in(bucket, wanted)
             if session is not None:
-                look.busy[bucket] += 1
-                heappush(self._buckets, (look.busy[bucket], next(self._order), bucket))
+                queue_pass.busy[bucket] += 1
+                heappush(self._buckets, (queue_pass.busy[bucket], next(self._order), bucket))
                 return session
             if not self._taken.get(bucket) and await self._is_empty(bucket):
                 empty.append((self._priority, bucket))
 
     async def _read_buckets(self, number: int) -> None:
         """Read buckets, least recently served first."""
-        found = await self._look.tx.fetch(
+        found = await self._pass.tx.fetch(
             f"""SELECT served, since, bucket FROM queue_shares
-                WHERE {self._look.which} AND priority = ? AND tenant = ? AND (served, since, bucket) > (?, ?, ?)
+                WHERE {self._pass.which} AND priority = ? AND tenant = ? AND (served, since, bucket) > (?, ?, ?)
                 ORDER BY served, since, bucket LIMIT ?""",
             (self._priority, self.tenant, *(self._last or ()), number),
         )
         for _, _, bucket in found:
-            if bucket not in self._look.skip:
-                heappush(self._buckets, (self._look.busy[bucket], next(self._order), bucket))
+            if bucket not in self._pass.skip:
+                heappush(self._buckets, (self._pass.busy[bucket], next(self._order), bucket))
         self._last = found[-1] if len(found) == number else None
 
     async def _next_in(self, bucket: str, wanted: int) -> Row | None:
         """Return the bucket's oldest session that is due and was not taken before."""
-        look = self._look
+        queue_pass = self._pass
         taken = self._taken.get(bucket, 0)
         read = self._read.setdefault(bucket, [])
         if not read:
             read += reversed(
-                await look.tx.fetch(
+                await queue_pass.tx.fetch(
                     f"""SELECT {rows.SESSION_COLUMNS} FROM sessions
                         WHERE waiting = 1 AND priority = ? AND bucket = ? AND (due <= ? OR due > ?)
                         ORDER BY created, group_id, sample_index LIMIT ? OFFSET ?""",
-                    (self._priority, bucket, look.now, look.latest, wanted // (len(self._buckets) + 1) + 1, taken),
+                    (
+                        self._priority,
+                        bucket,
+                        queue_pass.now,
+                        queue_pass.latest,
+                        wanted // (len(self._buckets) + 1) + 1,
+                        taken,
+                    ),
                 )
             )
         if not read:
@@ -264,4 +257,4 @@ class _Line:
     async def _is_empty(self, bucket: str) -> bool:
         """Return True if no session waits in the bucket, due or not."""
         sql = "SELECT 1 FROM sessions WHERE waiting = 1 AND priority = ? AND bucket = ? LIMIT 1"
-        return not await self._look.tx.fetch(sql, (self._priority, bucket))
+        return not await self._pass.tx.fetch(sql, (self._priority, bucket))

@@ -17,6 +17,7 @@ import msgspec
 
 from outrider.store.database import Connection, Database
 from outrider.store.images import forget_images
+from outrider.store.rows import row_from
 from outrider.store.tenants import note_erased_events, note_hidden
 
 REMOVED = "removed"
@@ -82,9 +83,7 @@ class Removals:
 
         async def body(tx: Connection) -> list[Candidate]:
             found = await tx.fetch(sql, (*await _bound(tx, force), before, *after, limit))
-            return [
-                Candidate(id=row[0], sessions=row[1], bytes=row[2], finished=row[3], cursor=row[4]) for row in found
-            ]
+            return [row_from(Candidate, row) for row in found]
 
         return await self._db.read(body)
 

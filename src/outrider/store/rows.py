@@ -6,18 +6,21 @@ here equals the struct that was written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.schemas import EventView
 from outrider.spec import OPERATOR_TENANT, Role
 from outrider.store.database import Row
 from outrider.trajectory import SessionResult, Turn
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,13 +35,13 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     n: int
     priority: int
-    idempotency_key: str | None
-    callback_url: str | None
-    state: GroupState
-    cancelled: bool
+    idempotency_key: str | None = None
+    callback_url: str | None = None
+    state: GroupState = GroupState.ACTIVE
+    cancelled: bool = False
     created: float
-    finished: float | None
-    cursor: int | None
+    finished: float | None = None
+    cursor: int | None = None
     labels: dict[str, str] = {}
     done: int = 0
     errors: int = 0
@@ -117,17 +120,6 @@ class EventKind(StrEnum):
     CALLBACK_DEAD = "callback.dead"
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of the append-only log; `cursor` grows and never repeats."""
-
-    cursor: int
-    at: float
-    kind: EventKind
-    group_id: str
-    session_id: str | None
-    data: dict[str, Any]
-
-
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`.
 
@@ -144,18 +136,6 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     since: float = 0.0
     given_up: float | None = None
     fault: str | None = None
-
-
-class Consumer(msgspec.Struct, frozen=True, kw_only=True):
-    """A named reader of a tenant's results, or of all results (tenant None). The consumer has processed the groups up
-    to `cursor`, and made its last request at `seen`; up to `lag` groups are left to read."""
-
-    tenant: str | None
-    name: str
-    cursor: int
-    created: float
-    seen: float
-    lag: int
 
 
 pack = msgspec.msgpack.encode
@@ -185,53 +165,24 @@ def columns_of(row: type[msgspec.Struct]) -> str:
 
 
 GROUP_COLUMNS = columns_of(GroupRow).replace("done", "n - open_sessions")
-SESSION_COLUMNS, EVENT_COLUMNS = columns_of(SessionRow), columns_of(Event)
+SESSION_COLUMNS, EVENT_COLUMNS = columns_of(SessionRow), columns_of(EventView)
 DELIVERY_COLUMNS, TOKEN_COLUMNS = columns_of(Delivery), columns_of(TokenRow)
 
-
-def group_from(row: Row) -> GroupRow:
-    """Build the struct from GROUP_COLUMNS."""
-    fields = dict(zip(GroupRow.__struct_fields__, row, strict=True))
-    key = fields["idempotency_key"]
-    fields |= {
-        "idempotency_key": None if key is None else key.partition("/")[2],
-        "state": GroupState(fields["state"]),
-        "cancelled": bool(fields["cancelled"]),
-        "labels": msgspec.json.decode(fields["labels"]),
-    }
-    return GroupRow(**fields)
+UNPACKED: Mapping[str, Callable[[Any], Any]] = {
+    "idempotency_key": lambda stored: stored.partition("/")[2],
+    "cancelled": bool,
+    "labels": msgspec.json.decode,
+    "data": msgspec.json.decode,
+    "last_error": msgspec.msgpack.Decoder(ErrorRecord).decode,
+    "result": msgspec.msgpack.Decoder(SessionResult).decode,
+}
+"""The columns whose values differ from the fields of the same names, each with the function that makes the field."""
 
 
-def session_from(row: Row) -> SessionRow:
-    """Build the struct from SESSION_COLUMNS."""
-    fields = dict(zip(SessionRow.__struct_fields__, row, strict=True))
-    fields["state"] = SessionState(fields["state"])
-    for name, packed in (("last_error", ErrorRecord), ("result", SessionResult)):
+def row_from(kind: type[R], row: Row) -> R:
+    """Build a struct from the columns that `columns_of` names."""
+    fields = dict(zip(kind.__struct_fields__, row, strict=True))
+    for name in UNPACKED.keys() & fields.keys():
         if fields[name] is not None:
-            fields[name] = msgspec.msgpack.decode(fields[name], type=packed)
-    if fields["ending"] is not None:
-        fields["ending"] = StopReason(fields["ending"])
-    return SessionRow(**fields)
-
-
-def event_from(row: Row) -> Event:
-    """Build the struct from EVENT_COLUMNS."""
-    cursor, at, kind, group_id, session_id, data = row
-    return Event(
-        cursor=cursor,
-        at=at,
-        kind=EventKind(kind),
-        group_id=group_id,
-        session_id=session_id,
-        data=msgspec.json.decode(data),
-    )
-
-
-def token_from(row: Row) -> TokenRow:
-    """Build the struct from TOKEN_COLUMNS."""
-    return TokenRow(**dict(zip(TokenRow.__struct_fields__, row, strict=True)))
-
-
-def delivery_from(row: Row) -> Delivery:
-    """Build the struct from DELIVERY_COLUMNS."""
-    return Delivery(**dict(zip(Delivery.__struct_fields__, row, strict=True)))
+            fields[name] = UNPACKED[name](fields[name])
+    return msgspec.convert(fields, kind)

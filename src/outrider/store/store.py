@@ -19,8 +19,9 @@ from typing import Any, Self
 import msgspec
 
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExceeded, UnreadableTask
-from outrider.lifecycle import GroupState, SessionState, StopReason, can_move
+from outrider.lifecycle import MOVES, GroupState, SessionState, StopReason
 from outrider.messages import Image
+from outrider.schemas import EventView
 from outrider.spec import EVALUATION_LABEL
 from outrider.store import queue, rows
 from outrider.store.consumers import Consumers
@@ -28,16 +29,9 @@ from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
-from outrider.store.rows import Delivery, Event, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
+from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.store.task_key import KeySource, TaskKey, receiver_of_sealed
-from outrider.store.tenants import (
-    newest_cursor,
-    newest_event,
-    note_done,
-    of_tenant,
-    session_of_tenant,
-    sessions_in_done_groups,
-)
+from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.trajectory import SessionResult, Turn
 
 MOST_PACES = 1000
@@ -142,12 +136,12 @@ class Store:
 
     def _group(self, row: Row) -> GroupRow:
         """Build the struct from GROUP_COLUMNS. A URL that is sealed with another key is left out."""
-        group = rows.group_from(row)
+        group = rows.row_from(GroupRow, row)
         url = None if group.callback_url is None else self._opened_url(group.callback_url, group.id)
         return msgspec.structs.replace(group, callback_url=url)
 
     def _delivery(self, row: Row) -> Delivery:
-        delivery = rows.delivery_from(row)
+        delivery = rows.row_from(Delivery, row)
         return msgspec.structs.replace(delivery, url=self._opened_url(delivery.url, delivery.group_id) or "")
 
     def _opened_url(self, sealed: str, group_id: str) -> str | None:
@@ -285,12 +279,13 @@ class Store:
         skip: Collection[str] = (),
         evaluations: bool = False,
     ) -> list[SessionRow]:
-        """Return the next queued sessions that are due, in the order of `queue.py`; see `queue.pick`."""
-        picked = await self._db.read(
-            lambda tx: queue.pick(
-                tx, limit, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations
-            )
-        )
+        """Return the next queued sessions that are due, in the order of `queue.py`; see `queue.QueuePass`."""
+
+        async def body(tx: Connection) -> queue.Picked:
+            look = queue.QueuePass(tx, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations)
+            return await look.pick(limit)
+
+        picked = await self._db.read(body)
         if picked.empty:
             await self._db.write(lambda tx: queue.close_shares(tx, picked.empty), volatile=True)
         return picked.sessions
@@ -323,15 +318,9 @@ class Store:
 
         return await self._db.read(body)
 
-    async def waiting_with(self, tenant: str, labels: Mapping[str, str], *, most: int) -> int:
-        """Count the sessions that wait in the bucket of the tenant's groups with these labels, up to `most`."""
-        return await self._waiting("bucket", queue.bucket_of(tenant, labels), most)
-
-    async def waiting_of(self, tenant: str, *, most: int) -> int:
-        """Count the tenant's waiting sessions, up to `most`."""
-        return await self._waiting("tenant", tenant, most)
-
-    async def _waiting(self, column: str, value: str, most: int) -> int:
+    async def waiting(self, tenant: str, labels: Mapping[str, str] | None = None, *, most: int) -> int:
+        """Count the waiting sessions of the tenant, or of the bucket of its groups with these labels, up to `most`."""
+        column, value = ("tenant", tenant) if labels is None else ("bucket", queue.bucket_of(tenant, labels))
         sql = queue.COUNT_WAITING.format(column=column)
         found: int = (await self._db.read(lambda tx: tx.fetch(sql, (value, most))))[0][0]
         return found
@@ -365,7 +354,7 @@ class Store:
 
         async def body(tx: Connection) -> dict[str, int]:
             found: dict[str, int] = dict(await tx.fetch(sql, (*live, *own.values)))
-            kept = await sessions_in_done_groups(tx, tenant)
+            kept = await total(tx, "sessions", tenant)
             ((ended,),) = await tx.fetch(
                 f"SELECT COALESCE(SUM(n - open_sessions), 0) FROM groups WHERE state = 'active'{own.sql}", own.values
             )
@@ -459,7 +448,7 @@ class Store:
 
         async def body(tx: Connection) -> None:
             session = await _unfinished(tx, session_id, attempt)
-            if state in MOVES_WITH_A_METHOD or not can_move(session.state, state):
+            if state in MOVES_WITH_A_METHOD or state not in MOVES[session.state]:
                 raise Conflict(f"session {session_id} cannot be moved from {session.state} to {state}")
             await tx.execute(
                 "UPDATE sessions SET state = ?, updated = ? WHERE id = ?",
@@ -522,11 +511,9 @@ class Store:
         """Return the turns of frozen models in one attempt (default: the newest), by model, each by index."""
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
-        async def body(tx: Connection) -> list[tuple[str, bytes]]:
+        async def body(tx: Connection) -> list[Row]:
             newest = await _newest_attempt(tx, session_id, tenant)
-            return [
-                (row[0], row[1]) for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))
-            ]
+            return await tx.fetch(sql, (session_id, newest if attempt is None else attempt))
 
         found: dict[str, list[Turn]] = {}
         for model, packed in await self._db.read(body):
@@ -694,19 +681,19 @@ class Store:
 
     async def last_cursor(self, *, tenant: str | None = None) -> int:
         """The newest cursor given to a result; 0 before the first."""
-        return await self._db.read(lambda tx: newest_cursor(tx, tenant))
+        return await self._db.read(lambda tx: total(tx, "cursor", tenant))
 
-    async def events(self, *, after: int, limit: int, tenant: str | None = None) -> list[Event]:
+    async def events(self, *, after: int, limit: int, tenant: str | None = None) -> list[EventView]:
         """List events with a cursor greater than `after`, in order."""
         own = of_tenant(tenant)
         sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE cursor > ?{own.sql} ORDER BY cursor LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (after, *own.values, limit)))
-        return [rows.event_from(row) for row in found]
+        return [rows.row_from(EventView, row) for row in found]
 
     async def tokens(self) -> list[TokenRow]:
         """List every token of the control API, including expired and revoked ones, oldest first."""
         sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens ORDER BY created, name"
-        return [rows.token_from(row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
+        return [rows.row_from(TokenRow, row) for row in await self._db.read(lambda tx: tx.fetch(sql))]
 
     async def has_tokens(self) -> bool:
         """Return True if a token was ever made."""
@@ -715,16 +702,15 @@ class Store:
     async def token(self, digest: str) -> TokenRow | None:
         sql = f"SELECT {rows.TOKEN_COLUMNS} FROM tokens WHERE digest = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (digest,)))
-        return rows.token_from(found[0]) if found else None
+        return rows.row_from(TokenRow, found[0]) if found else None
 
     async def add_token(self, token: TokenRow, *, joins: bool = True) -> None:
         """Store a token. Raises Conflict for a name that a token has or had, because groups and the audit log refer to
         tokens by name; and, unless `joins` is set, for a tenant that other tokens have."""
-        values = (token.name, token.digest, token.role, token.max_queued, token.created, token.expires, token.revoked)
         sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 
         async def body(tx: Connection) -> None:
-            if not await tx.execute(sql, (*values, token.tenant)):
+            if not await tx.execute(sql, msgspec.structs.astuple(token)):
                 raise Conflict(
                     f"there is, or was, a token {token.name!r}", field="name", hint="give the new one a name of its own"
                 )
@@ -746,7 +732,7 @@ class Store:
             found = await tx.fetch(f"SELECT {rows.TOKEN_COLUMNS} FROM tokens WHERE name = ?", (name,))
             if not found:
                 raise NotFound(f"no token {name!r}", hint="see their names with `outrider token list`")
-            return rows.token_from(found[0])
+            return rows.row_from(TokenRow, found[0])
 
         return await self._db.write(body)
 
@@ -896,7 +882,7 @@ async def _newest_attempt(tx: Connection, session_id: str, tenant: str | None = 
 
 async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:
     sql = f"SELECT {rows.SESSION_COLUMNS} FROM sessions WHERE state <> ? AND {where}"
-    return [rows.session_from(row) for row in await tx.fetch(sql, (REMOVED, *values))]
+    return [rows.row_from(SessionRow, row) for row in await tx.fetch(sql, (REMOVED, *values))]
 
 
 async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:

@@ -7,7 +7,7 @@ admins only. No transaction is opened here. Invariant: a tenant's reads do not d
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from outrider.store.database import Connection
 
@@ -61,31 +61,18 @@ async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
     )
 
 
-async def newest_cursor(tx: Connection, tenant: str | None) -> int:
-    """The newest cursor given to a result of the tenant; 0 before the first."""
+async def total(tx: Connection, column: Literal["cursor", "sessions", "removed_event"], tenant: str | None) -> int:
+    """Return a total of the tenant: the newest cursor given to a result, the number of sessions in done groups, or the
+    newest cursor of a removed event. 0 before the first."""
     if tenant is None:
-        found = await tx.fetch("SELECT cursor FROM totals")
+        found = await tx.fetch(f"SELECT {column} FROM totals")
     else:
-        found = await tx.fetch("SELECT cursor FROM tenants WHERE name = ?", (tenant,))
+        found = await tx.fetch(f"SELECT {column} FROM tenants WHERE name = ?", (tenant,))
     return int(found[0][0]) if found else 0
 
 
 async def newest_event(tx: Connection, tenant: str | None) -> int:
     """The newest cursor given to an event of the tenant, removed ones included; 0 before the first."""
-    if tenant is None:
-        sql, values = "SELECT (SELECT COALESCE(MAX(cursor), 0) FROM events), removed_event FROM totals", ()
-        ((stored, removed),) = await tx.fetch(sql, values)
-    else:
-        own = "SELECT COALESCE(MAX(cursor), 0) FROM events WHERE tenant = ?"
-        gone = "SELECT COALESCE(MAX(removed_event), 0) FROM tenants WHERE name = ?"
-        ((stored, removed),) = await tx.fetch(f"SELECT ({own}), ({gone})", (tenant, tenant))
-    return max(int(stored), int(removed))
-
-
-async def sessions_in_done_groups(tx: Connection, tenant: str | None) -> int:
-    """Number of sessions in the tenant's done groups. There may be millions, so the number is read from the totals."""
-    if tenant is None:
-        found = await tx.fetch("SELECT sessions FROM totals")
-    else:
-        found = await tx.fetch("SELECT sessions FROM tenants WHERE name = ?", (tenant,))
-    return int(found[0][0]) if found else 0
+    where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
+    ((stored,),) = await tx.fetch(f"SELECT COALESCE(MAX(cursor), 0) FROM events{where}", values)
+    return max(int(stored), await total(tx, "removed_event", tenant))

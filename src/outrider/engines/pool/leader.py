@@ -16,7 +16,7 @@ from outrider.engines.pool.checks import check_ids, mistake_of
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.record import EngineState, EngineUse, state_of
 from outrider.errors import EngineUnavailable, OutriderError
-from outrider.schemas import PolicyPause
+from outrider.spec import PolicyPause
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,8 @@ from outrider.errors import (
     EngineUnavailable,
     InvalidField,
 )
-from outrider.schemas import PolicyEngine, PolicyPause, PolicyStatus
+from outrider.schemas import PolicyEngine, PolicyStatus
+from outrider.spec import PolicyPause
 
 log = logging.getLogger("outrider.engine")
 
