@@ -282,8 +282,8 @@ class Store:
         """Return the next queued sessions that are due, in the order of `queue.py`; see `queue.QueuePass`."""
 
         async def body(tx: Connection) -> queue.Picked:
-            look = queue.QueuePass(tx, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations)
-            return await look.pick(limit)
+            reading = queue.QueuePass(tx, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations)
+            return await reading.pick(limit)
 
         picked = await self._db.read(body)
         if picked.empty:
