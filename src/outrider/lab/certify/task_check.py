@@ -78,26 +78,21 @@ async def check_tasks(
         async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
             waiting: dict[str, tuple[int, str]] = {}
             found: list[dict[str, GroupView]] = [{} for _ in examples]
-            refused: dict[int, TaskReport] = {}
+            reports: dict[int, TaskReport] = {}
             for number, example in enumerate(examples):
-                if example.gold is None:
-                    refused[number] = TaskReport(id=example.id, problems=("it has no gold solution to try",))
-                    continue
-                wanted = 1 + len(example.task.get("then") or ())
-                if len(solutions(example)) != wanted:
-                    said = f"it has {wanted} steps, and gold solutions of {len(solutions(example))}"
-                    refused[number] = TaskReport(id=example.id, problems=(said,))
-                    continue
+                wanted, has = 1 + len(example.task.get("then") or ()), len(solutions(example))
+                problem = "it has no gold solution to try" if example.gold is None else None
+                if example.gold is not None and has != wanted:
+                    problem = f"it has {wanted} steps, and gold solutions of {has}"
                 try:
-                    for kind in ("gold", "nothing"):
+                    for kind in ("gold", "nothing") if problem is None else ():
                         body = {"task": checked_task(example, number, kind), "n": TIMES}
                         waiting[(await client.submit(body)).id] = number, kind
                 except OutriderError as error:
-                    where = f" ({error.field})" if error.field else ""
-                    refused[number] = TaskReport(id=example.id, problems=(f"it is refused: {error.message}{where}",))
-            for report in refused.values():
-                watch(report)
-            reports = dict(refused)
+                    problem = f"it is refused: {error.message}{f' ({error.field})' if error.field else ''}"
+                if problem is not None:
+                    reports[number] = TaskReport(id=example.id, problems=(problem,))
+                    watch(reports[number])
             after = 0
             while len(reports) < len(examples):
                 page = await client.results(after=after, wait=30.0)
@@ -106,9 +101,7 @@ async def check_tasks(
                     number, kind = waiting[group.id]
                     found[number][kind] = group
                     if len(found[number]) == 2 and number not in reports:
-                        reports[number] = report_of(
-                            examples[number].id, found[number]["gold"], found[number]["nothing"]
-                        )
+                        reports[number] = report_of(examples[number].id, **found[number])
                         watch(reports[number])
     return [reports[number] for number in range(len(examples))]
 
