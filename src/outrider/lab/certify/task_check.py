@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from outrider.client.client import AsyncClient
 from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, PluginsConfig
 from outrider.errors import OutriderError
 from outrider.lab.certify.users_paths import allowing, uploads
+from outrider.lab.demo.dialogue import POLICY
 from outrider.schemas import GroupView
 from outrider.service.admission import validate_group
 from outrider.service.assembly import open_service
@@ -53,7 +53,6 @@ async def check_tasks(
 ) -> list[TaskReport]:
     """Check the examples in a temporary service. `folder` holds the files for `upload` steps. `graders` are the graders
     of the service for which the tasks are meant. `watch` is called with each report as it comes."""
-    tokenizer = files("outrider").joinpath("lab", "demo", "policy")
     replies: list[Any] = [NOTHING + END]
     replies += [
         {"when": asked(number, step), "reply": (gold.reply or NOTHING) + END}
@@ -62,12 +61,12 @@ async def check_tasks(
     ]
     bodies = [checked_task(example, number, "nothing") for number, example in enumerate(examples)]
     tasks = [task for body in bodies if (task := _valid(body)) is not None]
-    with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer) as policy:
+    with tempfile.TemporaryDirectory(prefix="outrider-check-") as data:
         config = Config(
             port=0,
             data=Path(data),
             files=folder if any(map(uploads, tasks)) else None,
-            model=ModelConfig(tokenizer=str(policy), renderer="qwen3"),
+            model=ModelConfig(tokenizer=str(POLICY), renderer="qwen3"),
             lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
             # The user who checks the tasks may run any Python here, and read the files that the tasks name.
             plugins=PluginsConfig(allow=("*",)),

@@ -7,7 +7,7 @@ label of the weights. Nothing is rendered: chat routes are absent.
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import parse_qs
 
 import msgspec
@@ -227,17 +227,12 @@ class ServedVLLM(Served):
         await call.answer(200, {"success": True})
 
 
-class _Choices(Protocol):
-    """The format of one route's responses."""
-
-    def envelope(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]: ...
-    def choice(self, chunk: Chunk) -> dict[str, Any]: ...
-
-
 class _VLLMWriter:
-    """Writes one response as events or in one piece, in the format of its route's `_Choices`."""
+    """Writes one response as events or in one piece, in the format of its route, `choices`."""
 
-    def __init__(self, request: GenerateRequest, choices: _Choices, settings: ServeSettings) -> None:
+    def __init__(
+        self, request: GenerateRequest, choices: _TokenChoices | _CompletionChoices, settings: ServeSettings
+    ) -> None:
         self.sampled: list[int] = []
         self.cached_tokens: int | None = None
         self._choices = choices
