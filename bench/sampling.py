@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 
 from bench.corpus import Corpus
+from bench.simulated_service import Played, SimulatedService, VirtualLoop
 from outrider.api.server import serving
 from outrider.client.client import AsyncClient
 from outrider.client.sampling import DynamicSampler, Refill, Task
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
-from outrider.lab.fakes.simulated_service import Played, SimulatedService, VirtualLoop
 from outrider.messages import Message, Role
 from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec

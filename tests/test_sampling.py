@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from bench.simulated_service import Played, SimulatedService, VirtualLoop
 
 from outrider.client.sampling import (
     FAILED_IN_A_ROW,
@@ -26,7 +27,6 @@ from outrider.client.sampling import (
     rewards_of,
 )
 from outrider.errors import InvalidField, NotFound, ServiceError
-from outrider.lab.fakes.simulated_service import Played, SimulatedService, VirtualLoop
 from outrider.schemas import GroupView
 
 Task = Mapping[str, Any]

@@ -61,7 +61,7 @@ from outrider.schemas import (
     TurnList,
     TurnView,
 )
-from outrider.spec import EngineSpec, GroupSpec, PolicyPause, RegradeSpec, Role
+from outrider.spec import EngineSpec, GroupSpec, PolicyPause, RegradeSpec, Role, Spec
 from outrider.trajectory import ChatRow, Sample
 from outrider.wire.tls import trusting
 
@@ -70,6 +70,8 @@ log = logging.getLogger("outrider.client")
 T = TypeVar("T")
 P = ParamSpec("P")
 Watch = Callable[[Sequence[GroupView]], None]
+Query = Mapping[str, str | float | bool | None]
+"""The parameters of a request's URL. A parameter that is None is not sent."""
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 TOTAL_SECONDS = 300.0
@@ -148,7 +150,7 @@ class AsyncClient:
         return await self._submit(f"/v1/{kind}/{quote(id, safe='')}/regrade", asked or {}, patience)
 
     async def _submit(self, path: str, spec: GroupSpec | RegradeSpec | Mapping[str, Any], patience: float) -> GroupView:
-        body = _encoded(spec) if isinstance(spec, Mapping) else spec.model_dump_json().encode()
+        body = _encoded(spec)
         give_up_at = asyncio.get_running_loop().time() + patience
         while True:
             try:
@@ -162,13 +164,11 @@ class AsyncClient:
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
         """Return a group as soon as it is done, or as it is after `wait` seconds (at most 60)."""
-        query = {"wait": str(wait), "samples": _flag(samples)}
-        return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query=query)
+        return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query={"wait": wait, "samples": samples})
 
     async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
         """Return groups, newest first, without their sessions."""
-        query = {"limit": str(limit)} | ({"state": state} if state else {})
-        return (await self._call("GET", "/v1/groups", GroupList, query=query)).groups
+        return (await self._call("GET", "/v1/groups", GroupList, query={"limit": limit, "state": state or None})).groups
 
     async def cancel(self, group_id: str) -> GroupView:
         return await self._call("DELETE", f"/v1/groups/{group_id}", GroupView)
@@ -193,9 +193,7 @@ class AsyncClient:
         consumer has acknowledged (`ack`). A new consumer begins at the cursor. Raises Forbidden if a `consumer` is
         given and the token is read-only.
         """
-        query = {"wait": str(wait), "limit": str(limit), "samples": _flag(samples)}
-        query |= {} if after is None else {"after": str(after)}
-        query |= {} if consumer is None else {"consumer": consumer}
+        query = {"wait": wait, "limit": limit, "samples": samples, "after": after, "consumer": consumer}
         return await self._call("GET", "/v1/results", ResultsPage, query=query)
 
     async def follow(
@@ -216,9 +214,9 @@ class AsyncClient:
         """Acknowledge the groups up to `cursor`, once the data made from these groups is safe. A consumer that has
         acknowledged more keeps its position. With `rewind` it goes back, and gets the groups after `cursor` again. An
         admin may name the consumer's `tenant`."""
-        body, query = _encoded({"cursor": cursor, "rewind": rewind}), {} if tenant is None else {"tenant": tenant}
+        body = _encoded({"cursor": cursor, "rewind": rewind})
         path = f"/v1/consumers/{quote(consumer, safe='')}/ack"
-        return await self._call("POST", path, ConsumerView, body=body, query=query)
+        return await self._call("POST", path, ConsumerView, body=body, query={"tenant": tenant})
 
     async def consumers(self) -> tuple[ConsumerView, ...]:
         """Return the consumers of the token's tenant, or all consumers for an admin."""
@@ -227,13 +225,12 @@ class AsyncClient:
     async def remove_consumer(self, name: str, *, tenant: str | None = None) -> tuple[ConsumerView, ...]:
         """Remove a consumer, for which groups are then no longer kept. Returns the other consumers. An admin may name
         the consumer's `tenant`."""
-        path, query = f"/v1/consumers/{quote(name, safe='')}", {} if tenant is None else {"tenant": tenant}
-        return (await self._call("DELETE", path, ConsumerList, query=query)).consumers
+        path = f"/v1/consumers/{quote(name, safe='')}"
+        return (await self._call("DELETE", path, ConsumerList, query={"tenant": tenant})).consumers
 
     async def dead_callbacks(self, *, limit: int = 100) -> tuple[CallbackView, ...]:
         """Return the callbacks that were given up, newest first."""
-        query = {"limit": str(limit)}
-        return (await self._call("GET", "/v1/callbacks/dead", CallbackList, query=query)).callbacks
+        return (await self._call("GET", "/v1/callbacks/dead", CallbackList, query={"limit": limit})).callbacks
 
     async def redeliver(self, group_id: str | None = None) -> int:
         """Retry the given-up callback of a group, or all given-up callbacks. Returns the number of retried
@@ -308,12 +305,13 @@ class AsyncClient:
 
     async def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
         """Return the artifacts of an attempt, by default of the newest attempt that has stored a list."""
-        return await self._call("GET", f"/v1/sessions/{session_id}/artifacts", ArtifactList, query=_attempt(attempt))
+        path = f"/v1/sessions/{session_id}/artifacts"
+        return await self._call("GET", path, ArtifactList, query={"attempt": attempt})
 
     async def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
         """Return the bytes of an artifact, by its path in the sandbox."""
         place = f"/v1/sessions/{session_id}/artifacts/{quote(path.removeprefix('/'))}"
-        return (await self._fetch("GET", place, query=_attempt(attempt))).data
+        return (await self._fetch("GET", place, query={"attempt": attempt})).data
 
     async def image(self, digest: str) -> Image:
         """Return an image of a sample, with its bytes. Raises NotFound for an image sent as a URL."""
@@ -343,8 +341,7 @@ class AsyncClient:
         return (await self._call("POST", f"/v1/nodes/{quote(name, safe='')}/resume", NodeList)).nodes
 
     async def add_engine(self, engine: EngineSpec | Mapping[str, Any]) -> EngineStatus:
-        body = engine.model_dump_json().encode() if isinstance(engine, EngineSpec) else _encoded(engine)
-        return await self._call("POST", "/v1/engines", EngineStatus, body=body)
+        return await self._call("POST", "/v1/engines", EngineStatus, body=_encoded(engine))
 
     async def drain_engine(self, name: str) -> tuple[EngineStatus, ...]:
         return (await self._call("POST", f"/v1/engines/{name}/drain", EngineList)).engines
@@ -412,7 +409,7 @@ class AsyncClient:
         path: str,
         shape: type[T],
         *,
-        query: Mapping[str, str] | None = None,
+        query: Query | None = None,
         body: bytes | None = None,
         seconds: float | None = TOTAL_SECONDS,
     ) -> T:
@@ -424,13 +421,15 @@ class AsyncClient:
         method: str,
         path: str,
         *,
-        query: Mapping[str, str] | None = None,
+        query: Query | None = None,
         body: bytes | None = None,
         seconds: float | None = TOTAL_SECONDS,
     ) -> _Reply:
         timeout = aiohttp.ClientTimeout(total=seconds)
+        given = {name: value for name, value in (query or {}).items() if value is not None}
+        sent = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
         try:
-            async with self._http.request(method, self.url + path, params=query, data=body, timeout=timeout) as reply:
+            async with self._http.request(method, self.url + path, params=sent, data=body, timeout=timeout) as reply:
                 data = await reply.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from error
@@ -603,20 +602,14 @@ def _not_open() -> ServiceError:
     return ServiceError("the client is not open", hint=hint)
 
 
-def _encoded(body: Mapping[str, Any]) -> bytes:
+def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
     """Encode a request body. Raises InvalidField for values that JSON cannot represent."""
+    if isinstance(body, Spec):
+        return body.model_dump_json().encode()
     try:  # json refuses NaN; orjson and msgspec write NaN as null, which the service would read as "not given"
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
-
-
-def _attempt(number: int | None) -> dict[str, str]:
-    return {} if number is None else {"attempt": str(number)}
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderError:

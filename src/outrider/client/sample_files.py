@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from types import UnionType
-from typing import Any, BinaryIO, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -33,11 +33,6 @@ class SampleFormat(StrEnum):
     PARQUET = "parquet"
     CHAT = "chat"
     ATIF = "atif"
-
-
-class SampleWriter(Protocol):
-    def write(self, samples: Sequence[Row | Trajectory]) -> None: ...
-    def close(self) -> None: ...
 
 
 class JsonLines:
@@ -72,7 +67,7 @@ class Parquet:
             raise InvalidField(
                 "Parquet files need pyarrow", field="format", hint="pip install 'outrider[parquet]', or use jsonl"
             ) from error
-        self._schema = _schema(self._arrow)
+        self._schema = self._arrow.schema(_columns(self._arrow, Sample))
         self._writer = parquet.ParquetWriter(file, self._schema, compression="zstd")
 
     def write(self, samples: Sequence[Row | Trajectory]) -> None:
@@ -88,12 +83,7 @@ class Parquet:
         self._writer.close()
 
 
-WRITERS: dict[SampleFormat, type[JsonLines] | type[Parquet]] = {
-    SampleFormat.JSONL: JsonLines,
-    SampleFormat.PARQUET: Parquet,
-    SampleFormat.CHAT: JsonLines,
-    SampleFormat.ATIF: JsonLines,
-}
+SampleWriter = JsonLines | Parquet
 
 
 @contextmanager
@@ -102,7 +92,8 @@ def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
 
     Raises InvalidField if the file cannot be created.
     """
-    with whole_file(path, field="output") as file, closing(WRITERS[kind](file)) as writer:
+    make = Parquet if kind is SampleFormat.PARQUET else JsonLines
+    with whole_file(path, field="output") as file, closing[SampleWriter](make(file)) as writer:
         yield writer
 
 
@@ -149,12 +140,8 @@ def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
         draft.unlink(missing_ok=True)
 
 
-def _schema(arrow: Any) -> Any:
-    """Return the schema with a column for each field of a Sample."""
-    return arrow.schema(_columns(arrow, Sample))
-
-
 def _columns(arrow: Any, row: type) -> list[tuple[str, Any]]:
+    """Return a column, by name and type, for each field of a struct."""
     return [(name, _arrow_type(arrow, name, kind)) for name, kind in get_type_hints(row).items()]
 
 

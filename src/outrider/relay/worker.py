@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from uuid import uuid4
 import aiohttp
 
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.loop_thread import LoopThread
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Engine, SetsVersion, TakesConstraints, TokenizesText, weights_loader
 from outrider.engines.embedded.function_engine import FunctionEngine, Generate
@@ -181,26 +181,7 @@ class Worker:
         """Serve in a thread with its own event loop, for the length of the block. The block begins when the service
         has accepted the worker, or at once with `seconds` None. Raises ServiceError if the service has not accepted
         the worker within `seconds`."""
-        ended: Future[None] = Future()
-        loop = asyncio.new_event_loop()
-        stop = asyncio.Event()
-
-        async def until_stopped() -> None:
-            async with self:
-                await stop.wait()
-
-        def work() -> None:
-            try:
-                with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                    runner.run(until_stopped())
-            except BaseException as error:  # the block in the caller's thread raises the error
-                ended.set_exception(error)
-            else:
-                ended.set_result(None)
-
-        thread = threading.Thread(target=work, name=f"relay {self.name}", daemon=True)
-        thread.start()
-        try:
+        with LoopThread(f"relay {self.name}") as loop, loop.open(self):
             if seconds is not None:
                 try:
                     self._attached.result(seconds)
@@ -210,11 +191,6 @@ class Worker:
                         hint="is the service running, and can it be reached from here?",
                     ) from None
             yield self
-        finally:
-            with suppress(RuntimeError):  # the loop is closed: the worker has ended by itself
-                loop.call_soon_threadsafe(stop.set)
-            thread.join()
-        ended.result()
 
     def set_version(self, version: int) -> None:
         """Mark tokens with this policy version from now on, and report the version to the service. Callable from any

@@ -282,7 +282,9 @@ class Store:
         """Return the next queued sessions that are due, in the order of `queue.py`; see `queue.QueuePass`."""
 
         async def body(tx: Connection) -> queue.Picked:
-            reading = queue.QueuePass(tx, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations)
+            reading = queue.QueuePass(
+                tx, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations
+            )
             return await reading.pick(limit)
 
         picked = await self._db.read(body)

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from bench.simulated_service import Played
 
 from outrider.client.sampling import SamplerState
 from outrider.errors import EngineError, InvalidField, ServiceError
-from outrider.lab.fakes.simulated_service import Played
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import GroupView, SessionView
 from outrider.trainers.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_state, service_reward

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.simulated_service import Played
 
 from outrider.errors import ServiceError
-from outrider.lab.fakes.simulated_service import Played
 from outrider.trainers.trl import RolloutWorker
 from outrider.trainers.weights import PolicyWeights
 

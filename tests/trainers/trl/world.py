@@ -7,9 +7,10 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, cont
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+from bench.simulated_service import Played, SimulatedService
+
 from outrider.client.client import Client
 from outrider.concurrency.loop_thread import LoopThread
-from outrider.lab.fakes.simulated_service import Played, SimulatedService
 from outrider.trainers.trl import ServiceLogprobs
 
 T = TypeVar("T")

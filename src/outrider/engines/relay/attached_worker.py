@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,7 @@ from outrider.engines.relay.messages import (
     StartGeneration,
     ToService,
     Version,
+    WorkerAction,
     WorkerCall,
     WorkerHello,
     WorkerReply,
@@ -184,13 +186,12 @@ class AttachedWorker:
         self.gone = reason
         if self.deadline is not None:
             self.deadline.cancel()
-        error = f"worker {self.name!r} is gone: {reason}"
         for generation in self._generations.values():
             if not generation.ended:
-                self._fail(generation, EngineUnavailable(error))
+                self._fail(generation, self._is_gone())
         for _, answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(EngineUnavailable(error))
+                answer.set_exception(self._is_gone())
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """See `Engine.generate`."""
@@ -205,7 +206,7 @@ class AttachedWorker:
         generation = _Generation(number, message, TokenCheck(self._engine, request.sampling, ANY_IDS))
         self._generations[number] = generation
         if self.gone is not None:
-            self._fail(generation, EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}"))
+            self._fail(generation, self._is_gone())
         self._send(message)
         try:
             while True:
@@ -222,11 +223,12 @@ class AttachedWorker:
             self._unacknowledged -= generation.received - generation.acknowledged
             self._send(Acknowledge(number, generation.received) if generation.ended else AbortGeneration(number))
 
-    async def call(self, call: WorkerCall, *, seconds: float | None = CALL_SECONDS) -> WorkerReply:
-        """Send a call and return the reply. Raises EngineUnavailable if the worker does not reply in time or is gone,
-        and the error in the worker's reply."""
+    async def _call(self, action: WorkerAction, *, seconds: float | None = CALL_SECONDS, **fields: Any) -> WorkerReply:
+        """Send a call with these `fields` and return the reply. Raises EngineUnavailable if the worker does not reply
+        in time or is gone, and the error in the worker's reply."""
         if self.gone is not None:
-            raise EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}")
+            raise self._is_gone()
+        call = WorkerCall(call=next(self._numbers), action=action, **fields)
         future: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
         self._calls[call.call] = call, future
         self._send(call)
@@ -234,7 +236,7 @@ class AttachedWorker:
             async with asyncio.timeout(seconds):
                 answer = await future
         except TimeoutError:
-            raise EngineUnavailable(f"worker {self.name!r} did not answer {call.action!r} in {seconds} s") from None
+            raise EngineUnavailable(f"worker {self.name!r} did not answer {action!r} in {seconds} s") from None
         finally:
             del self._calls[call.call]
         if answer.error is not None:
@@ -245,34 +247,32 @@ class AttachedWorker:
         """Convert an error reported by a worker. An error that is not an EngineError counts as the worker's
         misbehaviour."""
         error = error_from(said)
-        return (
-            error
-            if isinstance(error, EngineError)
-            else EngineMisbehaved(f"worker {self.name!r} failed: {error.message}")
-        )
+        if isinstance(error, EngineError):
+            return error
+        return EngineMisbehaved(f"worker {self.name!r} failed: {error.message}")
+
+    def _is_gone(self) -> EngineUnavailable:
+        return EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}")
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the worker. This may take as long as the generations in flight do."""
-        await self.call(WorkerCall(call=next(self._numbers), action="pause", mode=mode), seconds=None)
+        await self._call("pause", mode=mode, seconds=None)
 
     async def resume(self) -> None:
-        await self.call(WorkerCall(call=next(self._numbers), action="resume"), seconds=self._patience)
+        await self._call("resume", seconds=self._patience)
 
     async def set_version(self, version: int) -> None:
-        await self.call(
-            WorkerCall(call=next(self._numbers), action="set_version", version=version), seconds=self._patience
-        )
+        await self._call("set_version", version=version, seconds=self._patience)
         self.version = version
 
     async def update_weights(self, weights: str, version: int) -> None:
-        call = WorkerCall(call=next(self._numbers), action="update_weights", weights=weights, version=version)
-        await self.call(call, seconds=WEIGHTS_SECONDS)
+        await self._call("update_weights", weights=weights, version=version, seconds=WEIGHTS_SECONDS)
         self.version = version
 
     async def token_check(self, text: str) -> list[int] | None:
         if not self.hello.tokenizes:
             return None
-        answer = await self.call(WorkerCall(call=next(self._numbers), action="tokenize", text=text))
+        answer = await self._call("tokenize", text=text)
         return None if answer.ids is None else unpack_ids(answer.ids)
 
     async def health(self) -> EngineHealth:
@@ -280,7 +280,7 @@ class AttachedWorker:
         if self._link is None:
             return EngineHealth(ok=False, detail=f"worker {self.name!r} has lost its connection")
         try:
-            health = (await self.call(WorkerCall(call=next(self._numbers), action="health"))).health
+            health = (await self._call("health")).health
         except EngineError as error:
             return EngineHealth(ok=False, detail=error.message)
         if health is None:

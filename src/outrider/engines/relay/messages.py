@@ -34,6 +34,9 @@ MAX_TO_WORKER = 64 << 20
 MAX_VERSION = (1 << 31) - 1
 
 
+WorkerAction = Literal["pause", "resume", "set_version", "update_weights", "health", "tokenize"]
+
+
 class WorkerHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     """A worker's first message. `instance` is a random name of this worker object, the same on every connection.
     `holds` lists the worker's generations whose end was not acknowledged. `loads`: the worker can load weights.
@@ -92,7 +95,7 @@ class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
     reply again."""
 
     call: int
-    action: Literal["pause", "resume", "set_version", "update_weights", "health", "tokenize"]
+    action: WorkerAction
     mode: PauseMode = "finish"
     version: int = 0
     weights: str = ""

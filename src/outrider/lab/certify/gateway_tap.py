@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.sessions.node import LocalNode
 
 CHUNK = 1 << 16
 KEPT = 256
@@ -78,16 +81,8 @@ class GatewayTap:
             writer.transport.abort()
 
 
-class ServedNode(Protocol):
-    """The ways in which sandboxes reach a node's gateway: a Unix socket, or a URL."""
-
-    @property
-    def gateway_socket(self) -> Path: ...
-    def gateway_at(self, url: str) -> AbstractContextManager[None]: ...
-
-
 @asynccontextmanager
-async def tapped(node: ServedNode, words: Iterable[str]) -> AsyncIterator[GatewayTap]:
+async def tapped(node: LocalNode, words: Iterable[str]) -> AsyncIterator[GatewayTap]:
     """Put a tap in front of a served node's gateway, for sandboxes started from now on."""
     socket = node.gateway_socket
     # Sandboxes use the path of the socket, so the gateway's own socket gets another path.

@@ -9,7 +9,6 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib.resources import as_file, files
 from pathlib import Path
 
 from outrider.api.server import serving
@@ -20,6 +19,7 @@ from outrider.lab.certify.judge import Certificate, RowEvidence, RowVerdict, Sub
 from outrider.lab.certify.rows import FIRST_WORD, MARK, CertificationRow
 from outrider.lab.certify.scripted_model import ScriptedModel
 from outrider.lab.certify.users_paths import allowing
+from outrider.lab.demo.dialogue import POLICY
 from outrider.service.assembly import open_service
 from outrider.spec import EvaluatorSpec, GroupSpec, Limits, TaskSpec, Write
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -45,13 +45,12 @@ async def certify(
     Raises the errors of admission, for a harness that is not installed or a runtime that does not work here.
     """
     started = time.monotonic()
-    tokenizer_folder = files("outrider").joinpath("lab", "demo", "policy")
     tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}
-    with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer_folder) as policy:
+    with tempfile.TemporaryDirectory(prefix="outrider-check-") as data:
         config = Config(
             port=0,
             data=Path(data),
-            model=ModelConfig(tokenizer=str(policy), renderer=RENDERER, name=MODEL),
+            model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name=MODEL),
             lanes=LanesConfig(init=AT_ONCE, run=AT_ONCE, eval=AT_ONCE),
             # The user who certifies the harness may run any Python here, and read the files that the tasks name.
             plugins=PluginsConfig(allow=("*",)),
@@ -63,8 +62,8 @@ async def certify(
             tapped(opened.own_node, (FIRST_WORD,)) as tap,
             AsyncClient(url) as client,
         ):
-            tokenizer = await asyncio.to_thread(Tokenizer.load, policy)
-            model = ScriptedModel(tokenizer, str(policy), subject.hint, subject.runtime.workdir, tap.wait_until_sent)
+            tokenizer = await asyncio.to_thread(Tokenizer.load, POLICY)
+            model = ScriptedModel(tokenizer, str(POLICY), subject.hint, subject.runtime.workdir, tap.wait_until_sent)
             await opened.service.pool.add_engine(model)
             submitted = {(await client.submit(tasks[row.name])).id: row for row in rows}
             verdicts: dict[str, RowVerdict] = {}

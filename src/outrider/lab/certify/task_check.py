@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from outrider.client.client import AsyncClient
 from outrider.config import Config, GraderConfig, LanesConfig, ModelConfig, PluginsConfig
 from outrider.errors import OutriderError
 from outrider.lab.certify.users_paths import allowing, uploads
+from outrider.lab.demo.dialogue import POLICY
 from outrider.schemas import GroupView
 from outrider.service.admission import validate_group
 from outrider.service.assembly import open_service
@@ -53,7 +53,6 @@ async def check_tasks(
 ) -> list[TaskReport]:
     """Check the examples in a temporary service. `folder` holds the files for `upload` steps. `graders` are the graders
     of the service for which the tasks are meant. `watch` is called with each report as it comes."""
-    tokenizer = files("outrider").joinpath("lab", "demo", "policy")
     replies: list[Any] = [NOTHING + END]
     replies += [
         {"when": asked(number, step), "reply": (gold.reply or NOTHING) + END}
@@ -62,12 +61,12 @@ async def check_tasks(
     ]
     bodies = [checked_task(example, number, "nothing") for number, example in enumerate(examples)]
     tasks = [task for body in bodies if (task := _valid(body)) is not None]
-    with tempfile.TemporaryDirectory(prefix="outrider-check-") as data, as_file(tokenizer) as policy:
+    with tempfile.TemporaryDirectory(prefix="outrider-check-") as data:
         config = Config(
             port=0,
             data=Path(data),
             files=folder if any(map(uploads, tasks)) else None,
-            model=ModelConfig(tokenizer=str(policy), renderer="qwen3"),
+            model=ModelConfig(tokenizer=str(POLICY), renderer="qwen3"),
             lanes=LanesConfig(init=at_once, run=at_once, eval=at_once),
             # The user who checks the tasks may run any Python here, and read the files that the tasks name.
             plugins=PluginsConfig(allow=("*",)),
@@ -78,26 +77,21 @@ async def check_tasks(
         async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
             waiting: dict[str, tuple[int, str]] = {}
             found: list[dict[str, GroupView]] = [{} for _ in examples]
-            refused: dict[int, TaskReport] = {}
+            reports: dict[int, TaskReport] = {}
             for number, example in enumerate(examples):
-                if example.gold is None:
-                    refused[number] = TaskReport(id=example.id, problems=("it has no gold solution to try",))
-                    continue
-                wanted = 1 + len(example.task.get("then") or ())
-                if len(solutions(example)) != wanted:
-                    said = f"it has {wanted} steps, and gold solutions of {len(solutions(example))}"
-                    refused[number] = TaskReport(id=example.id, problems=(said,))
-                    continue
+                wanted, has = 1 + len(example.task.get("then") or ()), len(solutions(example))
+                problem = "it has no gold solution to try" if example.gold is None else None
+                if example.gold is not None and has != wanted:
+                    problem = f"it has {wanted} steps, and gold solutions of {has}"
                 try:
-                    for kind in ("gold", "nothing"):
+                    for kind in ("gold", "nothing") if problem is None else ():
                         body = {"task": checked_task(example, number, kind), "n": TIMES}
                         waiting[(await client.submit(body)).id] = number, kind
                 except OutriderError as error:
-                    where = f" ({error.field})" if error.field else ""
-                    refused[number] = TaskReport(id=example.id, problems=(f"it is refused: {error.message}{where}",))
-            for report in refused.values():
-                watch(report)
-            reports = dict(refused)
+                    problem = f"it is refused: {error.message}{f' ({error.field})' if error.field else ''}"
+                if problem is not None:
+                    reports[number] = TaskReport(id=example.id, problems=(problem,))
+                    watch(reports[number])
             after = 0
             while len(reports) < len(examples):
                 page = await client.results(after=after, wait=30.0)
@@ -106,9 +100,7 @@ async def check_tasks(
                     number, kind = waiting[group.id]
                     found[number][kind] = group
                     if len(found[number]) == 2 and number not in reports:
-                        reports[number] = report_of(
-                            examples[number].id, found[number]["gold"], found[number]["nothing"]
-                        )
+                        reports[number] = report_of(examples[number].id, **found[number])
                         watch(reports[number])
     return [reports[number] for number in range(len(examples))]
 

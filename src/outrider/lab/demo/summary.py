@@ -70,13 +70,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return not (self.errors or self.drift_tokens or self.faults)
 
 
-class _SummaryFile(msgspec.Struct, frozen=True):
-    """Content of summary.json."""
-
-    summary: Summary
-    groups: Sequence[Tally]
-
-
 def tally(name: str, sessions: Iterable[SessionView]) -> Tally:
     results = [session.result for session in sessions if session.result]
     stages = [result.seconds for result in results]
@@ -130,7 +123,7 @@ def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults:
         runtime=runtime,
         faults=tuple(faults),
     )
-    text = msgspec.json.format(msgspec.json.encode(_SummaryFile(summary, each)), indent=2)
+    text = msgspec.json.format(msgspec.json.encode({"summary": summary, "groups": each}), indent=2)
     (folder / "summary.json").write_bytes(text + b"\n")
     return summary
 

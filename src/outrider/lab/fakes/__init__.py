@@ -1,5 +1,3 @@
-"""The fakes of the package, for tests, demos and dry runs: a scripted engine, engine servers, a runtime in memory, and
-a simulated service.
-
-The engine, the servers and the runtime pass the contract tests of the real implementations.
+"""The fakes of the package, for tests, demos and dry runs: a scripted engine, engine servers, and a runtime in
+memory. They pass the contract tests of the real implementations.
 """

@@ -155,8 +155,7 @@ class ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         try:
-            if self._down:
-                raise EngineUnavailable(f"engine {self.name!r} is down")
+            self._check_up()
             plan = self._plan(request)
             async with self._gate.passage():
                 run = _Run(len(request.input_ids), self._aborts)
@@ -170,8 +169,7 @@ class ScriptedEngine:
             raise
 
     async def pause(self, mode: PauseMode) -> None:
-        if self._down:
-            raise EngineUnavailable(f"engine {self.name!r} is down")
+        self._check_up()
         self._gate.close()
         if mode == "keep":
             self._frozen = True
@@ -187,13 +185,11 @@ class ScriptedEngine:
         self._notify()
 
     async def set_version(self, version: int) -> None:
-        if self._down:
-            raise EngineUnavailable(f"engine {self.name!r} is down")
+        self._check_up()
         self.version = version
 
     async def update_weights(self, weights: str, version: int) -> None:
-        if self._down:
-            raise EngineUnavailable(f"engine {self.name!r} is down")
+        self._check_up()
         if not await asyncio.to_thread(Path(weights).exists):
             raise EngineRejected(f"engine {self.name!r} finds no weights in {weights}")
         self.weights, self.version = weights, version
@@ -217,9 +213,9 @@ class ScriptedEngine:
         self._down = self._hung = False
         self._notify()
 
-    @property
-    def _still(self) -> bool:
-        return self._frozen or self._hung
+    def _check_up(self) -> None:
+        if self._down:
+            raise EngineUnavailable(f"engine {self.name!r} is down")
 
     def _notify(self) -> None:
         self._changed.set()
@@ -253,7 +249,9 @@ class ScriptedEngine:
         ends."""
         if run.position:
             await asyncio.sleep(0)
-        while (stalled := plan.stall == run.position and not self._released) or self._still or self._down:
+        while (
+            (stalled := plan.stall == run.position and not self._released) or self._frozen or self._hung or self._down
+        ):
             if self._down:
                 raise EngineUnavailable(f"engine {self.name!r} went down")
             if run.aborts != self._aborts:

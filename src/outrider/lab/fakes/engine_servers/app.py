@@ -37,26 +37,24 @@ def engine_app(
     served = PROTOCOLS[protocol](engine, settings)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await _answer(served, HttpCall(scope, receive, send))
+        if scope["type"] != "http":
+            return
+        call = HttpCall(scope, receive, send)
+        route = served.routes.get((call.method, call.path))
+        if served.dead:
+            await call.cut()
+        elif route is None:
+            await call.answer(404, NOT_FOUND)
+        else:
+            try:
+                await route(call)
+            except ServerDied:
+                served.dead = True
+                await call.cut()
+            except EngineError as error:
+                await call.answer(error.http_status, served.error_body(error.message, error.http_status))
 
     return app
-
-
-async def _answer(served: Served, call: HttpCall) -> None:
-    route = served.routes.get((call.method, call.path))
-    if served.dead:
-        await call.cut()
-    elif route is None:
-        await call.answer(404, NOT_FOUND)
-    else:
-        try:
-            await route(call)
-        except ServerDied:
-            served.dead = True
-            await call.cut()
-        except EngineError as error:
-            await call.answer(error.http_status, served.error_body(error.message, error.http_status))
 
 
 @asynccontextmanager

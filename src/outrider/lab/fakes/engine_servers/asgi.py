@@ -108,22 +108,21 @@ class HttpCall:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def read(self, decoder: msgspec.json.Decoder[T]) -> T:
+    async def read(self, shape: type[T]) -> T:
         """Read the JSON body. Raises EngineRejected when the body does not match the route's type."""
         try:
-            return decoder.decode(await self.body())
+            return msgspec.json.decode(await self.body(), type=shape)
         except msgspec.DecodeError as error:
             raise EngineRejected(f"invalid request: {error}") from error
 
     async def answer(self, status: int, content: Any = None) -> None:
-        body = b"" if content is None else orjson.dumps(content)
-        headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await self._whole(status, b"" if content is None else orjson.dumps(content), JSON_HEADERS)
 
     async def answer_text(self, status: int, text: str) -> None:
-        body = text.encode()
-        headers = [*TEXT_HEADERS, (b"content-length", str(len(body)).encode())]
+        await self._whole(status, text.encode(), TEXT_HEADERS)
+
+    async def _whole(self, status: int, body: bytes, kind: list[tuple[bytes, bytes]]) -> None:
+        headers = [*kind, (b"content-length", str(len(body)).encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -159,18 +158,39 @@ NOT_FOUND = {"detail": "Not Found"}
 """The response of both servers for a missing route."""
 
 
+class _Tokenize(msgspec.Struct):
+    prompt: str
+
+
 class Served:
-    """One engine behind one server's protocol. `dead` is true once the server has exited: connections then break
-    off."""
+    """One engine behind one server's protocol: `routes` are the protocol's own routes. `dead` is true once the server
+    has exited: connections then break off."""
+
+    tokenizer_length: int | None = None
+    """The `max_model_len` in the response of `/tokenize`, if it differs from the server's context."""
 
     def __init__(self, engine: Engine, settings: ServeSettings, routes: Routes) -> None:
         self.engine = engine
         self.settings = settings
-        self.routes = routes
+        self.routes = {("GET", "/v1/models"): self._models, ("POST", "/tokenize"): self._tokenize, **routes}
         self.dead = False
 
     def error_body(self, message: str, status: int) -> Any:
         raise NotImplementedError
+
+    async def _models(self, call: HttpCall) -> None:
+        name, context = self.settings.model, (await self.engine.health()).context_tokens
+        card = {"id": name, "object": "model", "root": name, "max_model_len": context}
+        await call.answer(200, {"object": "list", "data": [card]})
+
+    async def _tokenize(self, call: HttpCall) -> None:
+        body = await call.read(_Tokenize)
+        if self.settings.tokenizer is None:
+            await call.answer(404, NOT_FOUND)
+            return
+        ids = self.settings.tokenizer.encode(body.prompt)
+        context = self.tokenizer_length or (await self.engine.health()).context_tokens
+        await call.answer(200, {"tokens": ids, "count": len(ids), "max_model_len": context})
 
     def generation(
         self,
@@ -226,31 +246,3 @@ class Served:
 def labelled(chunk: Chunk) -> list[dict[str, Any]]:
     """Return a chunk's versions in the form of both protocols."""
     return [{"version": label_of(span.version), "start": span.start, "end": span.end} for span in chunk.versions]
-
-
-def common_routes(engine: Engine, settings: ServeSettings, tokenizer_length: int | None = None) -> Routes:
-    """Return the routes common to both protocols. `tokenizer_length` is the `max_model_len` in the response of
-    `/tokenize`, if it differs from the server's context."""
-
-    async def models(call: HttpCall) -> None:
-        context = (await engine.health()).context_tokens
-        card = {"id": settings.model, "object": "model", "root": settings.model, "max_model_len": context}
-        await call.answer(200, {"object": "list", "data": [card]})
-
-    async def tokenize(call: HttpCall) -> None:
-        body = await call.read(_TOKENIZE)
-        if settings.tokenizer is None:
-            await call.answer(404, NOT_FOUND)
-            return
-        ids = settings.tokenizer.encode(body.prompt)
-        context = tokenizer_length or (await engine.health()).context_tokens
-        await call.answer(200, {"tokens": ids, "count": len(ids), "max_model_len": context})
-
-    return {("GET", "/v1/models"): models, ("POST", "/tokenize"): tokenize}
-
-
-class _Tokenize(msgspec.Struct):
-    prompt: str
-
-
-_TOKENIZE = msgspec.json.Decoder(_Tokenize)

@@ -22,10 +22,10 @@ from outrider.errors import ContextOverflow, EngineError, EngineRejected
 from outrider.lab.fakes.engine_servers.asgi import (
     AskedSampling,
     HttpCall,
+    Routes,
     Served,
     ServerDied,
     ServeSettings,
-    common_routes,
     labelled,
 )
 from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream
@@ -34,8 +34,6 @@ from outrider.trajectory import FinishReason
 PAUSE_MODES: dict[str, PauseMode] = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 ABORTED = 499
 HEALTH_SECONDS = 20.0
-TOKENIZER_LENGTH = 131_072
-"""`max_model_len` in the response of `/tokenize`: the tokenizer's own limit."""
 
 
 class _Sampling(AskedSampling, kw_only=True, forbid_unknown_fields=True):
@@ -92,17 +90,13 @@ class _Weights(msgspec.Struct):
     keep_pause: bool = False
 
 
-_WEIGHTS = msgspec.json.Decoder(_Weights)
-_GENERATE = msgspec.json.Decoder(_Generate)
-_PAUSE = msgspec.json.Decoder(_Pause)
-_NEW_VERSION = msgspec.json.Decoder(_NewVersion)
-
-
 class ServedSGLang(Served):
     """SGLang's routes for one engine. `health_checks` counts the requests to `/health`."""
 
+    tokenizer_length = 131_072  # the tokenizer's own limit
+
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
-        routes = common_routes(engine, settings, TOKENIZER_LENGTH) | {
+        routes: Routes = {
             ("GET", "/health"): self._health,
             ("POST", "/generate"): self._generate,
             ("GET", "/model_info"): self._model_info,
@@ -138,7 +132,7 @@ class ServedSGLang(Served):
     async def _generate(self, call: HttpCall) -> None:
         content = await call.body()
         try:
-            body = _GENERATE.decode(content)
+            body = msgspec.json.decode(content, type=_Generate)
         except msgspec.ValidationError:
             # 0.5.17 does not check names and types: its handler fails.
             await call.answer_text(500, "Internal Server Error")
@@ -274,7 +268,7 @@ class ServedSGLang(Served):
         await call.answer(200, {"model_path": self.settings.model, "incremental_streaming_output": flag})
 
     async def _pause(self, call: HttpCall) -> None:
-        mode = (await call.read(_PAUSE)).mode
+        mode = (await call.read(_Pause)).mode
         if mode not in PAUSE_MODES:
             raise EngineRejected(f"unknown pause mode {mode!r}")
         self._paused = mode
@@ -296,7 +290,7 @@ class ServedSGLang(Served):
         await call.answer_text(200, "Cache flushed.")
 
     async def _update_weight_version(self, call: HttpCall) -> None:
-        body = await call.read(_NEW_VERSION)
+        body = await call.read(_NewVersion)
         if body.abort_all_requests:
             await self.engine.pause("abort")
             await self.engine.resume()
@@ -304,7 +298,7 @@ class ServedSGLang(Served):
         await call.answer(200, {"success": True, "new_version": body.new_version})
 
     async def _update_weights(self, call: HttpCall) -> None:
-        body = await call.read(_WEIGHTS)
+        body = await call.read(_Weights)
         loader = self.loader()
         if body.abort_all_requests:
             await self.engine.pause("abort")

@@ -7,7 +7,7 @@ label of the weights. Nothing is rendered: chat routes are absent.
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from urllib.parse import parse_qs
 
 import msgspec
@@ -16,14 +16,7 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of
 from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode
 from outrider.errors import EngineError, EngineRejected, EngineUnavailable
-from outrider.lab.fakes.engine_servers.asgi import (
-    AskedSampling,
-    HttpCall,
-    Served,
-    ServeSettings,
-    common_routes,
-    labelled,
-)
+from outrider.lab.fakes.engine_servers.asgi import AskedSampling, HttpCall, Routes, Served, ServeSettings, labelled
 from outrider.tokens.rendering.tokenizer import TextStream
 from outrider.trajectory import FinishReason
 
@@ -97,17 +90,11 @@ class _Reload(msgspec.Struct):
     kwargs: _ReloadArguments
 
 
-_GENERATE = msgspec.json.Decoder(_Generate)
-_COMPLETION = msgspec.json.Decoder(_Completion)
-_NEW_VERSION = msgspec.json.Decoder(_NewVersion)
-_RELOAD = msgspec.json.Decoder(_Reload)
-
-
 class ServedVLLM(Served):
     """vLLM's routes for one engine."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
-        routes = common_routes(engine, settings) | {
+        routes: Routes = {
             ("GET", "/health"): self._health,
             ("POST", "/inference/v1/generate"): self._generate,
             ("POST", "/v1/completions"): self._complete,
@@ -118,11 +105,8 @@ class ServedVLLM(Served):
             ("POST", "/collective_rpc"): self._collective_rpc,
             ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
         }
-        if not settings.labels:
-            routes = {key: handler for key, handler in routes.items() if key[1] not in LABEL_ROUTES}
-        if not settings.dev_mode:
-            routes = {key: handler for key, handler in routes.items() if key[1] not in DEV_ROUTES}
-        super().__init__(engine, settings, routes)
+        missing = {*(() if settings.labels else LABEL_ROUTES), *(() if settings.dev_mode else DEV_ROUTES)}
+        super().__init__(engine, settings, {key: routes[key] for key in routes if key[1] not in missing})
         self._paused: PauseMode | None = None
 
     def error_body(self, message: str, status: int) -> Any:
@@ -137,13 +121,13 @@ class ServedVLLM(Served):
             message = "This route is disabled. Start the server with --enable-scale-out to enable it."
             await call.answer(403, self.error_body(message, 403))
             return
-        body = await call.read(_GENERATE)
+        body = await call.read(_Generate)
         request = await self._request(call, body.token_ids, body.sampling_params, body.request_id, None)
         reply = _VLLMWriter(request, _TokenChoices(body.request_id, self.settings), self.settings)
         await call.while_connected(self._respond(call, request, reply, body))
 
     async def _complete(self, call: HttpCall) -> None:
-        body = await call.read(_COMPLETION)
+        body = await call.read(_Completion)
         request = await self._request(call, body.prompt, body, body.request_id, COMPLETION_TOKENS)
         reply = _VLLMWriter(request, _CompletionChoices(body, self.settings), self.settings)
         await call.while_connected(self._respond(call, request, reply, body))
@@ -221,13 +205,13 @@ class ServedVLLM(Served):
         await call.answer(200, {"weight_version": label_of((await self.engine.health()).version)})
 
     async def _update_weight_version(self, call: HttpCall) -> None:
-        label = (await call.read(_NEW_VERSION)).new_version
+        label = (await call.read(_NewVersion)).new_version
         await self.set_version(label)
         await call.answer(200, {"success": True, "new_version": label})
 
     async def _collective_rpc(self, call: HttpCall) -> None:
         """Load weights, as `reload_weights` of the workers does. The label of the version is set by another call."""
-        path = (await call.read(_RELOAD)).kwargs.weights_path
+        path = (await call.read(_Reload)).kwargs.weights_path
         loader = self.loader()
         try:
             await loader.update_weights(path, (await self.engine.health()).version)
@@ -243,17 +227,12 @@ class ServedVLLM(Served):
         await call.answer(200, {"success": True})
 
 
-class _Choices(Protocol):
-    """The format of one route's responses."""
-
-    def envelope(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]: ...
-    def choice(self, chunk: Chunk) -> dict[str, Any]: ...
-
-
 class _VLLMWriter:
-    """Writes one response as events or in one piece, in the format of its route's `_Choices`."""
+    """Writes one response as events or in one piece, in the format of its route, `choices`."""
 
-    def __init__(self, request: GenerateRequest, choices: _Choices, settings: ServeSettings) -> None:
+    def __init__(
+        self, request: GenerateRequest, choices: _TokenChoices | _CompletionChoices, settings: ServeSettings
+    ) -> None:
         self.sampled: list[int] = []
         self.cached_tokens: int | None = None
         self._choices = choices

@@ -13,6 +13,7 @@ import io
 import posixpath
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -44,14 +45,8 @@ class MemoryLedger:
     """Counts the starts and stops of each sandbox, by (session, attempt)."""
 
     def __init__(self) -> None:
-        self.started: dict[tuple[str, int], int] = {}
-        self.stopped: dict[tuple[str, int], int] = {}
-
-    def start(self, key: tuple[str, int]) -> None:
-        self.started[key] = self.started.get(key, 0) + 1
-
-    def stop(self, key: tuple[str, int]) -> None:
-        self.stopped[key] = self.stopped.get(key, 0) + 1
+        self.started: Counter[tuple[str, int]] = Counter()
+        self.stopped: Counter[tuple[str, int]] = Counter()
 
     @property
     def balanced(self) -> bool:
@@ -105,14 +100,14 @@ class MemoryRuntime:
             raise RuntimeFailure("the sandbox failed to start, as it was told to")
         self._state = "running"
         if self.ledger is not None:
-            self.ledger.start(self._key)
+            self.ledger.started[self._key] += 1
         if self._layer is not None:
             await asyncio.to_thread(self._unpack, self._layer, ["/"])
         self._files.make_folder(self._spec.workdir)
 
     async def stop(self) -> None:
         if self._state == "running" and self.ledger is not None:
-            self.ledger.stop(self._key)
+            self.ledger.stopped[self._key] += 1
         self._state = "stopped"
         self._ended.set()
 
