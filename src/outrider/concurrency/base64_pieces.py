@@ -9,8 +9,9 @@ import base64
 import binascii
 
 PIECE = 1 << 20
-"""Characters decoded in one call, a multiple of four. The decoder holds the interpreter lock during the whole call, 10
-ms for this many characters. To decode a long text in one call would stop all other threads for longer."""
+"""Number of characters decoded in one call, a multiple of four. The decoder holds the interpreter lock during the whole
+call, which takes 10 ms for this many characters. Decoding a long text in one call would stop all other threads for too
+long."""
 
 
 def decode_base64(text: str) -> bytes:
