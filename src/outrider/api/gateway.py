@@ -44,7 +44,7 @@ KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
 class Sessions(Protocol):
-    """Finds the models to which a session's key gives access."""
+    """Finds the models to which a session's key gives access; None for an unknown key."""
 
     def models(self, key: str) -> SessionModels | None: ...
 

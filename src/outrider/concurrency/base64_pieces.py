@@ -1,4 +1,4 @@
-"""Base64 decoding in pieces, between which other threads can run.
+"""Decodes base64 in pieces, so that other threads can run between two pieces.
 
 Invariant: the joined pieces equal the decoding of the whole text.
 """

@@ -45,8 +45,8 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
         raise cancelled
     finally:
         # The traceback of an error references this frame. If the frame also referenced the error, both would live until
-        # the garbage collector finds the cycle, together with everything that the traceback's frames reference: bodies
-        # of megabytes.
+        # the garbage collector finds the cycle, together with everything that the traceback's frames reference, such as
+        # request bodies of megabytes.
         del cancelled, task
 
 

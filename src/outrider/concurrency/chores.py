@@ -133,9 +133,9 @@ class Chores:
         return self.create_task(self._until_done(name, work), name=name)
 
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
-        """Run `work` once. An error that is not fatal is noted under the name `chore` (by default `name`), and the task
-        returns None, because no code may ever await the task. The name must belong to repeated work, because the next
-        success under the same name clears the failure."""
+        """Run `work` once. An error that is not fatal is noted under the name `chore` (by default `name`), because
+        possibly no code awaits the task. The task then returns None. The name must belong to repeated work, because the
+        next success under the same name clears the failure."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)
@@ -182,7 +182,7 @@ class Chores:
     async def _noted(self, work: Coroutine[Any, Any, T], name: str) -> T | None:
         try:
             found = await work
-        except Exception as error:  # any error is noted, because no code may ever await the task
+        except Exception as error:  # any error is noted, because possibly no code awaits the task
             if self._fatal(error):
                 raise
             self.failures.note(name, error)

@@ -35,7 +35,7 @@ minute."""
 FRAMES = 4
 """Number of innermost frames of the loop's stack in a log line."""
 MOST = 0.5
-"""A cause decides the kind of a stall if it lasts for at least this fraction of the stall."""
+"""A cause decides the kind of a stall if the cause lasts for at least this fraction of the stall."""
 
 
 class StallKind(StrEnum):

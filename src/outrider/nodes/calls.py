@@ -34,12 +34,12 @@ from outrider.wire.link import Link
 log = logging.getLogger("outrider.node")
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""Maximum number and bytes of a peer's unanswered calls, streams not counted. At either limit nothing more is read from
-the peer."""
+"""Maximum number, and maximum total bytes, of a peer's unanswered calls. Streams are not counted. At either limit
+nothing more is read from the peer until a call is answered."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
 """Carries out calls of one kind: a coroutine function, or for a `NodeStream` a function that returns an asynchronous
-generator. Raises Nonsense for a call that no honest peer makes. A handler of streams must itself limit the number of
+generator. Raises Nonsense for a call that breaks the protocol. A handler of streams must itself limit the number of
 open streams."""
 
 
@@ -114,7 +114,7 @@ class LinkCalls:
         self._made = 0
         self._pending: dict[int, PendingCall[Any]] = {}
         self._asked = -1
-        """The number of the peer's last call."""
+        """The number of the peer's latest call; -1 before the first call."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._streams: dict[int, tuple[type[NodeCall[Any]], int]] = {}
         """Kinds and sizes in bytes of the peer's streams that have not ended, by number."""
@@ -137,7 +137,7 @@ class LinkCalls:
 
     @contextmanager
     def pending(self, request: NodeCall[R]) -> Iterator[PendingCall[R]]:
-        """Make a call, as `begin`, and forget the call at the end of the block."""
+        """Make a call as `begin` does, and forget the call at the end of the block."""
         call = self.begin(request)
         try:
             yield call
@@ -145,8 +145,8 @@ class LinkCalls:
             call.forget()
 
     async def call(self, request: NodeCall[R]) -> R:
-        """Make a call and return the value of the reply. Raises as `begin` and `PendingCall.next`. A cancellation of
-        the caller does not cancel the call at the peer."""
+        """Make a call and return the value of the reply. Raises the errors of `begin` and `PendingCall.next`. A
+        cancellation of the caller does not cancel the call at the peer."""
         with self.pending(request) as call:
             return await call.next()
 

@@ -89,7 +89,7 @@ class Given:
         self.began_here = attempt.stored is None
         """True if all turns of the attempt are stored over the present connection."""
         self.certain = True
-        """False once an error while storing a turn has left open whether the turn is stored."""
+        """False after an error while storing a turn, because the turn may or may not be stored."""
         self.indexes: dict[str | None, set[int]] = {}
         self.tokens: dict[str | None, int] = {}
         self.kept: dict[str, int] = {}
@@ -101,7 +101,7 @@ class Given:
         return self.attempt.task
 
     def note_turn(self, call: AddTurn) -> None:
-        """Count a stored turn."""
+        """Count a stored turn and its sampled tokens."""
         self.indexes.setdefault(call.model, set()).add(call.turn.index)
         self.tokens[call.model] = self.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
 
@@ -321,7 +321,7 @@ TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
         lambda call, given: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
     ),
 )
-"""Rules for a turn."""
+"""Rules for each turn that a node stores."""
 
 
 def _lists_what_is_kept(call: KeepIndex, given: Given) -> bool:
@@ -349,7 +349,7 @@ INDEX_RULES: tuple[ClaimRule[KeepIndex], ...] = (
 
 
 def check(thing: T, rules: tuple[ClaimRule[T], ...], given: Given) -> None:
-    """Raise Nonsense with the first rule that does not hold."""
+    """Raise Nonsense if a rule does not hold for `thing`. The error names the first such rule."""
     for rule in rules:
         if not rule.holds(thing, given):
             name = given.attempt.name
@@ -366,8 +366,8 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """Return a node's statistics under the service's name for the node, with texts cut. Raises Nonsense for impossible
-    numbers."""
+    """Return the statistics of a node's report, with the service's name for the node, and with texts cut to their
+    maximum lengths. Raises Nonsense for impossible numbers."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):

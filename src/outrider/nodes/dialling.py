@@ -115,10 +115,11 @@ class Dialled:
             await asyncio.sleep(DIALLING.wait(failed))
 
     async def _one_connection(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> Disconnected:
-        """Open one connection and use it to its end. Returns the reason for the end, or for the failure to open."""
+        """Open one connection, and exchange messages until the connection ends. Returns the reason for the end, or the
+        reason why the connection could not be opened."""
         join, headers = self._join, {"Authorization": f"Bearer {self._join.token}"} if self._join.token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
-        code = Close.SILENT  # after this close code the service expects the node back
+        code = Close.SILENT  # after this close code the service expects the node to reconnect
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 websocket = await session.ws_connect(

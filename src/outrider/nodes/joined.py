@@ -56,7 +56,7 @@ class JoinedNodes:
         self.removed = Feed[Node]()
         """Publishes each node that no longer runs attempts."""
         self.room = Feed[None]()
-        """Publishes when a node has room for more sessions than before."""
+        """Publishes when a node can run more sessions than before."""
         self._config = config
         self._version = version("outrider")
         self._parts = parts

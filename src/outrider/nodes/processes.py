@@ -26,7 +26,7 @@ log = logging.getLogger("outrider.node")
 
 MACHINE = "local"
 LEAST_WARM_MB = 16
-"""The lower bound of `sandboxes.warm_memory_mb`."""
+"""The smallest allowed value of `sandboxes.warm_memory_mb`, in MiB."""
 
 
 class NodeProcesses:

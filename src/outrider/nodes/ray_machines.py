@@ -45,7 +45,7 @@ class RayMachine:
     values."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
-        logging.getLogger().setLevel(level)  # passed on to the machine's processes
+        logging.getLogger().setLevel(level)  # the machine's processes get the same level
         found = msgspec.convert(place, JoinTarget)
         settings = Config.model_validate_json(found.config).as_read_from(Path(found.file) if found.file else None)
         config = with_processes(settings)
@@ -76,7 +76,7 @@ class RayMachine:
         await self._joined.wait()
 
     async def leave(self) -> None:
-        """Take no new sessions. `run` returns when the present sessions have ended, or after `stop_seconds`."""
+        """Take no new sessions. `run` returns when the running sessions have ended, or after `stop_seconds`."""
         self._stop.set()
 
 
@@ -132,7 +132,8 @@ class RayFleet:
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        await asyncio.wait([stopping], timeout=LOOK_SECONDS)  # because a new actor may fail at once
+                        # This is a pause, because a new actor may fail at once.
+                        await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()
                 stopping.cancel()

@@ -143,7 +143,7 @@ class RemoteNode:
         self._images: frozenset[str] | None = None
         """Names of the images on the node's machine; None for a node on this machine."""
         self.room = Feed[None]()
-        """Publishes when the node has room for more sessions than before."""
+        """Publishes when the node can run more sessions than before."""
 
     async def serve(
         self,
@@ -156,9 +156,9 @@ class RemoteNode:
         taken: Callable[[], float] = lambda: 0.0,
     ) -> Disconnected:
         """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
-        is called with None when the node is ready to run attempts, or with the error if it cannot run any. `ended` is
-        awaited after the end. It must return only when the node no longer uses its resources, because the resources are
-        given back next. `last_arrival`, `taken`: see `Link`."""
+        is called with None when the node is ready to run attempts, or with the error if the node cannot run any.
+        `ended` is awaited after the end. `ended` must return only when the node no longer uses its resources, because
+        the resources are given back next. `last_arrival`, `taken`: see `Link`."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
@@ -228,8 +228,8 @@ class RemoteNode:
 
 
 def _without_local(state: PoolState) -> PoolState:
-    """Return the state for a node on another machine: engines at addresses local to this machine lose their specs, so
-    that the node reaches the engines through the service."""
+    """Return the state for a node on another machine. The specs of engines at addresses local to this machine are
+    removed, so that the node reaches these engines through the service."""
     engines = [
         msgspec.structs.replace(engine, spec=None) if is_local(urlsplit(engine.url or "").hostname or "") else engine
         for engine in state.engines
@@ -305,7 +305,7 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, given)
-        except CallEnded as error:  # only a node that is about to exit ends a call that was not cancelled
+        except CallEnded as error:  # the node is about to exit: otherwise only a cancelled call ends without a result
             raise self._lost() from error
         except Nonsense as error:
             self.link.close(Close.NONSENSE, str(error))

@@ -68,8 +68,8 @@ from outrider.wire.link import Disconnected, Link, Socket
 log = logging.getLogger("outrider.node")
 
 SILENT_SECONDS = 0.5
-"""A service that sends no message for this many seconds has stalled, because it normally sends five messages about
-loads in this time."""
+"""A service that sends no message for this many seconds has stalled, because a running service sends five messages
+about loads in this time."""
 
 REPORT_SECONDS = 0.1
 """Seconds between two reports to the service. An unchanged report is not sent."""
@@ -137,7 +137,7 @@ class ServiceProxy:
                 running.cancel()
 
     def silence(self) -> float:
-        """Return the seconds since the service's last message, or 0 below SILENT_SECONDS."""
+        """Return the seconds since the service's last message, or 0 if there are fewer than SILENT_SECONDS."""
         silent = 0.0 if self._last_arrival is None else time.monotonic() - self._last_arrival
         return silent if silent >= SILENT_SECONDS else 0.0
 
@@ -172,7 +172,7 @@ class ServiceProxy:
             self._apply(*self._ready[:2], message)
 
     def leave(self) -> None:
-        """Take no new attempts. The service ends the connection when the present attempts have ended."""
+        """Take no new attempts. The service ends the connection when the running attempts have ended."""
         self._link.send(Leaving())
 
     def fail(self, error: OutriderError) -> None:

@@ -81,7 +81,7 @@ class NodeProcess:
                 self._process.kill()
             await self._process.wait()
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the process led its own process group
+            os.killpg(self._process.pid, signal.SIGKILL)  # the process was the leader of its own process group
 
     @property
     def exit_code(self) -> int | None:

@@ -504,7 +504,8 @@ def _bytes_of(turn: Turn) -> int:
 
 
 def overdue_error(overdue: float, what: str) -> OutriderError:
-    """Return the error of a run that ended badly, or of a call that was given up, after an overdue wait."""
+    """Return the error of a run that ended badly, or of a call that was given up, after `overdue` overdue seconds.
+    `what` is the resource of the longest overdue wait."""
     kind = ServiceError if what == STORE else EngineSilent
     return kind(
         f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"

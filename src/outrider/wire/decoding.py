@@ -46,7 +46,7 @@ def check_cost(frame: bytes) -> None:
         kind = frame[at]
         at += 1
         items = -1
-        if kind <= 0x7F or kind >= 0xE0:  # small numbers
+        if kind <= 0x7F or kind >= 0xE0:  # small numbers, which have no further bytes
             pass
         elif kind <= 0x8F:
             items = 2 * (kind & 0x0F)

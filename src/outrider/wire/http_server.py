@@ -1,9 +1,9 @@
 """The HTTP server: uvicorn with limits for untrusted clients, and with a callback when a client disconnects.
 
-(ASGI's own way, to wait for `http.disconnect`, needs a second task for every request.) The module has no routes.
-Invariants: an application's callback is called once when the client has left, even if the client left before the
-callback was set; data outside of bodies and unfinished requests use bounded memory and time; the number of open
-connections never exceeds the server's limit; one client cannot take all connections.
+(In plain ASGI, an application must wait for `http.disconnect`, which needs a second task for every request.) The module
+has no routes. Invariants: an application's callback is called once when the client has left, even if the client left
+before the callback was set; data outside of bodies and unfinished requests use bounded memory and time; the number of
+open connections never exceeds the server's limit; one client cannot take all connections.
 
 The module subclasses two classes of uvicorn and uses attributes that uvicorn does not document.
 tests/test_http_server.py lists the attributes and checks them against the installed version; pyproject.toml allows only
@@ -59,8 +59,8 @@ TOO_MANY = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
 WEBSOCKET_PIECE = 8 << 10
-"""Maximum bytes of a WebSocket that are parsed without a break. This number of bytes has up to 1,400 frames, which take
-15 ms."""
+"""Maximum bytes of a WebSocket that are parsed before other connections are served. This number of bytes has up to
+1,400 frames, which take 15 ms."""
 MAX_FRAGMENTS = 16_384
 """Maximum number of frames of one WebSocket message. Clients send one frame. A proxy may split a message into frames of
 a few KiB."""
@@ -85,7 +85,7 @@ TIMEOUTS = Timeouts()
 
 
 class Disconnect:
-    """The disconnection of one request's client, with a callback. `gone` is True once the client has disconnected."""
+    """Calls a callback when the client of one request disconnects. `gone` is True once the client has disconnected."""
 
     __slots__ = ("_callback", "gone")
 
@@ -268,7 +268,7 @@ class _Protocol(HttpToolsProtocol):
         self._seen = (0, 0)
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # narrowed as in uvicorn
         super().connection_made(_CoalescedWrites(transport))  # type: ignore[arg-type]  # the wrapper delegates the rest
         self._due = self.loop.time() + self._timeouts.head
         self._check_later()
@@ -375,7 +375,7 @@ class _Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self._timeouts.head / 2, self._check)
 
     def _check(self) -> None:
-        """Close the connection if it has exceeded one of its timeouts."""
+        """Close the connection if one of its timeouts has passed."""
         now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
         if (self._pieces, unsent) != self._seen:
             self._seen, self._moved = (self._pieces, unsent), now

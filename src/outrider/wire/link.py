@@ -38,7 +38,7 @@ class Disconnected(Exception):
 
 
 class Socket(Protocol):
-    """Whole messages over a transport that can break. `send` and `receive` raise Disconnected."""
+    """Sends and receives whole messages over a transport that can break. `send` and `receive` raise Disconnected."""
 
     async def send(self, frame: bytes) -> None: ...
     async def receive(self) -> bytes: ...

@@ -60,7 +60,7 @@ class ResumableSocket:
         self._frames: asyncio.Queue[bytes | Disconnected] = asyncio.Queue()
         self._unread_bytes = 0
         self._changed = asyncio.Event()
-        """Set when the peer has acknowledged a piece, when `receive` returns a frame, and at the end."""
+        """Set when the peer has acknowledged a piece, when `receive` returns a frame, and when the socket is ended."""
         self._ended = False
         self._to_write = asyncio.Event()
         self._replaced = asyncio.Event()
@@ -105,8 +105,8 @@ class ResumableSocket:
         return self._replaced
 
     async def carry(self, socket: Socket, arrived: int, replaced: asyncio.Event) -> Disconnected:
-        """Send and receive over a connection until it ends, or is `replaced`. Returns the reason for the end. `arrived`
-        is the number of pieces received by the peer."""
+        """Send and receive over a connection until the connection ends or is `replaced`. Returns the reason for the
+        end. `arrived` is the number of pieces received by the peer."""
         if replaced.is_set():
             return REPLACED
         if not self._acknowledge(arrived):

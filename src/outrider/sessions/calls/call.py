@@ -52,7 +52,7 @@ class EngineCall(Protocol):
 
     promised_tokens: int
     ended: bool
-    """True once the reply has ended, although the generation has not."""
+    """True once the reply has ended, although the generation has not ended."""
 
     def start(self, share: TokenShare) -> PoolReply[Any]: ...
     def take(self, chunk: Any) -> list[Step]: ...

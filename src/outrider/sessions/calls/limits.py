@@ -214,8 +214,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
             separators += len(piece) - len(piece.translate(None, _SEPARATORS))
         if escapes > MAX_ESCAPES:
             raise TooLarge(f"the request body has more than {MAX_ESCAPES} escaped characters")
-        # The quick count includes separators inside texts. It is usually small enough to make the exact count
-        # unnecessary.
+        # The quick count includes separators inside texts. Usually even this count is within the limit, and the exact
+        # count is not needed.
         if separators > self.values and (values := (yield from count_values(body))) > self.values:
             raise self._overflow(values // VALUES_PER_TOKEN)
 

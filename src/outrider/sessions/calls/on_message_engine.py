@@ -206,9 +206,9 @@ NOTHING = ConversationStart()
 
 
 class CapturedTurns:
-    """The ids of a session's captured turns. A prompt extends an earlier turn if it begins with all ids of the turn and
-    has the same images in this part. The images must be compared, because two different images of one size have the
-    same ids."""
+    """The ids of a session's captured turns. A prompt extends an earlier turn if the prompt begins with all ids of the
+    turn and has the same images in this part. The images must be compared, because two different images of one size
+    have the same ids."""
 
     def __init__(self) -> None:
         self._ends: list[bytes] = []
