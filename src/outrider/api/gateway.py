@@ -1,8 +1,10 @@
-"""The model side over HTTP: `/s/{key}/...` in each dialect, as a bare ASGI application on the hot path.
+"""Serves a session's models over HTTP: `/s/{key}/...` in each dialect. The gateway is an ASGI application without a
+framework, because it handles every model call.
 
-The gateway handles bytes, routes and connections; the conversation handles the content of a call. Only exact routes
-are served: any other path is a 404 in the dialect's own shape (OpenAI's if no dialect has the path), an unknown key a
-401, and no request creates a session. When a client hangs up, its generation is aborted upstream.
+The gateway handles bytes, routes and connections; the conversation handles the content of a call. Only exact routes are
+served. Any other path gets a 404 in the error format of its dialect (OpenAI's if no dialect has the path), and an
+unknown key gets a 401. No request creates a session. When a client hangs up, the generation of its call is aborted at
+the engine.
 """
 
 from __future__ import annotations
@@ -37,28 +39,29 @@ from outrider.wire.http_server import Receive, Scope, Send, claim, while_connect
 PREFIX = "/s/"
 JSON = b"application/json"
 STREAM_PING_SECONDS = 10.0
-"""Seconds of silence in a streamed reply after which a ping is sent: clients give up silent streams."""
+"""If a streamed reply has been silent for this many seconds, a ping is sent, because clients give up silent streams."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
 class Sessions(Protocol):
-    """Finds the models that a session key gives access to."""
+    """Finds the models to which a session's key gives access; None for an unknown key."""
 
     def models(self, key: str) -> SessionModels | None: ...
 
 
 class Gateway:
-    """The ASGI application of the model gateway. The route selects the dialect; where dialects share a route, the
-    headers do. The session's key is in the path, or is the API key of clients whose base URL cannot carry a key."""
+    """The ASGI application of the model gateway. The route selects the dialect. If several dialects have the route, the
+    headers select the dialect. The session's key is in the path. A client whose base URL cannot contain the key sends
+    the session's key as its API key."""
 
     def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST) -> None:
-        """`calls` is the maximum number of calls of a session under way."""
+        """`calls` is the maximum number of concurrent calls of one session."""
         self._sessions = sessions
         self._calls = calls
         self._routes = RouteTable(DIALECTS)
 
     def serves(self, scope: Scope) -> bool:
-        """Return True if a call is for the gateway, also if the gateway will refuse the call."""
+        """Return True if a call is for the gateway, even if the gateway will refuse the call."""
         path = scope["path"]
         return path.startswith(PREFIX) or self._routes.find(_wire_call(scope, path)) is not None
 
@@ -121,7 +124,7 @@ class Gateway:
         receive: Receive,
         reply: _ClientReply,
     ) -> None:
-        """Receive and parse a request, and reply to it."""
+        """Receive and parse a request, and send the reply."""
         dialect = routed.dialect
         received = await models.receive(body, _RequestBody(receive))
         conversation = await models.called(dialect, call, received)
@@ -166,7 +169,7 @@ class _ClientReply:
         self._quiet = True
 
     async def more(self, body: bytes) -> None:
-        """Send a part, unless the reply has ended: a ping may come late."""
+        """Send a part, unless the reply has ended, because a ping may be late."""
         if body and not self._ended:
             self._quiet = False
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
@@ -186,8 +189,8 @@ async def _stream(
     token_bytes: Callable[[int], bytes] | None,
     reply: _ClientReply,
 ) -> None:
-    """Send the steps of a call as they come. Steps that come together are one part of the response. `token_bytes` is
-    given if the client requested log-probabilities."""
+    """Send the steps of a call as they arrive. Steps that arrive together are sent as one part of the response.
+    `token_bytes` is given if the client requested log-probabilities."""
     try:
         async for steps in batches:
             parts: list[bytes] = []
@@ -214,7 +217,8 @@ def _wire_call(scope: Scope, path: str) -> WireCall:
 
 
 def _api_key(call: WireCall) -> str:
-    """The API key of any dialect: a bearer token, x-api-key, x-goog-api-key, or `key` in the query."""
+    """Return the call's API key, in any of the places that the dialects use: a bearer token, x-api-key, x-goog-api-key,
+    or `key` in the query. Returns "" if there is no key."""
     for name, value in call.headers:
         if name in KEY_HEADERS:
             return value.decode("latin-1").removeprefix("Bearer ").strip()
@@ -222,7 +226,8 @@ def _api_key(call: WireCall) -> str:
 
 
 class _RequestBody:
-    """The parts of a request's body as they arrive. A generator would cost the event loop more than this iterator."""
+    """Iterates over the parts of a request's body as they arrive. The class is used because an asynchronous generator
+    takes more time."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -243,7 +248,7 @@ class _RequestBody:
 
 
 async def _cut_off(reply: _ClientReply) -> None:
-    """End the reply to a call that was cancelled because its session's run is over; the client is still connected.
+    """End the reply to a call that was cancelled because the session's run is over. The client is still connected.
     Raises RunEnded if nothing was sent yet."""
     task = asyncio.current_task()
     assert task is not None
@@ -256,7 +261,7 @@ async def _cut_off(reply: _ClientReply) -> None:
 async def _with_pings(
     work: Awaitable[None], reply: _ClientReply, writer: StreamWriter, *, seconds: float = STREAM_PING_SECONDS
 ) -> None:
-    """Await the work, and ping the client whenever the streamed reply was silent for this many seconds."""
+    """Await the work, and ping the client whenever the streamed reply has been silent for `seconds` seconds."""
 
     async def ping() -> None:
         while True:

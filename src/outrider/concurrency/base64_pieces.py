@@ -1,4 +1,4 @@
-"""Base64 decoding in pieces, between which other threads can run.
+"""Decodes base64 in pieces, so that other threads can run between two pieces.
 
 Invariant: the joined pieces equal the decoding of the whole text.
 """
@@ -9,8 +9,9 @@ import base64
 import binascii
 
 PIECE = 1 << 20
-"""Characters decoded in one call, a multiple of four. The decoder holds the interpreter lock during the whole call, 10
-ms for this many characters. To decode a long text in one call would stop all other threads for longer."""
+"""Number of characters decoded in one call, a multiple of four. The decoder holds the interpreter lock during the whole
+call, which takes 10 ms for this many characters. Decoding a long text in one call would stop all other threads for too
+long."""
 
 
 def decode_base64(text: str) -> bytes:

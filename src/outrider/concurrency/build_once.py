@@ -1,4 +1,4 @@
-"""Cache files and folders that are built once, however many processes and threads request them at the same time.
+"""Builds each file or folder of a cache once, even if several processes and threads request the entry at the same time.
 
 Each entry is built as a draft in the same folder and then renamed to its final path, under its own lock file:
 
@@ -6,9 +6,9 @@ Each entry is built as a draft in the same folder and then renamed to its final 
     FOLDER/.draft-NAME-X    an entry under construction, or left behind by a killed builder
     FOLDER/.locks/NAME      the lock, held while NAME is built or removed
 
-The lock is `flock`, and not the library filelock: the kernel wakes the next waiter, where filelock polls every 50 ms,
-and releases the lock when the holding process ends, however the process ends. Invariant: an entry at its final path is
-complete, even after a loss of power.
+The lock is `flock`. The library filelock is not used, because it polls every 50 ms. With `flock` the kernel wakes the
+next waiter, and releases the lock however the holding process ends. Invariant: an entry at its final path is complete,
+even after a loss of power.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 
 def nothing() -> None:
-    """A callback that does nothing."""
+    """Do nothing: the default callback."""
 
 
 def build_once(
@@ -50,7 +50,7 @@ def build_once(
         _remove_abandoned(place)
         draft = new_draft(place)
         try:
-            draft.chmod(0o755)  # mkdtemp's 700 would shut out other users of a shared cache
+            draft.chmod(0o755)  # mkdtemp's mode 700 would deny access to the other users of a shared cache
             build(draft)
             sync_file_system(draft)
             os.replace(draft / part if part else draft, place)
@@ -75,14 +75,14 @@ def locked(place: Path, *, on_wait: Callable[[], object] = nothing) -> Iterator[
 
 
 def lock_file(place: Path) -> Path:
-    """Return the path of the lock file of `place`. The file is never removed: a waiter may hold the old file open while
-    another process creates and locks a new one."""
+    """Return the path of the lock file of `place`. The file is never removed, because a waiter that has opened the
+    removed file could lock it while another process locks a new file."""
     return place.parent / ".locks" / place.name
 
 
 def new_draft(place: Path) -> Path:
-    """Create an empty draft folder for `place`. Call with the lock held: a draft whose lock is free counts as
-    abandoned."""
+    """Create an empty draft folder for `place`. The caller must hold the lock, because a draft whose lock is free
+    counts as abandoned."""
     return Path(tempfile.mkdtemp(prefix=f".draft-{place.name}-", dir=place.parent))
 
 
@@ -103,8 +103,8 @@ def sync_file_system(folder: Path) -> None:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove the drafts of killed builders: drafts of `place`, whose lock the caller holds, and drafts whose lock is
-    free."""
+    """Remove the drafts of killed builders: all drafts of `place`, because the caller holds its lock, and all drafts
+    whose lock is free."""
     for draft in place.parent.glob(".draft-*"):
         other = draft.name.removeprefix(".draft-").rpartition("-")[0]
         if other != place.name:
@@ -117,10 +117,10 @@ def _remove_abandoned(place: Path) -> None:
 
 
 def remove_tree(top: Path) -> None:
-    """Remove a folder and everything in it. At the first error the rest is left, and nothing is raised.
+    """Remove a folder and everything in it. Stops at the first error without raising it.
 
-    Foreign archives describe trees that are deeper than a path can name. Inner folders are therefore moved directly
-    below the top first, so that no path is longer than two names.
+    Archives from other sources may contain trees that are too deep for the maximum length of a path. So each inner
+    folder is first moved directly below the top, and no path is longer than two names.
     """
     numbers = itertools.count()
     try:

@@ -1,4 +1,4 @@
-"""Work that runs to its end although its caller is cancelled: teardown, and steps that must not be left half done.
+"""Runs work to its end even if the caller is cancelled: teardown, and steps that must not stop halfway.
 
 Invariants: when `shielded` returns or raises, the work has ended; every object made by `opened_in_thread` is ended,
 whichever task is cancelled.
@@ -41,19 +41,19 @@ async def shielded(work: Callable[[], Awaitable[T]], *, grace: float | None = No
         if cancelled is None:
             return task.result()
         if not task.cancelled():
-            task.exception()  # asyncio logs an error that is never retrieved
+            task.exception()  # otherwise asyncio would log the error as never retrieved
         raise cancelled
     finally:
         # The traceback of an error references this frame. If the frame also referenced the error, both would live until
-        # the garbage collector finds the cycle, together with everything that the traceback's frames reference: bodies
-        # of megabytes.
+        # the garbage collector finds the cycle, together with everything that the traceback's frames reference, such as
+        # request bodies of megabytes.
         del cancelled, task
 
 
 @asynccontextmanager
 async def opened_in_thread(make: Callable[[], T], end: Callable[[T], object]) -> AsyncIterator[T]:
-    """Yield the result of `make`, and call `end` with the result when the block ends. Both may block, so they run in
-    threads. `end` is also called when the caller is cancelled while `make` runs."""
+    """Yield the result of `make`, and call `end` with the result when the block ends. Both functions run in threads,
+    because they may block. `end` is also called when the caller is cancelled while `make` runs."""
     async with AsyncExitStack() as held:
 
         async def enter() -> T:

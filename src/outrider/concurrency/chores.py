@@ -1,9 +1,10 @@
-"""Chores: the background work of a process, which continues after every failure.
+"""Runs the chores of a process: background work that continues after every failure.
 
-A chore repeats until its owner ends; one repetition is a turn. A turn that fails (the disk is full, descriptors, memory
-or threads have run out, a plugin has raised) is retried after a wait, logged once, counted from then on, and listed in
-the service's status until a turn succeeds. Invariants: a failure ends neither the other chores nor their owner, unless
-the owner classifies the error as fatal; no chore ends silently while its owner runs.
+A chore repeats until its owner ends; one repetition is a turn. If a turn fails (for example, because the disk is full,
+because descriptors, memory or threads have run out, or because a plugin has raised an error), the turn is retried after
+a wait. Only the first failure is logged. The chore is listed in the service's status, with the number of failures,
+until a turn succeeds. Invariants: a failure ends neither the other chores nor their owner, unless the owner classifies
+the error as fatal; no chore ends silently while its owner runs.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ log = logging.getLogger("outrider.chores")
 T = TypeVar("T")
 
 PAUSES = RetryPolicy(first=0.5, longest=10.0)
-"""The waits between the failed turns of a chore. A chore renews the leases of sessions, so the longest wait is a third
-of a lease."""
+"""The waits between the failed turns of a chore. The longest wait is a third of the length of a session's lease,
+because leases are renewed by a chore."""
 QUIET_SECONDS = 60.0
-"""Minimum time between two log lines about failures of the same name: work that fails every other time must not fill
-the log."""
+"""Minimum seconds between two log lines about failures of the same name, so that work that fails every other time does
+not fill the log."""
 MOST_NAMES = 200
-"""Maximum number of names kept. Some names contain the names of engines, which come and go."""
+"""Maximum number of recorded names. Without a limit the number could grow forever, because some names contain the name
+of an engine, and new engines may be added at any time."""
 MOST_CHARACTERS = 500
-"""Maximum characters kept of an error's text."""
+"""Maximum number of characters recorded of an error's text."""
 
 
 class Failures:
@@ -101,9 +103,8 @@ class Chores:
     ) -> None:
         for task in self._begun:
             task.cancel()
-        if isinstance(
-            error, asyncio.CancelledError
-        ):  # a task group cancels its tasks, and may raise a task's error instead
+        # After a cancellation the task group cancels its tasks itself, and may raise the error of a task instead.
+        if isinstance(error, asyncio.CancelledError):
             await self._group.__aexit__(kind, error, trace)
             return
         if error is not None:
@@ -119,7 +120,8 @@ class Chores:
         self, name: str, turn: Callable[[], Awaitable[object]], *, every: float = 0.0, at_once: bool = True
     ) -> asyncio.Task[None]:
         """Start a chore: await `turn()` again and again, `every` seconds after the previous turn has ended, until
-        cancelled. A turn that waits for its own work needs no `every`. A turn must be repeatable after a failure."""
+        cancelled. If the turn itself waits until there is work, `every` can be 0. With `at_once` False the first turn
+        also waits `every` seconds. A turn must be repeatable after a failure."""
         task = self._group.create_task(self._repeat(name, turn, every, at_once), name=name)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
@@ -130,14 +132,14 @@ class Chores:
         return self.create_task(self._until_done(name, work), name=name)
 
     def create_task(self, work: Coroutine[Any, Any, T], *, name: str, chore: str | None = None) -> asyncio.Task[T]:
-        """Run `work` once. The task may have no reader, so an error that is not fatal is noted under the name `chore`
-        (by default `name`), and the task returns None. The name must stand for repeated work: a later success clears
-        the failure."""
+        """Run `work` once. An error that is not fatal is noted under the name `chore` (by default `name`), because
+        possibly no code awaits the task. The task then returns None. The name must belong to repeated work, because the
+        next success under the same name clears the failure."""
         task = self._group.create_task(self._noted(work, chore or name), name=name)
         self._once.add(task)
         task.add_done_callback(self._once.discard)
         task.add_done_callback(lambda _: work.close())  # a task cancelled before its start never awaits `work`
-        return task  # type: ignore[return-value]  # None only after a failure, which readers expect
+        return task  # type: ignore[return-value]  # None only after a failure, and callers allow for None
 
     async def _repeat(self, name: str, turn: Callable[[], Awaitable[object]], every: float, at_once: bool) -> None:
         if not at_once:
@@ -179,7 +181,7 @@ class Chores:
     async def _noted(self, work: Coroutine[Any, Any, T], name: str) -> T | None:
         try:
             found = await work
-        except Exception as error:  # any error is noted, because the task's result may have no reader
+        except Exception as error:  # any error is noted, because possibly no code awaits the task
             if self._fatal(error):
                 raise
             self.failures.note(name, error)

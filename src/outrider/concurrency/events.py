@@ -1,6 +1,6 @@
 """Announces changes: a feed calls its subscribers, a broadcast wakes its waiters.
 
-The module does not depend on what has changed. Invariants: a feed's subscribers get every value published while they
+The module does not depend on the kind of change. Invariants: a feed's subscribers get every value published while they
 are subscribed, in order; a waiter that took `next()` before `send` never misses the broadcast.
 """
 
@@ -46,13 +46,13 @@ class Broadcast:
         event.set()
 
     def next(self) -> asyncio.Event:
-        """Return the event that the next `send` sets. Each event is used once, so a late waiter never sees an old
-        event."""
+        """Return the event that the next `send` sets. Each event is used for one `send`, so a later waiter never gets
+        an event that is already set."""
         return self._next
 
 
 async def wait_for_event(event: asyncio.Event, seconds: float | None) -> None:
-    """Return when the event is set, or after `seconds`. None waits without a limit."""
+    """Return when the event is set, or after `seconds` seconds. With None there is no limit."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,11 +1,12 @@
 """Keeps Python's garbage collector from blocking the event loop while many sessions are live.
 
 A full collection visits every object: 0.3 s with 5,000 live sessions. So Python is configured never to start a full
-collection. Every few seconds the young objects are collected, which is a bounded amount of work, and the survivors are
-frozen: no later collection visits them. Nearly all objects are freed by their reference count, frozen or not. Sessions
-and model calls leave no cycles (tests/service/test_garbage.py). The cycles of other code, such as a plugin, are freed
-by full collections in idle moments, at the latest when the process has grown by GROWN_MOST and by half, so that memory
-has a bound. Invariant: while the process is not idle and does not grow, collections visit only young objects.
+collection. Every few seconds the young objects are collected, which is a bounded amount of work. The survivors are
+frozen, so that no later collection visits them. Nearly all objects are freed by their reference count, frozen or not.
+Sessions and model calls leave no cycles (tests/service/test_garbage.py). The cycles of other code, such as a plugin,
+are freed by full collections in idle moments, at the latest when the process has grown by GROWN_MOST and by half, so
+that memory has a bound. Invariant: while the process is not idle and does not grow, collections visit only young
+objects.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def resident_bytes() -> int:
 async def collected_in_pieces(idle: Callable[[], bool], failures: Failures) -> AsyncIterator[None]:
     """Collect the garbage of this process in pieces while the block runs. Enter the block after all imports."""
     before = gc.get_threshold()
-    # Objects that exist now stay for good. A collection before the freeze would take 100 ms, too much for the little
-    # garbage that imports leave.
+    # Objects that exist now live as long as the process. No collection runs before the freeze: it would take 100 ms,
+    # and would free only the little garbage that imports leave.
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, NEVER)
     try:

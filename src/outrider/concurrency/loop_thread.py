@@ -1,7 +1,7 @@
-"""An event loop in its own thread, for code that does not await: the blocking client, trainers.
+"""Runs an event loop in its own thread, for code that cannot await: the blocking client, trainers.
 
-Invariant: submitted work runs in the loop's thread, and has ended when `run`, or the block of `open`, has ended. Only
-Ctrl-C cancels the work without waiting for its end.
+Invariant: submitted work runs in the loop's thread, and has ended when `run` or the block of `open` ends. The only
+exception is Ctrl-C, which cancels the work without waiting for its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """`with LoopThread("name") as loop: loop.run(coroutine)`.
+    """An event loop in its own thread: `with LoopThread("name") as loop: loop.run(coroutine)`.
 
     The thread is a daemon, so that a program that never leaves the block can still exit.
     """
@@ -40,13 +40,14 @@ class LoopThread:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine and wait for its result, from any other thread. Ctrl-C cancels the coroutine."""
+        """Run a coroutine and wait for its result. Must be called from another thread than the loop's. Ctrl-C cancels
+        the coroutine."""
         return _outcome(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     @contextmanager
     def open(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
-        """Enter an asynchronous context manager, and leave it at the end of the block. Both happen in one task, as task
-        groups and cancel scopes require."""
+        """Enter an asynchronous context manager, and leave it at the end of the block. The manager is entered and left
+        in one task, as task groups and cancel scopes require."""
         opened: Future[tuple[T, asyncio.Event]] = Future()
 
         async def hold() -> None:

@@ -1,9 +1,9 @@
 """Runs long pure computations in one worker thread, in pieces, so that they do not block the event loop.
 
 Reading and rendering a request with tens of thousands of messages takes seconds. On the event loop this work would stop
-every other session. In a thread the work only competes with the event loop for the interpreter. There is one thread:
-several would not be faster, because Python runs one thread at a time, and would take the interpreter from the event
-loop more often.
+every other session. In a thread the work only competes with the event loop for the interpreter. There is only one
+thread. Several threads would not be faster, because Python runs one thread at a time, and would leave the event loop
+fewer turns.
 
 Invariant: when `run` or `run_steps` returns, raises or is cancelled, no piece of the computation is still running.
 """
@@ -27,8 +27,9 @@ Steps = Generator[int, None, T]
 A piece should cover at most PIECE_BYTES, unless a single message or text is larger."""
 
 INLINE_BYTES = 32 << 10
-"""Bytes of input that are processed on the event loop before the thread takes over. A thread hop costs more than the
-work of an ordinary call. 32 KiB take 20 ms in the worst case, which is many very short messages."""
+"""Bytes of input that are processed on the event loop. The rest is processed in the thread. For an ordinary call, a
+switch to the thread would cost more than the work itself. 32 KiB take 20 ms in the worst case, which is many very short
+messages."""
 PIECE_BYTES = 16 << 10
 """Bytes of input after which a computation in the thread lets the next computation run."""
 

@@ -1,7 +1,8 @@
-"""Overdue seconds of one session: waits for its engine, the store or the service that take longer than allowed.
+"""Counts the overdue seconds of one session: the time by which waits for its engine, the store or the service are too
+long.
 
-Each wait has an allowance: its normal length if all is well. Seconds within the allowance are charged to the session's
-clocks like its own work. Seconds beyond the allowance are overdue and are charged to no clock. Invariants: seconds in
+Each wait has an allowance: the length of a normal wait. Seconds within the allowance count on the session's clocks, as
+the session's own work does. Seconds beyond the allowance are overdue, and count on no clock. Invariants: seconds in
 which several waits of a session are overdue count once; a session that waits behind its own earlier requests is not
 overdue.
 """
@@ -14,16 +15,17 @@ from contextlib import contextmanager
 
 
 def loop_time() -> float:
-    """Return the running event loop's clock in seconds, which measures all waits."""
+    """Return the time of the running event loop's clock in seconds. All waits are measured by this clock."""
     return asyncio.get_running_loop().time()
 
 
 class SessionWait:
     """One wait of a session, possibly in several stretches, such as the chunks of a reply.
 
-    `allowance` is the allowed number of seconds for all stretches together; it may grow meanwhile. `since` is the start
-    (`loop_time`) of the current stretch; None between two stretches. `queued`: the resource, `what`, serves requests in
-    order, so this wait is behind earlier waits for the same resource.
+    `what` names the resource for which the session waits. `allowance` is the allowed number of seconds for all
+    stretches together, and may grow during the wait. `since` is the start (`loop_time`) of the current stretch; None
+    between two stretches. `queued`: the resource serves requests in order, so this wait is behind earlier waits for the
+    same resource.
     """
 
     __slots__ = ("allowance", "behind", "last", "overdue", "queued", "since", "waited", "what")
@@ -68,8 +70,8 @@ class SessionWait:
 class Overdue:
     """The overdue seconds of one session.
 
-    `pending_checks` are awaited before the session's run is judged. A check raises an OutriderError if the session
-    waited in vain because of a fault of an engine or the service.
+    `pending_checks` are awaited before the session's run is judged. A check raises an OutriderError if the session got
+    no reply because of a fault of an engine or the service.
     """
 
     def __init__(self, clock: Callable[[], float] = loop_time) -> None:
@@ -89,7 +91,7 @@ class Overdue:
 
     @property
     def what(self) -> str:
-        """The resource of the session's longest overdue wait."""
+        """The resource of the longest overdue wait in this run; "" if no wait was overdue."""
         return self._what
 
     def seconds(self) -> float:
@@ -98,7 +100,7 @@ class Overdue:
         return self._seconds
 
     def begin_run(self) -> None:
-        """Start another run of the agent. Each run is judged separately."""
+        """Start another run of the agent. Overdue waits of earlier runs do not count for this run."""
         self._before_run = self.seconds()
         self._longest, self._what = 0.0, ""
         self.pending_checks.clear()
@@ -113,7 +115,7 @@ class Overdue:
         self._open[wait] = None
 
     def before_end(self, wait: SessionWait, now: float) -> None:
-        """Count the overdue seconds until now. Call this before the end of a stretch that may be overdue."""
+        """Count the overdue seconds until now. Must be called before the end of a stretch that may be overdue."""
         self._count(now)
         if (overdue := wait.overdue_by(now)) > self._longest:
             self._longest, self._what = overdue, wait.what
@@ -130,8 +132,8 @@ class Overdue:
             del self._open[wait]
 
     def behind(self, wait: SessionWait) -> float:
-        """Return the time of the last delivery to an earlier request of the session to the same engine. Until then the
-        engine may have kept this wait in its queue."""
+        """Return the time of the last delivery to an earlier request of the session to the same engine. Until this time
+        the engine may have worked on the earlier request while the request of this wait was in the engine's queue."""
         latest = wait.behind
         for other in self._open:
             if other is wait:
@@ -142,8 +144,8 @@ class Overdue:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Mark the time of the block as a wait that the session's clocks exclude already, such as a pause of the
-        policy."""
+        """Mark the time of the block as held: the session waits for a reason that its clocks already exclude, such as a
+        pause of the policy."""
         self._holds += 1
         if self._holds == 1:
             self._held_since = self._clock()
@@ -155,7 +157,7 @@ class Overdue:
             self._held_since = self._clock()
 
     def held_seconds(self) -> float:
-        """Return the total seconds until now in which the session was held."""
+        """Return the total seconds of the `held` blocks until now. Blocks that overlap count once."""
         return self._held + self._held_until_now()
 
     def _held_until_now(self) -> float:

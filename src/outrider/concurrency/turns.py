@@ -1,4 +1,4 @@
-"""Slots that owners take in turn, so that an owner with much work does not keep other owners waiting.
+"""Assigns slots to owners in turn, so that an owner with much work does not delay other owners.
 
 Invariants: every waiting owner is served once before any owner is served twice; the same holds for the waiting parts of
 one owner; requests of one part are served in order of arrival.
@@ -18,12 +18,12 @@ class Turns:
     def __init__(self, size: int) -> None:
         self._free = size
         self._lines: OrderedDict[str, OrderedDict[str, deque[asyncio.Future[None]]]] = OrderedDict()
-        """Waiting requests by owner and part, each in the order of service. No owner or part without a request is kept,
-        and nothing waits while a slot is free."""
+        """Waiting requests by owner and part, in the order of service. Owners and parts without a request are removed.
+        The table is empty while a slot is free."""
 
     @asynccontextmanager
     async def take(self, owner: str, part: str = "") -> AsyncIterator[None]:
-        """Wait for a slot and hold it. A cancelled wait takes no slot."""
+        """Wait for a slot, and hold the slot while the block runs. A cancelled wait takes no slot."""
         if self._free:
             self._free -= 1
         else:

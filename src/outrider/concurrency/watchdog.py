@@ -1,8 +1,8 @@
 """Detects stalls of the event loop, counts the stalls, and logs the loop's stack.
 
-All sessions share one event loop, so a blocked loop stops them all. A late timer shows that the loop was blocked, or
-that the process got no processor. A thread samples the loop's stack meanwhile. Invariant: a stall of STALL seconds or
-more is counted exactly once.
+All sessions share one event loop, so a blocked loop stops all sessions. A late timer shows that the loop was blocked,
+or that the process got no processor. While the loop is blocked, a thread samples the loop's stack. Invariant: a stall
+of STALL seconds or more is counted exactly once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ log = logging.getLogger("outrider.concurrency.watchdog")
 PERIOD = 0.01
 """Seconds between two runs of the timer."""
 STALL = 0.05
-"""Minimum length of a stall in seconds. Shorter delays are the normal work of many sessions."""
+"""Minimum length of a stall in seconds. Shorter delays are normal when many sessions run."""
 LOOK = STALL / 2
 """Seconds between two samples of the sampling thread."""
 LOG_SECONDS = 60.0
-"""Minimum seconds between two log lines. The first stall has a line of its own. The stalls of each following minute
-share a line."""
+"""Minimum seconds between two log lines. The first stall gets its own line. Later stalls are summed up in one line per
+minute."""
 FRAMES = 4
 """Number of innermost frames of the loop's stack in a log line."""
 MOST = 0.5
-"""A cause decides the kind of a stall if it lasts for at least this fraction of the stall."""
+"""A cause decides the kind of a stall if the cause lasts for at least this fraction of the stall."""
 
 
 class StallKind(StrEnum):
@@ -75,7 +75,7 @@ def kind_of(seen: StallEvidence) -> StallKind:
 
 
 class Witness:
-    """Stalls since the witness was created: total seconds, and the longest."""
+    """The stalls since the witness was created: their total length, and the length of the longest, in seconds."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -105,14 +105,14 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def stalled_seconds(self) -> float:
-        """Return the total seconds of all stalls until now: counted stalls, noted stalls, and a stall that has just
-        ended and that the timer has not counted yet."""
+        """Return the total seconds of all stalls until now: the counted stalls, the noted stalls, and a stall that has
+        just ended if the timer has not counted it yet."""
         now = time.monotonic() - self._seen - PERIOD
         return self.stalls.total + self._noted + (now if now >= STALL else 0.0)
 
     def note(self, seconds: float) -> None:
-        """Add a stall of another process for which this process had to wait. `stalls` excludes noted stalls, because
-        the loop here did not stall."""
+        """Add a stall of another process, for which this process waited `seconds` seconds. `stalls` excludes noted
+        stalls, because this process's loop did not stall."""
         self._noted += seconds
         self._tell(seconds)
 
@@ -132,7 +132,7 @@ class Watchdog:
 
     async def __aenter__(self) -> Self:
         self._loop_thread = threading.get_ident()
-        with suppress(OSError):  # the kernel lacks the file
+        with suppress(OSError):  # not every kernel provides this file
             self._schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         self._note_now(time.monotonic(), time.thread_time())
         self._look_later()
@@ -173,7 +173,7 @@ class Watchdog:
                 starved=seen.starved + (kind is StallKind.STARVED),
             )
             self._tell(stalled)
-            # No sample means that a single call held the interpreter, so that the sampling thread could not run either.
+            # If there is no sample, a single call held the interpreter lock, so that the sampling thread could not run.
             self._report.note(now, kind, stalled, held, self._where or "in one call")
         self._report.sum_up(now)
         self._where = ""
@@ -182,8 +182,8 @@ class Watchdog:
         self._seen, self._worked = now, worked
         self._process_worked, self._looked = time.process_time(), self._looks
         if self._schedstat is not None:
-            # Reading takes two microseconds. Fields: nanoseconds on a processor, nanoseconds in the run queue, time
-            # slices.
+            # Reading the file takes two microseconds. Its fields are the nanoseconds on a processor, the nanoseconds in
+            # the run queue, and the number of time slices.
             self._waited = int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9
 
     def _sample(self) -> None:
@@ -205,7 +205,8 @@ def _stack(frame: FrameType | None) -> str:
 
 
 class _Report:
-    """The log lines: one for the first stall, then one per minute with the number of stalls since."""
+    """Writes the log lines: one line for the first stall, then at most one line per minute with the number of stalls
+    since the previous line."""
 
     def __init__(self) -> None:
         self._logged = -LOG_SECONDS

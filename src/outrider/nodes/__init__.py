@@ -1,4 +1,5 @@
-"""Nodes outside the service's process: how they start or join, and the messages between the two ends.
+"""Nodes outside the service's process: how such nodes start or join, and their messages to and from the service.
 
-`sessions/` runs a node's attempts. A node's engine pool follows the service's pool (`engines/pool/follower.py`).
+`sessions/` runs a node's attempts. A node's engine pools copy the state of the service's pools
+(`engines/pool/follower.py`).
 """

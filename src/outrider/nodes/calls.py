@@ -1,8 +1,8 @@
 """One end of the calls between a service and a node over one connection. Each side can call the other.
 
-`messages.py` has the kinds of calls; a handler for each kind carries the calls out. Invariants: each call gets one last
-reply, unless the connection ends first; a value that its type does not allow, a reply to a call that was never made and
-a number that does not rise end the connection.
+`messages.py` defines the kinds of calls, and a handler carries out the calls of each kind. Invariants: each call gets
+exactly one last reply, unless the connection ends first. The connection is ended by a value of a wrong type, by a reply
+to a call that was never made, and by a call whose number is not higher than the previous number.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from outrider.wire.link import Link
 log = logging.getLogger("outrider.node")
 
 MAX_CALLS, MAX_CALL_BYTES = 1024, 64 << 20
-"""Maximum number and bytes of a peer's unanswered calls, streams not counted. At either limit nothing more is read from
-the peer."""
+"""Maximum number, and maximum total bytes, of a peer's unanswered calls. Streams are not counted. At either limit
+nothing more is read from the peer until a call is answered."""
 
 Handler = Callable[[Any], Coroutine[Any, Any, object] | AsyncGenerator[object, None]]
 """Carries out calls of one kind: a coroutine function, or for a `NodeStream` a function that returns an asynchronous
-generator. Raises Nonsense for a call that no honest peer makes. A handler of streams must itself limit the number of
+generator. Raises Nonsense for a call that breaks the protocol. A handler of streams must itself limit the number of
 open streams."""
 
 
@@ -58,7 +58,7 @@ class PendingCall(Generic[R]):
         self._ended = False
 
     def receive(self, reply: CallReply) -> None:
-        """Take a reply of the peer. Raises Nonsense for a value of another type."""
+        """Queue a reply of the peer for `next`. Raises Nonsense for a value of a wrong type."""
         if self._ended:
             return
         try:
@@ -84,12 +84,12 @@ class PendingCall(Generic[R]):
             pass
 
     def cancel(self) -> None:
-        """Ask the peer to cancel the call, unless it has ended. Only a `NodeStream` can be cancelled."""
+        """Request the peer to cancel the call, unless the call has ended. Only a `NodeStream` can be cancelled."""
         if not self._ended:
             self._calls.send(CancelCall(self._number))
 
     def forget(self) -> None:
-        """Receive no more replies. Idempotent."""
+        """Drop all later replies. Idempotent."""
         self._calls.forget(self._number)
 
 
@@ -114,7 +114,7 @@ class LinkCalls:
         self._made = 0
         self._pending: dict[int, PendingCall[Any]] = {}
         self._asked = -1
-        """The number of the peer's last call."""
+        """The number of the peer's latest call; -1 before the first call."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._streams: dict[int, tuple[type[NodeCall[Any]], int]] = {}
         """Kinds and sizes in bytes of the peer's streams that have not ended, by number."""
@@ -124,8 +124,8 @@ class LinkCalls:
         self.ended = False
 
     def begin(self, request: NodeCall[R]) -> PendingCall[R]:
-        """Make a call. `PendingCall.forget` must follow. Raises ServiceError if the connection has ended, or if the
-        request cannot be sent."""
+        """Make a call. The caller must call `PendingCall.forget` afterwards. Raises ServiceError if the connection has
+        ended, or if the request cannot be sent."""
         if self.ended:
             raise self._gone()
         number = self._made
@@ -137,7 +137,7 @@ class LinkCalls:
 
     @contextmanager
     def pending(self, request: NodeCall[R]) -> Iterator[PendingCall[R]]:
-        """Make a call, as `begin`, and forget the call at the end of the block."""
+        """Make a call as `begin` does, and forget the call at the end of the block."""
         call = self.begin(request)
         try:
             yield call
@@ -145,8 +145,8 @@ class LinkCalls:
             call.forget()
 
     async def call(self, request: NodeCall[R]) -> R:
-        """Make a call and return the value of the reply. Raises as `begin` and `PendingCall.next`. If the caller is
-        cancelled, the peer carries the call out all the same."""
+        """Make a call and return the value of the reply. Raises the errors of `begin` and `PendingCall.next`. A
+        cancellation of the caller does not cancel the call at the peer."""
         with self.pending(request) as call:
             return await call.next()
 
@@ -168,7 +168,7 @@ class LinkCalls:
         self._pending.pop(number, None)
 
     def receive(self, message: CallRequest[Any] | CallMessage) -> None:
-        """Handle a message of the peer. Raises Nonsense."""
+        """Handle a message of the peer. Raises Nonsense for a message that breaks the protocol."""
         match message:
             case CallRequest():
                 self._carry_out(message.call, message.request)
@@ -182,7 +182,7 @@ class LinkCalls:
                     raise Nonsense(f"a reply to call {message.call}, which it does not have")
 
     def streams(self, *kinds: type[NodeCall[Any]]) -> list[int]:
-        """Return the sizes in bytes of the peer's calls of these kinds, which are streams that have not ended."""
+        """Return the request sizes, in bytes, of the peer's open streams of these kinds."""
         return [size for kind, size in self._streams.values() if kind in kinds]
 
     async def ready_for_more(self) -> None:
@@ -192,14 +192,14 @@ class LinkCalls:
             await self._answered.wait()
 
     def end(self) -> None:
-        """Fail the pending calls: the connection has ended."""
+        """Fail the pending calls with ServiceError, because the connection has ended."""
         self.ended = True
         gone = self._gone().record()
         for number, call in self._pending.items():
             call.receive(CallReply(number, error=gone))
 
     def cancel(self) -> None:
-        """Cancel the peer's calls."""
+        """Cancel the peer's calls that are running here."""
         for task in self._tasks.values():
             task.cancel()
 
@@ -216,7 +216,7 @@ class LinkCalls:
         else:
             self._unanswered[number] = self._link.size
         self._tasks[number] = task = self._spawn(self._answer(number, work))
-        # A callback notes the end, because a task that is cancelled at once runs none of its code.
+        # A callback notes the end, because a task that is cancelled before its first step runs none of its code.
         task.add_done_callback(partial(self._note_end, number, work))
 
     async def _answer(self, number: int, work: Coroutine[Any, Any, object] | AsyncGenerator[object, None]) -> None:
@@ -241,7 +241,8 @@ class LinkCalls:
             await self._reply(CallReply(number, error=error.record()))
 
     async def _reply(self, reply: CallReply) -> None:
-        """Send a reply once there is room. Raises ServiceError for a reply that is too long."""
+        """Send a reply once few enough bytes wait on the link (`Link.room`). Raises ServiceError for a reply that is
+        too long."""
         frame = framed(reply, elsewhere=self._elsewhere)
         await self._link.room()
         self._link.send_encoded(frame)

@@ -1,8 +1,8 @@
 """Checks of a node's messages about its sessions against the service's own records.
 
-A node may be anybody's program on another machine. Its token permits running sessions, and writing for these sessions
-alone. Each rule is a line of a table in docs/nodes.md. A node that breaks a rule is cut off, and its sessions run
-elsewhere. Invariant: checked data can be stored, added up, made into samples and shown.
+A node may be any program on another machine. The node's token permits the program only to run sessions and to write
+data of these sessions. Each rule is a line of a table in docs/nodes.md. A node that breaks a rule is cut off, and its
+sessions run on other nodes. Invariant: checked data can be stored, added up, made into samples and shown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_SESSIONS = 100_000
 """Maximum capacity, in sessions, that a node may report."""
 MAX_LANES = 16
 MAX_FAILING = 64
-"""Maximum number of failing background tasks in a node's report. The rest is left out."""
+"""Maximum number of failing background tasks in a node's report. Further tasks are left out."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
@@ -76,7 +76,8 @@ class ClaimRule(NamedTuple, Generic[T]):
 
 
 class Given:
-    """The service's records of an attempt on a node: the attempt as sent, and the turns and artifacts stored since."""
+    """The service's records of an attempt on a node: the attempt as sent to the node, and the turns and artifacts
+    stored since then."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -88,7 +89,7 @@ class Given:
         self.began_here = attempt.stored is None
         """True if all turns of the attempt are stored over the present connection."""
         self.certain = True
-        """False once an error while storing a turn has left open whether the turn is stored."""
+        """False after an error while storing a turn, because the turn may or may not be stored."""
         self.indexes: dict[str | None, set[int]] = {}
         self.tokens: dict[str | None, int] = {}
         self.kept: dict[str, int] = {}
@@ -100,15 +101,15 @@ class Given:
         return self.attempt.task
 
     def note_turn(self, call: AddTurn) -> None:
-        """Count a stored turn."""
+        """Count a stored turn and its sampled tokens."""
         self.indexes.setdefault(call.model, set()).add(call.turn.index)
         self.tokens[call.model] = self.tokens.get(call.model, 0) + len(call.turn.output_ids) // 4
 
     def has_turns(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """Return True if the numbers of turns in a result, by model, fit the stored turns. With a verdict the numbers
-        must be equal and the stored indexes without gaps. Without a verdict the result must not exceed the stored
-        turns: it may have fewer, because the result of a failed attempt may be made without its turns. Always True if
-        these records may lack a stored turn."""
+        """Return True if the numbers of turns in a result, by model, fit the stored turns. With a verdict, the numbers
+        must be equal, and the indexes of the stored turns must have no gaps. Without a verdict, a number must not
+        exceed the stored turns, but may be lower, because the result of a failed attempt may be made without its turns.
+        The result is not checked, and True is returned, if a stored turn may be missing from these records."""
         if not self.certain or not self.began_here:
             return True
         for model in {*counted, *self.indexes}:
@@ -118,7 +119,8 @@ class Given:
         return True
 
     def has_tokens(self, counted: Mapping[str | None, int], *, verdict: bool) -> bool:
-        """Return the same as `has_turns`, but for sampled tokens."""
+        """Return True if the numbers of sampled tokens in a result, by model, fit the stored turns. The rules are those
+        of `has_turns`."""
         if not self.certain or not self.began_here:
             return True
         return all(
@@ -256,7 +258,8 @@ def _fits_together(call: AddTurn, given: Given) -> bool:
 
 
 def _could_be_sampled(call: AddTurn, given: Given) -> bool:
-    """Repeat the checks of `engines.pool.checks`, because the service has not seen the engine's reply."""
+    """Return True if the turn passes the checks of `engines.pool.checks`. The checks are repeated here because the
+    service has not seen the engine's reply."""
     turn = call.turn
     prompt, output = unpack_ids(turn.prompt_delta), unpack_ids(turn.output_ids)
     if len(prompt) and prompt.min() < 0:
@@ -318,7 +321,7 @@ TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
         lambda call, given: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
     ),
 )
-"""Rules for a turn."""
+"""Rules for each turn that a node stores."""
 
 
 def _lists_what_is_kept(call: KeepIndex, given: Given) -> bool:
@@ -346,7 +349,7 @@ INDEX_RULES: tuple[ClaimRule[KeepIndex], ...] = (
 
 
 def check(thing: T, rules: tuple[ClaimRule[T], ...], given: Given) -> None:
-    """Raise Nonsense with the first rule that does not hold."""
+    """Raise Nonsense if a rule does not hold for `thing`. The error names the first such rule."""
     for rule in rules:
         if not rule.holds(thing, given):
             name = given.attempt.name
@@ -363,8 +366,8 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """Return a node's statistics under the service's name for the node, with texts cut. Raises Nonsense for impossible
-    numbers."""
+    """Return the statistics of a node's report, with the service's name for the node, and with texts cut to their
+    maximum lengths. Raises Nonsense for impossible numbers."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):
@@ -378,7 +381,8 @@ def checked_stats(name: str, report: Report) -> NodeStats:
 
 def checked_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:
     """Return a node's use of the engines, with texts cut to the length shown in the status. The pace reported by a
-    `stranger`, a node on another machine, is left out, because sessions of other nodes are judged by the pace."""
+    `stranger`, a node on another machine, is left out, because the service also uses the pace to judge sessions of
+    other nodes."""
     return {
         name: msgspec.structs.replace(
             use, suspect=use.suspect and use.suspect[:MAX_TEXT], pace=None if stranger else use.pace

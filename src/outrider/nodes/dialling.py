@@ -1,4 +1,4 @@
-"""The connection of a node to a service on another machine: dialled, and dialled again when it breaks.
+"""A node's connection to a service on another machine. Whenever the connection breaks, the node connects again.
 
 Invariant: a node that could not reach the service for PATIENCE_SECONDS ends its socket, because the service has given
 the node up by then.
@@ -54,17 +54,16 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     403: (Forbidden, "its token must be a node's: outrider token create --role node"),
     404: (NotFound, "is this an Outrider service, of the same version as the node?"),
 }
-"""Close codes and HTTP statuses after which another try would end in the same way: for each, the error to raise and a
-hint."""
+"""Errors and hints by close code or HTTP status. After these codes and statuses, a retry would fail in the same way."""
 
 FINAL = frozenset({Close.NONSENSE, Close.PROTOCOL, Close.LEFT, Close.REMOVED, Close.CONFLICT, 401})
-"""Close codes and statuses after which the service has dropped the node. 403 and 404 are missing, because a reverse
-proxy may reply with these while the service restarts."""
+"""Close codes and HTTP statuses which show that the service has dropped the node. 403 and 404 are not included, because
+a reverse proxy may reply with these while the service restarts."""
 
 
 class Dialled:
-    """The node's end of the connection. `socket` stays the same over all connections to the service, one after
-    another."""
+    """The node's end of the connection. `socket` remains the same object when a broken connection is replaced by a new
+    connection."""
 
     def __init__(self, join: Join) -> None:
         self.socket = ResumableSocket(MAX_MESSAGE)
@@ -92,13 +91,14 @@ class Dialled:
             finally:
                 first.cancel()
                 keeping.cancel()
-                # An error of the block is kept from the task group, which would wrap the error in a group.
+                # An error of the block is not passed to the task group, which would wrap the error in an exception
+                # group.
                 await shielded(lambda: tasks.__aexit__(None, None, None))
 
     async def _keep(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> OutriderError | None:
-        """Dial until the service refuses the node, and return the refusal. After the service has accepted the node, end
-        the socket and return None when the service has dropped the node, or could not be reached for
-        PATIENCE_SECONDS."""
+        """Keep the node connected. Until the service first accepts the node, a refusal by the service is returned as an
+        error. Later, when the service has dropped the node or could not be reached for PATIENCE_SECONDS, the socket is
+        ended and None is returned."""
         failed = 0
         while True:
             before = self.socket.last_arrival
@@ -115,10 +115,11 @@ class Dialled:
             await asyncio.sleep(DIALLING.wait(failed))
 
     async def _one_connection(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> Disconnected:
-        """Open one connection and use it to its end. Returns the reason for the end, or for the failure to open."""
+        """Open one connection, and exchange messages until the connection ends. Returns the reason for the end, or the
+        reason why the connection could not be opened."""
         join, headers = self._join, {"Authorization": f"Bearer {self._join.token}"} if self._join.token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
-        code = Close.SILENT  # after this close code the service expects the node back
+        code = Close.SILENT  # after this close code the service expects the node to reconnect
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 websocket = await session.ws_connect(
@@ -152,7 +153,8 @@ class Dialled:
             return Disconnected(getattr(error, "status", 1006), str(error) or "it does not answer")
 
     async def _carry(self, socket: ClientSocket, arrived: int, replaced: asyncio.Event) -> Disconnected:
-        """Exchange messages over a connection until it ends, or has been quiet for QUIET_SECONDS."""
+        """Exchange messages over a connection until the connection ends, or no message has arrived for
+        QUIET_SECONDS."""
         async with asyncio.TaskGroup() as tasks:
             carrying = tasks.create_task(self.socket.carry(socket, arrived, replaced))
             while (quiet := self._clock() - self.socket.last_arrival) < QUIET_SECONDS:

@@ -1,7 +1,8 @@
-"""The service's side of nodes on other machines: nodes dial in, and stay while they send messages.
+"""The service's side of nodes on other machines. A node opens the connection, and remains a member while it sends
+messages.
 
-Invariants: a name belongs to one node, and to the node's token while the node is present. A node that was silent for
-SILENCE_SECONDS or broke the protocol is given up: its attempts are run elsewhere, and its process is notified.
+Invariants: while a node is a member, its name belongs to this node and to the node's token. A node that is silent for
+SILENCE_SECONDS or breaks the protocol is given up: its attempts are run on other nodes, and its process is notified.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ FINAL = frozenset({Close.LEFT, Close.NONSENSE})
 MAX_MEMBERS = 1024
 """Maximum number of joined nodes at a time."""
 MAX_REFUSED = 16
-"""Number of recently cut off nodes kept for the status."""
+"""Maximum number of recently cut off nodes that the status shows."""
 
 
 class JoinedNodes:
-    """The nodes that have joined. `async with JoinedNodes(...) as joined`: within the block nodes may `attend`. `own`
-    are the names of the service's own nodes, which joining nodes cannot use."""
+    """The nodes that have joined. `async with JoinedNodes(...) as joined`: within the block `attend` serves the
+    connections of nodes. `own` has the names of the service's own nodes, which joining nodes cannot use."""
 
     def __init__(self, config: Config, parts: ServiceParts, publisher: PoolPublisher, *, own: Collection[str]) -> None:
         self.added = Feed[Node]()
@@ -55,7 +56,7 @@ class JoinedNodes:
         self.removed = Feed[Node]()
         """Publishes each node that no longer runs attempts."""
         self.room = Feed[None]()
-        """Publishes when a node has room for more sessions than before."""
+        """Publishes when a node can run more sessions than before."""
         self._config = config
         self._version = version("outrider")
         self._parts = parts
@@ -103,8 +104,8 @@ class JoinedNodes:
                 await socket.close(Close.REMOVED, "the service has given this node up")
                 return
             # A node may be replaced only from its own machine, and only while disconnected. A node that has not begun
-            # has no sessions yet, so any machine with the same token may replace it: the same machine may have come
-            # back under another random name.
+            # has no sessions yet, so any machine with the same token may replace the node: the same machine may have
+            # connected again under another random name.
             if name in self._own or (
                 member is not None
                 and (
@@ -124,7 +125,8 @@ class JoinedNodes:
                     return
                 member = self._admit(name, hello, owner)
                 break
-            await member.ended("it was started again")  # then check again: other connections may have waited, too
+            await member.ended("it was started again")
+            # The loop then checks again, because other connections may have waited for this end, too.
         if member.owner != owner:
             await socket.close(Close.CONFLICT, close_reason(f"node {name!r} came with another token"))
             return
@@ -193,8 +195,8 @@ class JoinedNodes:
 
 
 class JoinedNode:
-    """A node that has joined. It may have several connections, because the next connection may arrive before the loss
-    of the last connection is detected."""
+    """A node that has joined. The node may have several connections at a time, because a new connection may arrive
+    before the loss of the previous connection is detected."""
 
     def __init__(self, node: RemoteNode, hello: NodeHello, owner: str) -> None:
         self.node = node
@@ -211,14 +213,15 @@ class JoinedNode:
         return self._connections > 0
 
     async def carry(self, socket: Socket, arrived: int) -> None:
-        """Exchange messages over a connection until it ends."""
+        """Exchange messages over a connection until the connection ends. `arrived` is the number of pieces that the
+        node has received."""
         replaced = self.socket.take_over()
         self._connections += 1
         self.node.set_reachable(True)
         try:
             await socket.send(encode(NodeWelcome(self.socket.received)))
             end = await self.socket.carry(socket, arrived, replaced)
-            if end.code == Close.NONSENSE:  # not yet sent if this end found the error
+            if end.code == Close.NONSENSE:  # if the service found the error, no close code was sent yet
                 await socket.close(end.code, close_reason(end.reason))
         except Disconnected as error:
             end = error
@@ -231,10 +234,10 @@ class JoinedNode:
             log.info("the connection of node %s is gone: %s", self.node.name, end)
 
     async def ended(self, why: str) -> None:
-        """Give the node up. Returns when nothing of the node is left here."""
+        """Give the node up because of `why`. Returns when the service no longer serves the node."""
         self.socket.end(Disconnected(Close.REMOVED, why))
         await asyncio.wait([self.serving])
 
     def drop(self) -> None:
-        """Send nothing more to the node."""
+        """Detach the node's connections, so that nothing more is sent to the node."""
         self.socket.take_over()

@@ -1,8 +1,8 @@
 """The settings of a node on another machine: the service's part, and the machine's own part.
 
 Models, harnesses and limits come from the service; lanes, sandboxes and folders come from the machine. Tasks may name
-the same files as on the service's machine, unless the node's machine sets others. The paths are checked on the node's
-machine.
+the files that the service's settings allow, unless the settings of the node's machine allow other files. The paths are
+checked on the node's machine.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:
-    """Return the service's settings without secrets, and the files of the tokenizers. Blocks on the file system."""
+    """Return the service's settings without secrets, and the files of the tokenizers. Reads the files, and so may
+    block."""
     tokenizers = {config.model.tokenizer, *(model.tokenizer for model in config.frozen)} - {None}
     changes = {
-        # These paths are for machines that share them with the service and set no paths of their own.
+        # These paths are used by a machine that has the same paths as the service's machine and sets no paths of its
+        # own.
         "files": None if config.files is None else config.files.absolute(),
         "sandboxes": config.sandboxes.model_copy(
             update={"allow": tuple(path.absolute() for path in config.sandboxes.allow)}
@@ -58,8 +60,8 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
 
 @asynccontextmanager
 async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
-    """Yield the service's settings, merged with the machine's own. Copies of the tokenizers are in a folder that exists
-    while the block runs."""
+    """Yield the service's settings, merged with the settings of this machine. The tokenizers are copied to a folder
+    that exists while the block runs."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
     with own_folder() as folder:
         copies = await asyncio.to_thread(_copies, told.folders, folder)
@@ -82,8 +84,9 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """Make a folder, locked while the block runs and removed afterwards. First, folders left by killed nodes are
-    removed, which are recognised by their free locks. On a file system without locks such folders stay."""
+    """Make a folder, which is locked while the block runs and removed afterwards. Before that, remove the folders that
+    killed nodes have left, which are recognised by their free locks. On a file system without locks these folders are
+    not removed."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(left, ignore_errors=True)
@@ -92,7 +95,7 @@ def own_folder() -> Iterator[Path]:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX))
             try:
                 stack.enter_context(_locked(folder, fcntl.LOCK_EX))
-            except FileNotFoundError:  # another node removed the folder as a leftover before it was locked
+            except FileNotFoundError:  # another node removed the folder, which had no lock yet
                 continue
             except OSError as error:
                 log.warning("%s cannot be locked, and is not removed if this node dies: %s", folder, error)
@@ -103,8 +106,8 @@ def own_folder() -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path, how: int) -> Iterator[None]:
-    """Lock a folder while the block runs. Raises FileNotFoundError if the folder is gone or was replaced, and
-    OSError."""
+    """Lock a folder while the block runs. Raises FileNotFoundError if the folder is gone or was replaced, and OSError
+    if the folder cannot be locked."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, how)
@@ -124,8 +127,8 @@ def host_id() -> str:
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:
-    """Write copies of the service's folders below `into`. Returns each copy's path by the service's path. The last two
-    names of a path are kept, because they may hold the model's name."""
+    """Write copies of the service's folders below `into`. Returns each copy's path by the service's path. A copy's path
+    ends with the last two names of the service's path, because these may include the model's name."""
     copies = {}
     for number, (folder, files) in enumerate(folders.items()):
         names = [part for part in Path(folder).parts if part not in ("/", "..")]

@@ -25,9 +25,9 @@ from outrider.wire.link import Disconnected
 
 
 class JoiningMachine:
-    """A machine that joins a service: `await machine.run(...)` keeps `config.processes` processes at work for the
-    service at `url`. A single process is named `name`; several have a number appended. `joined` is called with the name
-    of each joined process."""
+    """A machine that joins a service: `await machine.run(...)` keeps `config.processes` processes running for the
+    service at `url`. A single process is named `name`. If there are several processes, each name is `name` with a
+    number appended. `joined` is called with the name of each joined process."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class JoiningMachine:
         self._leaving = asyncio.Event()
 
     async def run(self, stop: Callable[[], Coroutine[Any, Any, object]], *, seconds: float) -> None:
-        """Work until `stop()` returns. Then no new sessions are taken, and running sessions have `seconds` to end.
-        Raises the service's refusal of this machine."""
+        """Run the processes until `stop()` returns. Then take no new sessions, and give running sessions `seconds`
+        seconds to end. If the service refuses this machine, raises the error sent by the service."""
         clock = asyncio.get_running_loop().time
         tasks = asyncio.TaskGroup()
         await tasks.__aenter__()

@@ -1,8 +1,8 @@
 """The messages between a service and a node in another process, as MessagePack maps.
 
-Both sides call each other, as `calls.py` describes. Each kind of call is a class: its tag is the name of the call, its
-fields are the request, and the parameter of its base class is the type of the reply. All other messages are notices,
-which get no reply.
+Either side can call the other, as `calls.py` describes. Each kind of call is a class: its tag is the name of the call,
+its fields are the request, and the parameter of its base class is the type of the reply. All other messages are
+notices, and get no reply.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ MAX_MESSAGE = 1 << 30
 """Maximum bytes of a message to a node, and of a message between processes of one machine. A task with inline files, or
 the turns of a session with images, may take many megabytes; a longer message is a mistake."""
 MAX_FROM_NODE = 64 << 20
-"""Maximum bytes of a message from a node on another machine. The longest messages are a turn or a call with a whole
-request body, and an artifact; each may take 32 MiB."""
+"""Maximum bytes of a message from a node on another machine. The longest messages are turns and calls with a whole
+request body, and artifacts; each may take 32 MiB."""
 MAX_HELLO = 64 << 10
-"""Maximum bytes of a hello."""
+"""Maximum bytes of a `NodeHello`."""
 
-# Bounds of a node's messages. Decoding refuses values beyond the bounds; docs/nodes.md lists them.
+# Bounds of the values in a node's messages. The decoder refuses values beyond the bounds. docs/nodes.md lists the
+# bounds.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 """The name of an engine or a model, or the id of a session."""
@@ -49,8 +50,8 @@ ModelName = Name | None
 class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     """The service's first message: the node's settings. `config` is the JSON of the settings, without secrets; `path`
     is Python's module search path; `capacity` is the machine's capacity for all its nodes; `level` is the log level.
-    `file` is the path of the settings file on the node's machine, "" for none. `folders` are the contents of the
-    folders that the settings name and a node on another machine needs: the bytes by folder and file name."""
+    `file` is the path of the settings file on the node's machine, "" for none. `folders` is for a node on another
+    machine: the contents of the service's folders that the settings name, as bytes by folder and file name."""
 
     name: str
     config: bytes
@@ -62,8 +63,9 @@ class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
-    """The order to a process, in place of `NodeSetup`, to join a service on another machine, at the address `url`.
-    `own` are this machine's settings. `machine` is a random name of the process's starter."""
+    """Orders a process to join the service at `url`, which is on another machine. The process gets this message instead
+    of `NodeSetup`. `own` has the settings of the process's machine. `machine` is a random name of the program that
+    started the process."""
 
     url: str
     token: str | None
@@ -73,15 +75,15 @@ class Join(msgspec.Struct, tag="join", frozen=True, kw_only=True):
 
 
 class LeaveService(msgspec.Struct, tag="leave", frozen=True):
-    """The order to a process that has joined to take no new sessions, and to exit when the present sessions have
+    """Orders a process that has joined a service to take no new sessions, and to exit when its running sessions have
     ended."""
 
 
 class NodeHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
     """The first message on each connection of a joining node. `version` is Outrider's version; `instance` is a random
-    name of the node's process, `machine` of the process's starter; `host` identifies the machine and its network
-    (`host_id`); `capacity` is the machine's capacity for all its nodes; `received` is the number of pieces received
-    over earlier connections."""
+    name of the node's process; `machine` is a random name of the program that started this process; `host` identifies
+    the machine and its network (`host_id`); `capacity` is the machine's capacity for all its nodes; `received` is the
+    number of pieces received over earlier connections."""
 
     version: Annotated[str, msgspec.Meta(max_length=64)]
     instance: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -92,14 +94,15 @@ class NodeHello(msgspec.Struct, tag="hello", frozen=True, kw_only=True):
 
 
 class NodeWelcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The service's reply to `NodeHello`. On the first connection the `NodeSetup` follows. `received` is as in
-    `NodeHello`."""
+    """The service's reply to `NodeHello`. On the first connection, the next message is the `NodeSetup`. `received` is
+    the number of pieces that the service has received over earlier connections."""
 
     received: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Follow(msgspec.Struct, tag="follow", frozen=True, kw_only=True):
-    """The state of a model's engine pool. `model` is None for the policy, as in all messages."""
+    """The state of the service's engine pool for a model. The node's pool copies this state. `model` is None for the
+    policy, as in all messages."""
 
     model: str | None
     state: PoolState
@@ -117,16 +120,17 @@ C = TypeVar("C")
 
 
 class NodeCall(msgspec.Struct, Generic[R], frozen=True):
-    """A call whose reply is an R."""
+    """A call whose reply has type R."""
 
 
 class NodeStream(NodeCall[R], frozen=True):
-    """A call with any number of replies, each an R. Only such a call can be cancelled."""
+    """A call that has any number of replies of type R. Only streams can be cancelled."""
 
 
 class RunAttempt(NodeStream[SessionResult], tag="run", frozen=True, kw_only=True):
-    """Run an attempt. `task` is the JSON of the TaskSpec. The one reply is the result, and comes when all resources of
-    the attempt were given back. The call ends without a reply if the attempt is cancelled or lost."""
+    """Run an attempt. `task` is the JSON of the TaskSpec. The only reply is the result, sent when all resources of the
+    attempt have been given back. The call ends without a reply if the attempt is cancelled or lost. `reserved` and
+    `stored` are fields of `Attempt`."""
 
     session: SessionRow
     task: bytes
@@ -135,22 +139,23 @@ class RunAttempt(NodeStream[SessionResult], tag="run", frozen=True, kw_only=True
 
 
 class PullImage(NodeCall[RootImage], tag="pull", frozen=True):
-    """Get an image from a registry."""
+    """Pull an image from a registry. `reference` is the image's reference in the registry, `name` the image's name in
+    tasks."""
 
     reference: str
     name: str
 
 
 class CallRequest(msgspec.Struct, Generic[C], tag="call", frozen=True):
-    """A call. Each side numbers its own calls in rising order."""
+    """The request of a call. `call` is the number of the call: each side numbers its own calls in ascending order."""
 
     call: Number
     request: C
 
 
 class CallReply(msgspec.Struct, tag="reply", frozen=True, omit_defaults=True):
-    """A reply: the value, in MessagePack, or the error. If `more`, another reply to the same call follows. The last
-    reply to a `NodeStream` has no value."""
+    """A reply: the value, in MessagePack, or the error. If `more` is True, another reply to the same call follows. The
+    last reply to a `NodeStream` has no value."""
 
     call: Number
     value: msgspec.Raw = msgspec.Raw()
@@ -171,8 +176,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
-    """The state of the node. `uses` is the node's use of the engines, by model and engine. `images` are the names of
-    the images on the node's machine, or None for a node on the service's machine."""
+    """The present state of the node. `uses` is the node's use of the engines, by model and engine. `images` are the
+    names of the images on the node's machine, or None for a node on the service's machine."""
 
     stats: NodeStats
     uses: Annotated[tuple[ModelUses, ...], msgspec.Meta(max_length=256)]
@@ -194,7 +199,7 @@ class Gate(msgspec.Struct, tag="gate", frozen=True, kw_only=True):
 
 
 class CheckEngine(msgspec.Struct, tag="doubt", frozen=True, kw_only=True):
-    """An engine failed at the node: the service should check the engine."""
+    """Reports that an engine failed at the node. The service then checks the engine."""
 
     model: ModelName
     engine: Name
@@ -208,50 +213,51 @@ class AttemptCall(NodeCall[R], frozen=True):
 
 
 class SetState(AttemptCall[None], tag="set_state", frozen=True):
-    """See `Store.set_state`."""
+    """Calls the service's `Store.set_state`."""
 
     state: SessionState
 
 
 class AddTurn(AttemptCall[None], tag="add_turn", frozen=True):
-    """See `Store.add_turn`."""
+    """Calls the service's `Store.add_turn`."""
 
     turn: Turn
     model: ModelName
 
 
 class ReadTurns(AttemptCall[list[Turn]], tag="read_turns", frozen=True):
-    """See `Store.turns`."""
+    """Calls the service's `Store.turns`."""
 
     images: bool
 
 
 class ReadFrozenTurns(AttemptCall[dict[str, list[Turn]]], tag="read_frozen_turns", frozen=True):
-    """See `Store.frozen_turns`."""
+    """Calls the service's `Store.frozen_turns`."""
 
 
 class KeepArtifact(AttemptCall[str], tag="keep_artifact", frozen=True):
-    """See `ArtifactStore.keep`. Only a node on another machine makes this call."""
+    """Calls the service's `ArtifactStore.keep`. Only a node on another machine makes this call."""
 
     data: bytes
 
 
 class KeepIndex(AttemptCall[None], tag="keep_index", frozen=True):
-    """See `ArtifactStore.keep_index`."""
+    """Calls the service's `ArtifactStore.keep_index`."""
 
     listed: ArtifactList
 
 
 class ReadCarried(NodeCall[bytes], tag="read_carried", frozen=True):
-    """See `ArtifactStore.carried`. The run must be graded again on this node."""
+    """Calls the service's `ArtifactStore.carried` for a run that this node grades again. The call is refused for any
+    other run."""
 
     session_id: Name
     attempt: Number
 
 
 class Take(NodeStream[tuple[str, ...]], tag="take", frozen=True):
-    """Wait for resources and hold them until the call is cancelled, or until the node is gone. The one reply has the
-    names of the GPUs."""
+    """Wait for resources and hold them until the call is cancelled, or until the node is gone. The only reply has the
+    names of the assigned GPUs."""
 
     amount: ResourceAmount
     priority: Annotated[int, msgspec.Meta(ge=-RESERVED_PRIORITY, le=RESERVED_PRIORITY)]
@@ -278,13 +284,13 @@ class GenerateChat(NodeStream[ChatChunk], tag="chat", frozen=True):
 
 
 class Leaving(msgspec.Struct, tag="leaving", frozen=True):
-    """The node takes no new attempts. The service closes the connection when the present attempts have ended."""
+    """The node takes no new attempts. The service closes the connection when the running attempts have ended."""
 
 
 def framed(message: object, *, elsewhere: bool = False) -> bytes:
     """Encode a message, or the value of a reply. `elsewhere`: the sender is a node on another machine. Raises
-    ServiceError for a message that is too long, has values that MessagePack lacks, or has more values than the service
-    accepts."""
+    ServiceError for a message that is too long, has values that MessagePack cannot represent, or has more values than
+    the service accepts."""
     kind = type(message.request if isinstance(message, CallRequest) else message).__name__
     try:
         frame = encode(message)

@@ -1,4 +1,5 @@
-"""Publishes the state of the service's engine pools to nodes in other processes, whose pools follow the service's.
+"""Publishes the state of the service's engine pools to nodes in other processes. The pools of these nodes copy the
+state.
 
 Invariant: each change of a pool is sent to every node in `nodes`.
 """
@@ -20,7 +21,7 @@ LOADS_SECONDS = 0.1
 
 class PoolPublisher:
     """Publishes the states and loads of engine pools. `async with PoolPublisher(pools) as publisher`: within the block
-    every node in `publisher.nodes` receives them."""
+    every node in `publisher.nodes` receives the states and loads."""
 
     def __init__(self, pools: Pools, failures: Failures | None = None) -> None:
         self.nodes: list[RemoteNode] = []
@@ -56,10 +57,10 @@ class PoolPublisher:
                     for node in self.nodes:
                         node.send_pool_state(model, state)
                     self._published[model] = state
-            except Exception as error:  # an engine may be anybody's code: its state may not be encodable
+            except Exception as error:  # an engine may be third-party code, whose state may not be encodable
                 failure = error  # raised after the states of the other pools are sent
         if failure is not None:
-            self._changed.set()  # try again
+            self._changed.set()  # so that the next turn sends the state again
             raise failure
 
     async def _publish_loads(self) -> None:

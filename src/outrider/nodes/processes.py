@@ -1,9 +1,8 @@
 """Several nodes on one machine, each in its own process, so that sessions use more than one core.
 
-Each process does the work of a service with one process: sandboxes, agents, the model gateway, token trees, and
-generations on engines with a URL. The service keeps the queue, the store, the policy, and engines inside its own
-process. `remote_node.py` handles the messages. Invariants: a process that exits is started again; no process outlives
-the service.
+Each process runs sandboxes, agents, the model gateway, token trees, and generations on engines with a URL. The
+service's process has the queue, the store, the policy, and engines that run inside the process. `remote_node.py`
+handles the messages. Invariants: a process that exits is started again; no process outlives the service.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ log = logging.getLogger("outrider.node")
 
 MACHINE = "local"
 LEAST_WARM_MB = 16
-"""The lower bound of `sandboxes.warm_memory_mb`."""
+"""The smallest allowed value of `sandboxes.warm_memory_mb`, in MiB."""
 
 
 class NodeProcesses:
     """The nodes on the service's machine. `async with NodeProcesses(config, parts) as processes`: within the block
-    `processes.nodes` run attempts. Entering the block raises the error that keeps a node from starting."""
+    `processes.nodes` run attempts. If a node cannot start, entering the block raises the node's error."""
 
     def __init__(self, config: Config, parts: ServiceParts) -> None:
         self._config = config

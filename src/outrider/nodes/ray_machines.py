@@ -1,4 +1,5 @@
-"""Joins every machine of a Ray cluster to a service: an actor on each runs the processes of `outrider nodes join`.
+"""Joins every machine of a Ray cluster to a service: an actor on each machine runs the processes of `outrider nodes
+join`.
 
 Invariants: a machine of the cluster has one actor, which Ray starts again when it fails; all actors end with this
 program.
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("outrider.node")
 
 LOOK_SECONDS = 2.0
-"""Seconds between two looks for machines that came or went."""
+"""Seconds between two checks for new and lost machines of the cluster."""
 
 
 class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """The service to join, the JSON of a machine's settings for it, and the path of the settings file, "" for none."""
+    """The service to join. `config` is the JSON of a joining machine's settings. `file` is the path of the settings
+    file, "" for none."""
 
     url: str
     token: str | None
@@ -39,10 +41,11 @@ class JoinTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayMachine:
-    """A Ray actor, whose machine joins the service under `name`."""
+    """A Ray actor. The machine of the actor joins the service under the name `name`. `place` is a JoinTarget as plain
+    values."""
 
     def __init__(self, place: dict[str, Any], name: str, level: int) -> None:
-        logging.getLogger().setLevel(level)  # passed on to the machine's processes
+        logging.getLogger().setLevel(level)  # the machine's processes get the same level
         found = msgspec.convert(place, JoinTarget)
         settings = Config.model_validate_json(found.config).as_read_from(Path(found.file) if found.file else None)
         config = with_processes(settings)
@@ -60,7 +63,8 @@ class RayMachine:
         self._joined = asyncio.Event()
 
     async def run(self) -> dict[str, Any] | None:
-        """Work until the machine has left. Returns the record of the service's refusal, or None."""
+        """Run sessions until the machine has left the service. Returns the error record if the service refuses the
+        machine, else None."""
         try:
             await self._machine.run(self._stop.wait, seconds=self._seconds)
         except OutriderError as error:
@@ -72,7 +76,7 @@ class RayMachine:
         await self._joined.wait()
 
     async def leave(self) -> None:
-        """Take no new sessions. `run` returns when the present sessions have ended, or after `stop_seconds`."""
+        """Take no new sessions. `run` returns when the running sessions have ended, or after `stop_seconds`."""
         self._stop.set()
 
 
@@ -100,8 +104,8 @@ class RayFleet:
         """Name, actor, and result of the actor's `run`, by Ray's id of the machine."""
 
     async def run(self, stop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Work until `stop()` returns, then have the machines leave. Raises the service's refusal of a machine, and
-        ServiceError without a cluster."""
+        """Keep the machines joined until `stop()` returns, then make all machines leave. If the service refuses a
+        machine, raises the error sent by the service. Raises ServiceError if there is no cluster."""
         ray = self._ray
         try:
             await asyncio.to_thread(
@@ -122,13 +126,14 @@ class RayFleet:
                 while not stopping.done() and refusal is None:
                     try:
                         await self._look()
-                    except Exception as error:  # Ray may be busy; the next look follows soon
+                    except Exception as error:  # Ray may be busy, so the loop tries again
                         log.warning("the Ray cluster cannot be looked at: %r", error)
                     runs = [run for _, _, run in self._machines.values()]
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        await asyncio.wait([stopping], timeout=LOOK_SECONDS)  # because a new actor might fail at once
+                        # This is a pause, because a new actor may fail at once.
+                        await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()
                 stopping.cancel()
@@ -167,8 +172,8 @@ class RayFleet:
             asyncio.wrap_future(actor.joined.remote().future()).add_done_callback(note)
 
     def _refusal(self) -> ErrorRecord | None:
-        """Return the service's refusal of a machine, if any. An actor that failed for another reason is replaced at the
-        next look."""
+        """Return the error record of a machine that the service has refused, or None. An actor that failed for another
+        reason is replaced by the next `_look`."""
         for id, (name, _, run) in list(self._machines.items()):
             if not run.done():
                 continue

@@ -1,8 +1,8 @@
 """The service's side of a node in another process: sends attempts to the node, and carries out the node's calls.
 
-Other modules start the process (`processes.py`) or let the node join (`joined.py`). Invariants: a call of a node is
-carried out only while the node's connection lasts, so nothing is stored for an attempt that the scheduler has given up
-together with the node; all resources set aside for a node are given back when the connection ends.
+Other modules start the node's process (`processes.py`) or accept joining nodes (`joined.py`). Invariants: a node's call
+is carried out only while the node's connection lasts, so nothing is stored for an attempt that the scheduler gave up
+when it lost the node; all resources taken for a node are given back when the connection ends.
 """
 
 from __future__ import annotations
@@ -91,26 +91,29 @@ log = logging.getLogger("outrider.node")
 
 HEARTBEAT_SECONDS = 4.0
 SILENCE_SECONDS = 20.0
-"""Seconds of silence after which a node is given up as hanging."""
+"""A node that sends no message for this many seconds counts as hanging, and is given up."""
 START_SECONDS = 120.0
-"""Seconds of silence after which a starting node is given up. Such a node is busy and sends nothing."""
+"""A starting node that sends no message for this many seconds is given up. The limit is high because a node sends
+nothing while it is busy with its start."""
 
 CANCEL_SECONDS = 120.0
-"""Seconds that a node on another machine has to end a cancelled attempt. One call to a container daemon may take as
-long."""
+"""A node on another machine is given up if it has not ended a cancelled attempt after this many seconds. The limit is
+high because a single call to a container daemon may take this long."""
 
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
-"""Maximum number and bytes of a node's forwarded generations. Further generations are refused."""
+"""Maximum number, and maximum total bytes of the requests, of a node's forwarded generations at a time. Further
+generations are refused."""
 SPARE_TAKES = 16
-"""Number of `Take` calls, waiting or granted, allowed in addition to two for each attempt of the node."""
+"""A node may have two `Take` calls, waiting or granted, for each of its attempts, and this number of further `Take`
+calls."""
 
 Pools = Mapping[str | None, EnginePool]
 """The engine pools of a service by model. The policy's key is None."""
 
 
 class ServiceParts(msgspec.Struct, frozen=True):
-    """The parts of the service for carrying out the nodes' calls. All nodes on one machine share the machine's
-    `resources`. Failures are recorded in `failures`."""
+    """The parts of the service that nodes' calls use. All nodes on one machine share the machine's `resources`.
+    `failures` records failures of background work."""
 
     store: Store
     artifacts: ArtifactStore
@@ -120,9 +123,10 @@ class ServiceParts(msgspec.Struct, frozen=True):
 
 
 class RemoteNode:
-    """The service's proxy for a node in another process: a `sessions.attempt.Node` over one connection after another.
-    The node has no room for sessions before its first report. `elsewhere`: the node is on another machine, and cannot
-    reach engines on this machine. `dialled`: the node dialled in, and may be anybody's program with a node's token."""
+    """The service's proxy for a node in another process; implements `sessions.attempt.Node`. A node has at most one
+    connection at a time, and may have several one after another. Until the node's first report its capacity is 0.
+    `elsewhere`: the node is on another machine, and cannot reach engines on this machine. `dialled`: the node opened
+    the connection, and may be any program that has a node's token."""
 
     def __init__(
         self, name: str, machine: str, parts: ServiceParts, *, elsewhere: bool = False, dialled: bool = False
@@ -139,7 +143,7 @@ class RemoteNode:
         self._images: frozenset[str] | None = None
         """Names of the images on the node's machine; None for a node on this machine."""
         self.room = Feed[None]()
-        """Publishes when the node has room for more sessions than before."""
+        """Publishes when the node can run more sessions than before."""
 
     async def serve(
         self,
@@ -152,9 +156,9 @@ class RemoteNode:
         taken: Callable[[], float] = lambda: 0.0,
     ) -> Disconnected:
         """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
-        is called with None when the node is ready to run attempts, or with the error if it cannot run any. `ended` is
-        awaited at the end, and returns when the node has stopped using its resources: only then are the resources given
-        back. `last_arrival`, `taken`: see `Link`."""
+        is called with None when the node is ready to run attempts, or with the error if the node cannot run any.
+        `ended` is awaited after the end. `ended` must return only when the node no longer uses its resources, because
+        the resources are given back next. `last_arrival`, `taken`: see `Link`."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
@@ -180,13 +184,13 @@ class RemoteNode:
                 connection.give_back()
 
     def send_pool_state(self, model: str | None, state: PoolState) -> None:
-        """Send the state of a model's engine pool to the node, if it is connected. Each later connection begins with
-        the states of all pools."""
+        """Send the state of a model's engine pool to the node, if the node is connected. Each later connection begins
+        with the states of all pools."""
         if self._connection is not None:
             self._connection.link.send(Follow(model=model, state=_without_local(state) if self._elsewhere else state))
 
     def send_loads(self, model: str | None, loads: dict[str, float]) -> None:
-        """Send the load that other processes put on a model's engines to the node, if it is connected."""
+        """Send the load that other processes put on a model's engines to the node, if the node is connected."""
         if self._connection is not None:
             self._connection.link.send(Loads(model=model, loads=loads))
 
@@ -199,7 +203,7 @@ class RemoteNode:
         return has_image(runtime.image, self._images)
 
     def set_reachable(self, reachable: bool) -> None:
-        """Set whether attempts can be sent to the node. A node out of reach has no room."""
+        """Set whether attempts can be sent to the node. A node that is out of reach has a capacity of 0."""
         more = reachable and not self._reachable
         self._reachable = reachable
         if more:
@@ -224,8 +228,8 @@ class RemoteNode:
 
 
 def _without_local(state: PoolState) -> PoolState:
-    """Return the state for a node on another machine: engines at addresses local to this machine lose their specs, so
-    that the node reaches the engines through the service."""
+    """Return the state for a node on another machine. The specs of engines at addresses local to this machine are
+    removed, so that the node reaches these engines through the service."""
     engines = [
         msgspec.structs.replace(engine, spec=None) if is_local(urlsplit(engine.url or "").hostname or "") else engine
         for engine in state.engines
@@ -261,7 +265,7 @@ class NodeConnection:
         }
         self.calls = LinkCalls(link, handlers, peer=f"node {name}", spawn=tasks.create_task)
         self._left: list[Slot] = []
-        """Resources that were set aside for the node when the connection ended, until `give_back`."""
+        """The resource shares that the node held when the connection ended. `give_back` releases these shares."""
         self._stopped = False
         """True once the node has stopped using its resources."""
 
@@ -272,7 +276,7 @@ class NodeConnection:
         return await self.link.run(self._handle, ready=self.calls.ready_for_more)
 
     def give_back(self) -> None:
-        """Give back the resources set aside for the node, and clear its use of engines."""
+        """Give back the resources taken for the node, and clear the records of the node's use of engines."""
         self._stopped = True
         for slot in self._left:
             slot.release()
@@ -281,7 +285,8 @@ class NodeConnection:
             pool.policy.gate.forget(self._name)
 
     async def run_attempt(self, attempt: Attempt) -> SessionResult:
-        """See `Node.run`. A cancellation is raised when the node has torn the attempt down."""
+        """Run an attempt on the node: see `Node.run`. If the caller is cancelled, CancelledError is raised only after
+        the node has torn the attempt down."""
         # The task is encoded in a thread, because it may have megabytes of files.
         task = await asyncio.to_thread(lambda: attempt.task.model_dump_json().encode())
         if self.calls.ended or self.leaving:
@@ -300,7 +305,7 @@ class NodeConnection:
                     await shielded(lambda: self._end_of(attempt.name, call))
                     raise
             check(result, RESULT_RULES, given)
-        except CallEnded as error:  # only a node that is about to exit ends a call that was not cancelled
+        except CallEnded as error:  # the node is about to exit: otherwise only a cancelled call ends without a result
             raise self._lost() from error
         except Nonsense as error:
             self.link.close(Close.NONSENSE, str(error))
@@ -308,7 +313,8 @@ class NodeConnection:
         except OutriderError as error:
             if self.calls.ended:
                 raise self._lost() from error
-            # The attempt cannot be sent, or the node cannot run it or send its result: it would fail again.
+            # Either the attempt or its result cannot be sent, or the node cannot run the attempt. A retry would fail in
+            # the same way, so the error is not retryable.
             record = msgspec.structs.replace(error.record(), retryable=False)
             return session_result(session, StopReason.ERROR, [], task=None, error=record)
         finally:
@@ -317,9 +323,9 @@ class NodeConnection:
         return shortened(result)
 
     async def _end_of(self, name: str, call: PendingCall[SessionResult]) -> None:
-        """Return when a cancelled attempt has ended or is lost. A node on another machine that does not end the attempt
-        within CANCEL_SECONDS is given up: the node may be anybody's program, and must not keep a group, or the service,
-        from ending."""
+        """Wait until a cancelled attempt has ended or is lost. A node on another machine that does not end the attempt
+        within CANCEL_SECONDS is given up: such a node may be any program, and must not delay the end of a group or of
+        the service."""
         try:
             async with asyncio.timeout(CANCEL_SECONDS if self._dialled else None):
                 await call.end()
@@ -346,7 +352,7 @@ class NodeConnection:
                     note_uses(self._pool(used.model), self._name, uses)
             case Gate():
                 gate = self._pool(message.model).policy.gate
-                if not gate.expects(self._name):  # the node has only begun to follow the pool
+                if not gate.expects(self._name):  # a node follows the pool before it sends `Ready`
                     gate.expect(self._name, self._lose)
                 try:
                     gate.report(self._name, message.report)
@@ -375,12 +381,12 @@ class NodeConnection:
         return pool
 
     def _lose(self, why: str) -> None:
-        """Give the node up."""
+        """Give the node up by closing its connection. `why` is the reason."""
         log.warning("node %s is given up: %s", self._name, why)
         self.link.close(Close.SILENT, why)
 
     def _given(self, call: AttemptCall[Any]) -> Given:
-        """Return the records of the call's attempt. Raises Conflict."""
+        """Return the records of the call's attempt. Raises Conflict if the attempt does not run on this node."""
         if (given := self._running.get((call.session_id, call.attempt))) is None:
             raise Conflict(f"attempt {call.attempt} of session {call.session_id} does not run on this node")
         return given
@@ -419,8 +425,8 @@ class NodeConnection:
         return digest
 
     async def _keep_index(self, call: KeepIndex) -> None:
-        # Session id, attempt and digests become paths. So the first two are taken from the call, which is for a running
-        # attempt, and the digests are checked here.
+        # The session id, the attempt number and the digests become parts of paths. So id and number are taken from the
+        # call, which names a running attempt, and the digests are checked against the stored artifacts.
         check(call, INDEX_RULES, self._given(call))
         listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
         await self._parts.artifacts.keep_index(listed)
@@ -449,7 +455,7 @@ class NodeConnection:
 
     def _generate_tokens(self, call: GenerateTokens) -> AsyncGenerator[object, None]:
         ids = np.frombuffer(call.input_ids, dtype=np.int32) if len(call.input_ids) % 4 == 0 else np.array([])
-        if not len(ids) or ids.min() < 0:  # a negative id ends an SGLang server
+        if not len(ids) or ids.min() < 0:  # a negative id crashes an SGLang server
             raise Nonsense("a prompt with ids that cannot be")
         request = GenerateRequest(
             request_id=call.request_id, session_key=call.session_key, input_ids=ids, sampling=call.sampling
@@ -462,7 +468,8 @@ class NodeConnection:
     def _generate(
         self, call: GenerateTokens | GenerateChat, request: GenerateRequest | ChatRequest, sampling: SamplingParams
     ) -> AsyncGenerator[object, None]:
-        """Forward a generation to an engine that only this process can reach. Raises Nonsense."""
+        """Forward a generation to an engine that only this process can reach. Raises Nonsense for an unknown model and
+        for an impossible `max_tokens`."""
         pool = self._pool(call.model)
         if not 0 < sampling.max_tokens <= MAX_COUNT:
             raise Nonsense(f"a generation of {sampling.max_tokens} tokens")

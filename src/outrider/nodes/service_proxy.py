@@ -68,22 +68,23 @@ from outrider.wire.link import Disconnected, Link, Socket
 log = logging.getLogger("outrider.node")
 
 SILENT_SECONDS = 0.5
-"""A service without a message for this many seconds has stalled: in this time five messages about loads are due."""
+"""A service that sends no message for this many seconds has stalled, because a running service sends five messages
+about loads in this time."""
 
 REPORT_SECONDS = 0.1
 """Seconds between two reports to the service. An unchanged report is not sent."""
 
 IMAGES_SECONDS = 5.0
-"""Seconds between two looks for new images on the machine."""
+"""Seconds between two scans for new images on the machine."""
 
 DOUBT_SECONDS = 0.5
-"""Seconds for which the result of a failed attempt is held back, if one signal ends both this process and its
-sandboxes: the sandbox may have received the signal first. If this process then receives the signal, too, the result is
-dropped."""
+"""Seconds for which the result of a failed attempt is held back, if this process and its sandboxes are ended by one
+signal. The attempt may have failed because its sandbox received the signal first. If this process receives the signal
+in this time, the result is dropped."""
 
 FOR_EVER = 1e9
-"""Maximum seconds of silence on the link, in effect no limit: a service that stalls for a while has not ended. Only the
-end of the connection shows that the service is gone."""
+"""Maximum seconds of silence on the link: practically no limit, because a silent service may only have stalled. Only
+the end of the connection shows that the service is gone."""
 
 
 Followers = Mapping[str | None, PoolFollower]
@@ -94,7 +95,8 @@ class ServiceProxy:
     """The node's proxy for the service. `service.run(...)` runs the service's attempts. While the connection lasts, the
     parts of the node use `store`, `artifacts`, `resources`, `leader` and `forwarded`. `images` returns the names of
     this machine's images, if the service is on another machine. `ending` is set when this process and its sandboxes are
-    ended together: results of attempts mean nothing from then on, and the attempts count as lost."""
+    ended together. From then on, results of attempts are not sent, because they may be wrong, and the attempts count as
+    lost."""
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class ServiceProxy:
                 running.cancel()
 
     def silence(self) -> float:
-        """Return the seconds since the service's last message, or 0 below SILENT_SECONDS."""
+        """Return the seconds since the service's last message, or 0 if there are fewer than SILENT_SECONDS."""
         silent = 0.0 if self._last_arrival is None else time.monotonic() - self._last_arrival
         return silent if silent >= SILENT_SECONDS else 0.0
 
@@ -147,7 +149,7 @@ class ServiceProxy:
         async def report() -> None:
             nonlocal images, looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
-                with suppress(OSError):  # a shared file system may fail: the last names stay valid
+                with suppress(OSError):  # a shared file system may fail, and the last names are then used again
                     images = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
             self._report(node, pools, images)
@@ -170,7 +172,7 @@ class ServiceProxy:
             self._apply(*self._ready[:2], message)
 
     def leave(self) -> None:
-        """Take no new attempts. The service ends the connection when the present attempts have ended."""
+        """Take no new attempts. The service ends the connection when the running attempts have ended."""
         self._link.send(Leaving())
 
     def fail(self, error: OutriderError) -> None:
@@ -207,7 +209,7 @@ class ServiceProxy:
     async def _run_attempt(self, call: RunAttempt) -> AsyncGenerator[SessionResult, None]:
         assert self._ready is not None
         if self._ending:
-            await asyncio.Event().wait()  # no result: the attempt counts as lost when the connection ends
+            await asyncio.Event().wait()  # no result is sent, so the attempt counts as lost when the connection ends
         # The task is validated in a thread, because the validation decodes the base64 of every file in the task.
         task = await asyncio.to_thread(TaskSpec.model_validate_json, call.task)
         attempt = Attempt(session=call.session, task=task, reserved=call.reserved, stored=call.stored)
@@ -232,7 +234,7 @@ class ServiceProxy:
 
 
 class RemoteStore:
-    """The service's store, as a `sessions.attempt.AttemptStore`."""
+    """The node's proxy for the service's store; implements `sessions.attempt.AttemptStore`."""
 
     def __init__(self, calls: LinkCalls) -> None:
         self._calls = calls
@@ -251,7 +253,7 @@ class RemoteStore:
 
 
 class RemoteArtifacts:
-    """The service's artifact store, as a `store.artifacts.KeepsArtifacts`."""
+    """The node's proxy for the service's artifact store; implements `store.artifacts.KeepsArtifacts`."""
 
     def __init__(self, calls: LinkCalls) -> None:
         self._calls = calls
@@ -268,7 +270,7 @@ class RemoteArtifacts:
 
 
 class SharedResources(NodeResources):
-    """The machine's resources, which the service gives out to all nodes on the machine."""
+    """The machine's resources, which the service divides among all nodes on the machine."""
 
     def __init__(self, calls: LinkCalls, capacity: Capacity) -> None:
         super().__init__(capacity)
@@ -295,7 +297,7 @@ class SharedResources(NodeResources):
 
 
 class ModelLeader:
-    """The `engines.pool.follower.Leader` of one model's pool."""
+    """Sends the reports of one model's engine pool to the service; implements `engines.pool.follower.Leader`."""
 
     def __init__(self, service: ServiceProxy, model: str | None) -> None:
         self._service = service
@@ -309,8 +311,8 @@ class ModelLeader:
 
 
 class ForwardedEngine:
-    """The proxy for an engine that only the service can reach: an `Engine` and `ChatEngine`. Only the service pauses
-    the engine."""
+    """The node's proxy for an engine that only the service can reach; implements `Engine` and `ChatEngine`. `pause` and
+    `resume` do nothing, because only the service pauses the engine."""
 
     def __init__(self, calls: LinkCalls, model: str | None, state: EngineState) -> None:
         self.name = state.name
@@ -339,8 +341,8 @@ class ForwardedEngine:
         pass
 
     async def health(self) -> EngineHealth:
-        """Return the health last sent by the service, with `ok` always True. Whether the engine is available reaches
-        the pool separately, in the service's pool state."""
+        """Return the health last sent by the service, with `ok` always True. The pool gets the availability of the
+        engine from the service's pool state instead."""
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

@@ -1,7 +1,7 @@
 """Starts the processes of nodes, ends them, and replaces a process that has exited.
 
-Invariant: a process and its process group, with everything that plugins have started there, are gone when `end`
-returns.
+Invariant: when `end` returns, the process is gone, and with it everything that plugins have started in its process
+group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFIX = "OUTRIDER_"
 HOME = "OUTRIDER_HOME"
 
 END_SECONDS = 10.0
-"""Seconds for a process to end its sandboxes and exit."""
+"""A process that has not ended its sandboxes and exited after this many seconds is killed."""
 
 RESTARTS = RetryPolicy(first=0.1, longest=30.0)
 STEADY_SECONDS = 60.0
@@ -54,7 +54,8 @@ class NodeProcess:
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    # -P: the working folder must not come before Python's own modules.
+                    # -P keeps the working folder out of the module search path, so that its files do not replace
+                    # Python's own modules.
                     *(sys.executable, "-P", "-m", PROGRAM),
                     stdin=theirs.fileno(),
                     start_new_session=True,
@@ -80,7 +81,7 @@ class NodeProcess:
                 self._process.kill()
             await self._process.wait()
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the process led its own process group
+            os.killpg(self._process.pid, signal.SIGKILL)  # the process was the leader of its own process group
 
     @property
     def exit_code(self) -> int | None:
@@ -110,7 +111,7 @@ async def one_after_another(
             finally:
                 await shielded(process.end)
             how = f"ended with {process.exit_code}"
-        except Exception as error:  # no process can be started now; or a bug, which must not end the other nodes
+        except Exception as error:  # a start that failed, or a bug, which must not end the other nodes
             book.note(chore, error)
             how = f"failed: {described(error)}"
         if not ended(how):

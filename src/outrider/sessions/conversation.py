@@ -55,21 +55,22 @@ STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
 STORE_BYTES_PER_SECOND = 1 << 20
-"""For each of these many bytes of text and images in a turn, the store is allowed one more second, because a large turn
-is the agent's own doing."""
+"""The store is allowed one more second for this number of bytes of text and images in a turn, because the agent is
+responsible for the size of its turns."""
 
 
 GIVEN_UP_SECONDS = 0.25
-"""If a call was overdue for more than this many seconds, the delay may be why the client gave the call up."""
-
-
-HELD_SECONDS = 2.0
-"""If a pause of the policy held a call for this many seconds or more, the pause may be why the client gave the call
+"""If a call was overdue for more than this many seconds, the delay may be the reason why the client gave the call
 up."""
 
 
+HELD_SECONDS = 2.0
+"""If a pause of the policy held a call for this many seconds or more, the pause may be the reason why the client gave
+the call up."""
+
+
 class RunEnded(RequestError):
-    """A call came after the session's run had ended."""
+    """A call arrived after the session's run had ended."""
 
     code = "session_ended"
     http_status = 410
@@ -83,10 +84,10 @@ class Conversation:
 
     `step` is the index of the task's current step, and `step_turns` the number of its turns.
 
-    `broken` is the error because of which a turn is missing in the record. When `broken` is set, `on_broken` is called,
-    and later calls are refused. `hung_up`: a client gave up a call before the run ended. `frozen` is the name of a
-    frozen model, for errors; None for the policy. `overdue` counts the seconds that calls wait for an engine or the
-    store beyond the usual time.
+    `broken` is the error that caused a turn to be missing from the record, or None. When `broken` is set, `on_broken`
+    is called, and later calls are refused. `hung_up` is True if a client gave up a call before the run ended. `frozen`
+    is the name of a frozen model, for errors; None for the policy. `overdue` counts the seconds that calls wait for an
+    engine or the store beyond the usual time.
 
     Requests are read and joined one at a time. Long work on a request runs in the worker thread (`offload`).
     """
@@ -137,7 +138,8 @@ class Conversation:
         self._memories: dict[str, Memory] = {}
         self._reading = asyncio.Lock()
         self._not_begun: dict[object, tuple[float, float]] = {}
-        """For each call that is still being received or read, the result of `_waited` at its beginning."""
+        """For each call whose request is still being received or read, the result of `_waited` at the beginning of the
+        call."""
 
     async def capacity(self) -> BodyCapacity:
         """Return the limits of a call's body. Raises RunEnded and EngineError."""
@@ -146,7 +148,8 @@ class Conversation:
         return BodyCapacity(context, images=assigned.mode is not TokenMode.TOKENS)
 
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
-        """Receive a request. Raises as `Body.received`, and for a LARGE body RunEnded and EngineError."""
+        """Receive a request. Raises the errors of `Body.received`, and for a LARGE body also RunEnded and
+        EngineError."""
         number = self._failed.begin()
         try:
             with self._may_be_given_up():
@@ -156,7 +159,7 @@ class Conversation:
             raise
 
     async def read(self, received: bytes, dialect: Dialect, call: WireCall) -> ModelRequest:
-        """Read a received request. Raises RequestError, and for a LARGE request RunEnded, EngineError and
+        """Parse a received request. Raises RequestError, and for a LARGE request also RunEnded, EngineError and
         ContextOverflow."""
         memory = self._memories.setdefault(dialect.name, {})
         number = self._failed.begin()
@@ -177,8 +180,8 @@ class Conversation:
         recorded.
 
         The prompt is rendered here, even if the session's engine has a renderer of its own. Images cannot be counted.
-        Raises RequestError, also for images. Before a RequestError is raised, the session's engine is looked up to
-        explain an error about images: this may raise RunEnded or EngineError instead.
+        Raises RequestError, also for images. To explain an error about images, the session's engine is requested from
+        the pool first, which may raise RunEnded or EngineError instead.
         """
         try:
             async with self._reading:
@@ -199,7 +202,7 @@ class Conversation:
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[list[Step], None]:
         """Run one model call. Yields an Opening with the engine's first chunk, Deltas as tokens are sampled, and one
-        Completion at the end. Steps of the same moment are in one list; no list is empty.
+        Completion at the end. Steps that arise at the same time are in one list. No list is empty.
 
         Raises RequestError, LimitReached, RunEnded, ContextOverflow or EngineError. Closing the generator aborts the
         generation. The tokens sampled until then are recorded as an aborted turn, unless the engine takes messages.
@@ -259,8 +262,8 @@ class Conversation:
 
     @property
     def failure(self) -> OutriderError | None:
-        """The error of the run if it ends now: `broken`, or the error of a failed call that no later call has made up
-        for."""
+        """The error with which the run would end now: `broken`, or the error of a failed call for which no later call
+        has made up. None if there is no error."""
         return self.broken or self._failed.error
 
     @property
@@ -269,7 +272,7 @@ class Conversation:
         return self._open
 
     def end(self) -> None:
-        """End the run: later calls are refused, calls in flight are cut off. Idempotent."""
+        """End the run: later calls are refused, and calls in flight are cancelled. Idempotent."""
         self._open = False
         while self._not_begun:
             self._note_given_up(self._not_begun.popitem()[1])
@@ -285,7 +288,7 @@ class Conversation:
             self.backend.pool.release(self.session_key)
 
     def begin_step(self) -> None:
-        """After `close`, accept calls again, for the task's next step, unless the record is broken."""
+        """Begin the task's next step after `close`. Calls are accepted again, unless the record is broken."""
         self._open = self.broken is None
         self._failed.clear()
         self.limit, self.hung_up = None, False
@@ -293,14 +296,14 @@ class Conversation:
         self.step_turns = 0
 
     async def context_tokens(self) -> int | None:
-        """Return the model's context length: as configured, else as reported by the session's engine. Raises
-        RunEnded."""
+        """Return the model's context length in tokens: the configured length, else the length reported by the session's
+        engine, or None if unknown. Raises RunEnded and EngineError."""
         if self.backend.context_tokens is not None:
             return self.backend.context_tokens
         return (await self._assigned()).context_tokens
 
     def _waited(self) -> tuple[float, float]:
-        """Return the seconds until now for which the session was overdue, and for which it was held."""
+        """Return the session's overdue seconds and its held seconds until now."""
         return self._overdue.seconds(), self._overdue.held_seconds()
 
     @contextmanager
@@ -334,7 +337,7 @@ class Conversation:
             )
 
     async def _assigned(self) -> ServingEngine:
-        """Return the session's engine, outside of a call. Raises RunEnded or EngineError."""
+        """Return the session's engine, for use outside of a call. Raises RunEnded or EngineError."""
         assigned = await self.backend.pool.select(self.session_key, self._overdue)
         if not self._open:
             self.backend.pool.release(self.session_key)
@@ -351,15 +354,15 @@ class Conversation:
         self.limit = None
 
     def _refuse_at_limit(self, reason: StopReason) -> None:
-        """Raise LimitReached for this call. Calls in flight go on."""
+        """Raise LimitReached for this call. Calls in flight continue."""
         self.limit = reason
         if not self._calls:
             self._end_at_limit()
         raise LimitReached(reason, self._frozen)
 
     def _end_at_limit(self) -> None:
-        """Call `on_limit` if a call was refused and every later call would be refused, too. This is checked only while
-        no call is in flight, because a call that fails gives its turn back."""
+        """Call `on_limit` if a call was refused and every later call would be refused, too. The check is made only
+        while no call is in flight, because a call that fails gives its turn back."""
         used_up = self.turns >= self._limits.turns or not self._allowance.unsampled
         if used_up and self._open and self.limit is not None:
             on_limit, self._on_limit = self._on_limit, None
@@ -413,13 +416,14 @@ class Conversation:
         )
 
     def _wanted_thinking(self, request: ModelRequest) -> bool | None:
-        """Return whether the model is to reason: the task's choice, else the client's. None leaves the choice to the
-        chat template."""
+        """Return True if the model should reason and False if not: the task's choice, else the client's choice. None
+        leaves the choice to the chat template."""
         return first_of(self._sampling.thinking, request.sampling.thinking, None)
 
     def _thinking_in_prompt(self, request: ModelRequest) -> bool | None:
-        """Return whether the end of the prompt turns reasoning on or off. None leaves the choice to the chat template,
-        which may have no switch. Reasoning is off for a constrained reply, because no constraint covers reasoning."""
+        """Return True if the end of the prompt turns reasoning on, False if off. None leaves the choice to the chat
+        template, which may have no switch. Reasoning is off for a constrained reply, because no constraint covers
+        reasoning."""
         if not self.backend.renderer.switches_thinking:
             return None
         return self._wanted_thinking(request) if request.sampling.constraint is None else False
@@ -445,9 +449,9 @@ class Conversation:
                     overflow=Overflow(prompt_tokens, context),
                 )
             room = min(room, left)
-        # A task's seed gives every call of every sample a seed of its own. A client's seed gives every sample a seed,
-        # the same for all its calls, because the client may rely on equal calls getting equal replies. Later attempts
-        # of a session repeat the seeds of the first.
+        # With a task's seed, each call of each sample gets a different seed. With a client's seed, all calls of a
+        # sample get the same seed, because the client may expect equal replies to equal calls. Later attempts of a
+        # session repeat the seeds of the first attempt.
         seed = None
         if self._sampling.seed is not None:
             self._seeded_calls += 1
@@ -464,8 +468,8 @@ class Conversation:
         )
 
     async def _store(self, turn: Turn) -> None:
-        """Store a turn. A cancellation of the call does not cut the storing short, because a turn that is stored later
-        would be missing from the result."""
+        """Store a turn. If the call is cancelled, CancelledError is raised only after the turn is stored, because a
+        turn that is stored later would be missing from the result."""
         self.turns += 1
         self.step_turns += 1
         if self.step:
@@ -483,7 +487,8 @@ class Conversation:
             raise
 
     def _mark_broken(self, error: Exception) -> OutriderError:
-        """Record that a turn is missing: later calls are refused, and the attempt has failed. Returns the error."""
+        """Record that a turn is missing because of `error`. Later calls are refused, and the attempt fails. Returns the
+        first error that was recorded in this way."""
         self._open = False
         if self.broken is None:
             self.broken = error if isinstance(error, OutriderError) else ServiceError(f"a model call failed: {error!r}")
@@ -493,13 +498,14 @@ class Conversation:
 
 
 def _bytes_of(turn: Turn) -> int:
-    """The approximate number of bytes that the client added with a turn."""
+    """Return the approximate number of bytes of text and images that the client added with a turn."""
     said = sum(len(message.content) for message in turn.messages)
     return said + sum(image.size for message in turn.messages for image in images_in(message))
 
 
 def overdue_error(overdue: float, what: str) -> OutriderError:
-    """Return the error of a run that ended badly, or of a call that was given up, after an overdue wait."""
+    """Return the error of a run that ended badly, or of a call that was given up, after `overdue` overdue seconds.
+    `what` is the resource of the longest overdue wait."""
     kind = ServiceError if what == STORE else EngineSilent
     return kind(
         f"the agent waited {overdue:.1f} s longer than usual, mostly for {what or 'an engine'}, and then gave a call up"

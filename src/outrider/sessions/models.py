@@ -1,4 +1,4 @@
-"""The models of one session attempt: the policy, and the frozen models beside it, each in its own conversation.
+"""The models of one session attempt: the policy and the frozen models, each with its own conversation.
 
 Invariant: calls of a frozen model are not in the policy's conversation, and do not count against the policy's limits.
 """
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 class SessionModels:
-    """The conversations of an attempt: with the policy, and with each frozen model by name. `bodies` are the request
-    bodies of all unfinished calls. `under_way` is the number of unfinished calls, counted by the gateway."""
+    """The conversations of an attempt: one with the policy, and one with each frozen model, by name. `bodies` counts
+    the bytes of the request bodies of all unfinished calls. `under_way` is the number of unfinished calls, counted by
+    the gateway."""
 
     def __init__(self, policy: Conversation, frozen: Mapping[str, Conversation] = {}) -> None:
         self.policy = policy
@@ -34,20 +35,20 @@ class SessionModels:
         self._all = (policy, *frozen.values())
 
     async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
-        """Receive a request to any of the models. Raises as `Conversation.receive`."""
+        """Receive a request to any of the models. Raises the errors of `Conversation.receive`."""
         if not self._frozen:
             return await self.policy.receive(body, parts)
 
         async def any_capacity() -> BodyCapacity:
-            """Return the widest limits. The called model, and so its context, is known only from the complete body."""
+            """Return the widest limits, because only the complete body shows which model is called."""
             return _ANY
 
         return await body.received(parts, any_capacity)
 
     async def called(self, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
         """Return the conversation for a request. If the request names a frozen model exactly, the conversation is with
-        this model. Any other name means the policy, because programs call the policy by names of their own. Raises
-        TooLarge and ContextOverflow."""
+        this model. Any other name means the policy, because programs use model names of their own for the policy.
+        Raises TooLarge and ContextOverflow."""
         if not self._frozen:
             return self.policy
 
@@ -61,7 +62,8 @@ class SessionModels:
         return self.policy if name is None else self._frozen.get(name, self.policy)
 
     def named(self, name: str | None) -> Conversation:
-        """Return the conversation with the model served under this name; None is the policy. Raises NotFound."""
+        """Return the conversation with the model of this name, or with the policy if `name` is None. Raises NotFound
+        for an unknown name."""
         if name is None or name == self.policy.backend.model:
             return self.policy
         if name not in self._frozen:
@@ -81,7 +83,7 @@ class SessionModels:
 
     @property
     def broken(self) -> OutriderError | None:
-        """The error because of which a turn is missing in the record of any model; None if the records are complete."""
+        """The error that caused a turn to be missing from the record of any model; None if the records are complete."""
         return next((one.broken for one in self._all if one.broken is not None), None)
 
     @property
@@ -91,8 +93,8 @@ class SessionModels:
 
     @property
     def failure(self) -> OutriderError | None:
-        """The error of the run if it ends now. A prompt that was too long is no error here: the agent wrote the
-        prompt."""
+        """The error with which the run would end now, or None. A prompt that was too long is not an error here, because
+        the agent wrote the prompt."""
         failures = (one.failure for one in self._all)
         return next((found for found in failures if found and not isinstance(found, ContextOverflow)), None)
 
@@ -102,7 +104,7 @@ class SessionModels:
             one.begin_step()
 
     async def close(self) -> None:
-        """End the run: later calls are refused, calls in flight are cut off and recorded. Idempotent."""
+        """End the run: later calls are refused, and calls in flight are cancelled and recorded. Idempotent."""
         for one in self._all:
             one.end()
         async with AsyncExitStack() as stack:
@@ -111,10 +113,10 @@ class SessionModels:
 
 
 class InProcessClient:
-    """A `harnesses.base.ModelClient` for agents in this process, which call the conversations without HTTP.
+    """A `harnesses.base.ModelClient` for agents in this process, which call the models without HTTP.
 
-    Their calls are admitted, recorded and limited like calls through the gateway. The client hides the conversations'
-    other methods from the agent.
+    The agents' calls are admitted, recorded and limited like calls through the gateway. The client gives agents no
+    access to the other methods of a conversation.
     """
 
     def __init__(self, models: SessionModels) -> None:
@@ -147,7 +149,8 @@ async def completed(
     max_tokens: int | None = None,
     stop: Sequence[str] = (),
 ) -> Completion:
-    """Run one call of a conversation to its end. Raises as `Conversation.call`."""
+    """Run one call of a conversation, and return the completion. Raises the errors of `Conversation.call`, and
+    EngineUnavailable if the call ends without a completion."""
     request = ModelRequest(
         model=conversation.backend.model,
         messages=ParsedMessages(tuple(messages)),

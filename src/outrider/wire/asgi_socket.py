@@ -1,4 +1,4 @@
-"""The service's end of an open WebSocket."""
+"""The service's end of an open WebSocket to a worker or a node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AsgiSocket:
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
             raise Disconnected(message.get("code", 1006), message.get("reason") or "")
-        # A text frame is passed on as bytes. It is no message of the protocol, and is refused later.
+        # A text frame is passed on as bytes, which the decoder then refuses, because the protocol has no text frames.
         return message.get("bytes") or (message.get("text") or "").encode()
 
     async def close(self, code: int, reason: str) -> None:

@@ -33,6 +33,6 @@ class ClientSocket:
         raise Disconnected(self._websocket.close_code or 1006, "" if message.data is None else str(message.data))
 
     async def close(self, code: int, reason: str) -> None:
-        """Close the connection; a no-op if it is already closed."""
+        """Close the connection, unless it is already closed."""
         with suppress(aiohttp.ClientError, OSError):
             await self._websocket.close(code=code, message=reason.encode())

@@ -1,9 +1,9 @@
 """Counts the cost of decoding a MessagePack message before the message is decoded.
 
-msgspec decodes a message in one call that cannot be interrupted: 15 MB of short texts hold the event loop for 0.4 s,
-and as many empty lists for several seconds. The size alone is no measure, because one text of 15 MB takes 10 ms. So the
-values of every large message are counted first, in a thread. Invariant: a message that passes takes the event loop less
-than 50 ms.
+msgspec decodes a message in one call that cannot be interrupted: 15 MB of short texts block the event loop for 0.4 s,
+and 15 MB of empty lists for several seconds. The cost does not follow from the size, because a single text of 15 MB
+takes only 10 ms. So the values of every large message are counted first, in a thread. Invariant: a message that passes
+takes the event loop less than 50 ms.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 from outrider.wire.frames import Nonsense
 
 SMALL = 64 << 10
-"""Messages up to this number of bytes need no count. The most expensive message of this size, a list of empty lists,
+"""Messages up to this number of bytes are not counted. The most expensive message of this size, a list of empty lists,
 decodes in 26 ms."""
 MAX_COST = 400_000
-"""The maximum cost of a message. A list or map costs `CONTAINER` units, any other value and any key 1. A unit takes 100
-ns at most, so the maximum takes 40 ms."""
+"""The maximum cost of a message. A list or map costs `CONTAINER` units; any other value, and any key, costs 1 unit. A
+unit takes 100 ns at most, so the maximum takes 40 ms."""
 CONTAINER = 4
 MAX_DEPTH = 64
 """Maximum nesting of containers. Outrider's own messages have about a dozen levels."""
 
-# These tables have, for the first byte of a value, the number of bytes to skip, or the number of bytes that hold a
-# length.
+# Tables by the first byte of a value. `_FIXED` has the number of bytes that follow. `_SIZED`, `_LISTS` and `_MAPS` have
+# the number of bytes of the length, which comes next. Values whose first byte is in `_EXTENSIONS` have one more byte,
+# for the type.
 _FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -45,7 +46,7 @@ def check_cost(frame: bytes) -> None:
         kind = frame[at]
         at += 1
         items = -1
-        if kind <= 0x7F or kind >= 0xE0:  # small numbers
+        if kind <= 0x7F or kind >= 0xE0:  # small numbers, which have no further bytes
             pass
         elif kind <= 0x8F:
             items = 2 * (kind & 0x0F)

@@ -1,8 +1,8 @@
-"""The maximum number of files and connections of this process, and their division among their users.
+"""Limits the open files and connections of this process, and divides the file descriptors among groups of clients.
 
-The module uses no server and no sandbox. Invariant: clients outside and clients in sandboxes together can use only part
-of the descriptors; the rest is for the service itself (store, engines, sandboxes). So a client that opens as many
-connections as possible does not stop other clients.
+The module does not depend on servers or sandboxes. Invariant: all clients together, inside and outside of sandboxes,
+can use only part of the descriptors; the rest is for the service itself (store, engines, sandboxes). So a client that
+opens as many connections as possible does not block other clients.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import msgspec
 from outrider.errors import ServiceError
 
 WANTED = 65_536
-"""The number of descriptors that a service takes, unless the hard limit is lower."""
+"""The limit of descriptors that a service sets for itself, unless the hard limit is lower."""
 LEAST = 4096
 """With fewer descriptors a full node runs short of connections: a session holds about six descriptors, and each of its
 model calls two more."""
 FEWEST = 64
 """With fewer descriptors the event loop or the store cannot be opened."""
 SESSIONS = 8
-"""If this number of sessions, or of tokens, use their maximum of connections at once, no connection is left for
-others."""
+"""If this number of sessions use their maximum of connections at the same time, no connection is left for other
+sessions. The same holds for tokens."""
 EACH_LEAST, EACH_MOST = 8, 256
-"""Bounds of the maximum of one session. The lower bound also applies to one token."""
+"""Lower and upper bound of the maximum number of connections of one session. The lower bound also applies to one
+token."""
 
 
 class ConnectionQuotas(msgspec.Struct, frozen=True):
-    """Maximum connections of all `sandboxes` together (on the node's Unix socket) and of all other clients (`control`).
-    Maximum concurrent model calls of one `session`, and control API calls with one `token`."""
+    """Maximum numbers of connections. `sandboxes`: connections of all sandboxes together, on the node's Unix socket.
+    `control`: connections of all other clients together. `session`: concurrent model calls of one session. `token`:
+    concurrent calls of the control API with one token."""
 
     sandboxes: int
     control: int

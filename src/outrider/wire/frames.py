@@ -17,23 +17,23 @@ class Close(IntEnum):
     """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After
     NONSENSE, CONFLICT, REMOVED and PROTOCOL a worker gives up, because it would be refused again."""
 
-    LEFT = 1000  # the worker is done: nothing is resumed
+    LEFT = 1000  # the worker has left for good
     REPLACED = 4001  # the same worker has connected again
     NONSENSE = 4400  # the peer broke the protocol, or sent impossible tokens
     SILENT = 4408  # no message arrived for too long
-    CONFLICT = 4409  # a worker of another model, or the engine of that name is not a relay
+    CONFLICT = 4409  # the worker has another model, or the engine with its name is not a relay
     REMOVED = 4410  # the engine was removed from the service
     PROTOCOL = 4426  # the peer uses another version of the protocol
 
 
 class Nonsense(Exception):
-    """The peer sent a message that the protocol does not allow. The text becomes the close reason."""
+    """The peer sent a message that the protocol does not allow. The text of the error becomes the close reason."""
 
 
 class Beat(msgspec.Struct, tag="beat", frozen=True):
-    """A heartbeat, sent by a side that has sent no other message for a while."""
+    """A heartbeat, sent by a side that has sent no other message for some seconds."""
 
 
 def close_reason(text: str) -> str:
-    """Return the text, cut to the size of a close frame."""
+    """Return the text, cut to MAX_REASON bytes."""
     return text.encode()[:MAX_REASON].decode(errors="ignore")

@@ -1,9 +1,9 @@
 """The HTTP server: uvicorn with limits for untrusted clients, and with a callback when a client disconnects.
 
-(ASGI's own way, to wait for `http.disconnect`, needs a second task for every request.) The module has no routes.
-Invariants: an application's callback is called once when the client has left, even if the client left before the
-callback was set; data outside of bodies, and requests left unfinished, cost bounded memory and time; there are never
-more connections at once than the server allows; and one client cannot use up the connections of all others.
+(In plain ASGI, an application must wait for `http.disconnect`, which needs a second task for every request.) The module
+has no routes. Invariants: an application's callback is called once when the client has left, even if the client left
+before the callback was set; data outside of bodies and unfinished requests use bounded memory and time; the number of
+open connections never exceeds the server's limit; one client cannot take all connections.
 
 The module subclasses two classes of uvicorn and uses attributes that uvicorn does not document.
 tests/test_http_server.py lists the attributes and checks them against the installed version; pyproject.toml allows only
@@ -39,18 +39,19 @@ CONNECTION = "outrider.connection"
 BACKLOG = 2048
 """Maximum number of connections that wait in the kernel to be accepted."""
 ACCEPTED_AT_ONCE = 64
-"""Maximum connections accepted before the event loop does anything else. The number is small, so that a new client's
-data is read before its connection can be closed to make room for others."""
+"""Maximum connections accepted before the event loop does anything else. The number is small, so that the server reads
+a new client's data before it may close this client's connection to accept another."""
 ACCEPTING = "accept connections"
 """The name under which failures to accept connections are listed with failing background work."""
 ACCEPT_FAILED = "socket.accept() out of system resource"
-"""The message of asyncio's event loop when accepting fails."""
+"""The message with which asyncio's event loop calls its exception handler when a connection cannot be accepted."""
 ACCEPT_SECONDS = 5.0
 MAX_HEAD = 64 << 10
-"""Maximum bytes of a request before its body, between two chunks of the body, or after the body. Clients send a few
-thousand."""
+"""Maximum bytes of a request before its body, between two chunks of the body, or after the body. Clients normally send
+a few thousand."""
 MAX_PIPELINED = 16
-"""Maximum number of requests sent ahead on one connection. Common clients send none."""
+"""Maximum number of pipelined requests, which are sent on one connection before the reply to an earlier request. Common
+clients send none."""
 TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 BUSY = b"this server has reached its maximum number of connections: try again\n"
 TOO_MANY = (
@@ -58,12 +59,13 @@ TOO_MANY = (
     b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(BUSY), BUSY)
 )
 WEBSOCKET_PIECE = 8 << 10
-"""Bytes of a WebSocket that are parsed at once. They hold up to 1,400 frames, which take 15 ms."""
+"""Maximum bytes of a WebSocket that are parsed before other connections are served. This number of bytes has up to
+1,400 frames, which take 15 ms."""
 MAX_FRAGMENTS = 16_384
 """Maximum number of frames of one WebSocket message. Clients send one frame. A proxy may split a message into frames of
 a few KiB."""
 ONCE = frozenset((b"host", b"authorization", b"content-length", b"transfer-encoding", b"origin"))
-"""Headers that decide about access and about where a request ends. A request with one of these headers twice is
+"""Headers that determine the access of a request or the end of its body. A request with one of these headers twice is
 refused, because a proxy in front of this server may use the first and this server the second."""
 
 
@@ -83,7 +85,7 @@ TIMEOUTS = Timeouts()
 
 
 class Disconnect:
-    """The disconnection of one request's client, with a callback. `gone` is True once the client has disconnected."""
+    """Calls a callback when the client of one request disconnects. `gone` is True once the client has disconnected."""
 
     __slots__ = ("_callback", "gone")
 
@@ -92,7 +94,8 @@ class Disconnect:
         self._callback: Callable[[], object] | None = None
 
     def notify(self, callback: Callable[[], object] | None) -> None:
-        """Call `callback` when the client disconnects, at once if it already has. None removes the callback."""
+        """Call `callback` when the client disconnects, or at once if the client has already disconnected. None removes
+        the callback."""
         self._callback = callback
         if self.gone and callback is not None:
             callback()
@@ -107,11 +110,11 @@ class ConnectionLimit:
     """Allows at most `most` connections to a server at once.
 
     Every connection has an owner: the name given by the application with `claim`, and until then the client's address.
-    If there are too many connections, one is closed for the new connection: the owner with the most connections loses
-    the connection whose client has been silent for longest. Half of the connections are for claimed ones and half for
-    unclaimed ones, and the owner is taken from the kind that exceeds its half. So a client with many claimed
-    connections loses one of its own, even if it shares its address with other clients. A new client is let in as long
-    as any connection may be closed. The unclaimed connections of one address are at most a quarter of `most`.
+    If a new connection exceeds the limit, an old connection is closed: the owner with the most connections loses the
+    connection whose client has been silent for longest. Claimed and unclaimed connections may each take half of the
+    limit, and the owner is chosen from the group that exceeds its half. So a client with many claimed connections loses
+    a connection of its own, even if other clients have the same address. A new client is accepted as long as any
+    connection may be closed. One address has at most a quarter of `most` as unclaimed connections.
     """
 
     def __init__(self, most: int) -> None:
@@ -121,7 +124,7 @@ class ConnectionLimit:
         self._others = _Closable()
 
     def enter(self, connection: _Protocol, address: str) -> bool:
-        """Count a new connection. Returns False if it must be closed."""
+        """Count a new connection. Returns False if the new connection must be closed."""
         self.open += 1
         if self._others.count(address) >= max(1, self.most // 4):
             self._others.longest_silent(address).abort()
@@ -138,7 +141,8 @@ class ConnectionLimit:
         self._group(connection).refresh(connection)
 
     def claim(self, connection: _Protocol, owner: str, *, keep: bool) -> None:
-        """Set the owner. With `keep`, the connection is not closed for others before its reply is complete."""
+        """Set the owner of a connection. With `keep`, the connection is not closed to accept another before its reply
+        is complete."""
         if not connection.claimed or connection.owner != owner or keep:
             self._group(connection).discard(connection)
             connection.owner, connection.claimed = owner, True
@@ -146,12 +150,12 @@ class ConnectionLimit:
                 self._claimed.add(connection)
 
     def replied(self, connection: _Protocol) -> None:
-        """Record that a reply is complete, so that the connection may be closed for others."""
+        """Record that a reply is complete, so that the connection may be closed to accept another."""
         self._group(connection).add(connection)
 
     def upgraded(self, connection: _Protocol) -> None:
-        """Record that the connection becomes a WebSocket, which is never closed for another connection and ends with
-        `leave_upgraded`."""
+        """Record that the connection becomes a WebSocket. WebSockets are never closed to accept another connection. The
+        end of a WebSocket is recorded by `leave_upgraded`."""
         self._group(connection).discard(connection)
 
     def leave(self, connection: _Protocol) -> None:
@@ -171,15 +175,15 @@ class ConnectionLimit:
 
 
 class _Closable:
-    """Connections that may be closed for others, by owner. Each owner's connections are ordered by the time of their
-    clients' last data, oldest first."""
+    """The connections that may be closed to accept another, by owner. The connections of each owner are in the order in
+    which their clients last sent data, oldest first."""
 
     def __init__(self) -> None:
         self.size = 0
         self._by_owner: dict[str, dict[_Protocol, None]] = {}
 
     def add(self, connection: _Protocol) -> None:
-        """Add a connection. A connection already there keeps its position."""
+        """Add a connection. If the connection is already present, its position does not change."""
         owned = self._by_owner.setdefault(connection.owner, {})
         if connection not in owned:
             owned[connection] = None
@@ -243,8 +247,8 @@ class _CoalescedWrites:
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol for one connection, with the limits of this module.
 
-    A single timer per connection checks all timeouts at intervals. There are many short requests, and a timer for each
-    would cost more than the checks.
+    A single timer per connection checks all timeouts at intervals. These checks cost less than a timer for each of many
+    short requests.
     """
 
     def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
@@ -252,11 +256,11 @@ class _Protocol(HttpToolsProtocol):
         self._timeouts = timeouts
         self._limit = limit
         self.owner = ""
-        """See `ConnectionLimit`. `claimed`: the application has named the owner."""
+        """The owner of the connection for `ConnectionLimit`. `claimed` is True if the application has named the
+        owner."""
         self.claimed = False
         self._answered: RequestResponseCycle | None = None
-        """The request that is being answered; uvicorn's `cycle` is the latest request, which may have been sent ahead.
-        """
+        """The request that is being answered. uvicorn's `cycle` is the latest request, which may be pipelined."""
         self._head = 0
         self._past_head = False
         self._pieces = 0
@@ -264,13 +268,13 @@ class _Protocol(HttpToolsProtocol):
         self._seen = (0, 0)
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn narrows it, too
-        super().connection_made(_CoalescedWrites(transport))  # type: ignore[arg-type]  # it delegates the rest
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # narrowed as in uvicorn
+        super().connection_made(_CoalescedWrites(transport))  # type: ignore[arg-type]  # the wrapper delegates the rest
         self._due = self.loop.time() + self._timeouts.head
         self._check_later()
         if not self._limit.enter(self, _address(self.client)):
-            # Read what has arrived. If received data is unread at close, the kernel sends a reset, and the client may
-            # never get the 503.
+            # Read the data that has arrived. If received data is unread when the socket is closed, the kernel sends a
+            # reset, and the client may never get the 503.
             with contextlib.suppress(OSError):
                 os.read(transport.get_extra_info("socket").fileno(), MAX_HEAD)
             self.transport.write(TOO_MANY)
@@ -281,7 +285,7 @@ class _Protocol(HttpToolsProtocol):
         self.transport.abort()
 
     def claim(self, owner: str, *, keep: bool) -> None:
-        """See the function `claim`."""
+        """Set the owner of this connection: see the function `claim`."""
         self._limit.claim(self, owner, keep=keep)
 
     def data_received(self, data: bytes) -> None:
@@ -303,14 +307,14 @@ class _Protocol(HttpToolsProtocol):
         self._due = self.loop.time() + self._timeouts.head
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._past_head:  # fields after the body have no effect, and are not checked by `ONCE`
+        if not self._past_head:  # fields after the body are dropped, because they are not checked against `ONCE`
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._past_head = True
         if len(self.pipeline) >= MAX_PIPELINED:
             self.transport.abort()
-            raise ConnectionAbortedError("too many requests were sent ahead")  # stops the parser
+            raise ConnectionAbortedError("too many requests were sent ahead")  # the error stops the parser
         named = [name for name, _ in self.headers if name in ONCE]
         if len(named) != len(set(named)):
             if self._busy:
@@ -332,7 +336,7 @@ class _Protocol(HttpToolsProtocol):
         if self.pipeline:
             super().on_response_complete()
             return
-        # uvicorn's own steps, without the keep-alive timer that it sets after each reply.
+        # These are uvicorn's own steps, except for the keep-alive timer that uvicorn sets after each reply.
         self.server_state.total_requests += 1
         if not self.transport.is_closing():
             self.flow.resume_reading()
@@ -343,7 +347,7 @@ class _Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def handle_websocket_upgrade(self) -> None:
-        if self._busy:  # the request was sent ahead: an earlier reply is not complete
+        if self._busy:  # the request was pipelined, and an earlier reply is not complete
             self.transport.abort()
             return
         if self._timer is not None:
@@ -355,7 +359,7 @@ class _Protocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._limit.leave(self)
-        self.pipeline.clear()  # requests that were sent ahead get no reply any more
+        self.pipeline.clear()  # pipelined requests can no longer get a reply
         super().connection_lost(exc)
         if (cycle := self._answered) is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -371,7 +375,7 @@ class _Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self._timeouts.head / 2, self._check)
 
     def _check(self) -> None:
-        """Close the connection if it has exceeded one of its timeouts."""
+        """Close the connection if one of its timeouts has passed."""
         now, unsent = self.loop.time(), self.transport.get_write_buffer_size()
         if (self._pieces, unsent) != self._seen:
             self._seen, self._moved = (self._pieces, unsent), now
@@ -381,7 +385,8 @@ class _Protocol(HttpToolsProtocol):
         elif not self._busy:
             overdue = now >= self._due
         else:
-            # Silence counts only while the server reads, and not when the whole body has arrived or reading is paused.
+            # Silence counts only while the server reads a body. It does not count when the whole body has arrived or
+            # reading is paused.
             reads = self.cycle.more_body and not self.pipeline and not self.flow.read_paused
             overdue = reads and still >= self._timeouts.head
         if overdue:
@@ -393,9 +398,10 @@ class _Protocol(HttpToolsProtocol):
 class _WebSocket(WebSocketsSansIOProtocol):
     """uvicorn's protocol of a WebSocket, with the limits of this module.
 
-    The next message is read only when the application has taken the last. Reactions to silence are left to the
-    application, which uses heartbeats instead of pings. Received data is parsed in pieces, between which other
-    connections have their turn: the parser, in Python, takes 0.3 s for the frames of one read.
+    The next message is read only when the application has received the previous message. This class does not detect
+    silence: the application does, with heartbeats instead of pings. Received data is parsed in pieces, and other
+    connections are served between two pieces, because the parser, which is Python code, may take 0.3 s for the data of
+    one read.
     """
 
     def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
@@ -404,7 +410,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
         self._limit = limit
         self._unread: asyncio.TimerHandle | None = None
         self._rest = bytearray()
-        """Data that was received and not parsed yet. Nothing is read meanwhile."""
+        """Received data that is not parsed yet. Reading is paused while there is such data."""
 
     def data_received(self, data: bytes) -> None:
         if not self._rest and len(data) <= WEBSOCKET_PIECE:
@@ -446,7 +452,7 @@ class _WebSocket(WebSocketsSansIOProtocol):
 
     def handle_cont(self, event: Any) -> None:
         super().handle_cont(event)
-        if len(self.frames) > MAX_FRAGMENTS:  # empty frames never reach the bound of bytes
+        if len(self.frames) > MAX_FRAGMENTS:  # the maximum of bytes does not limit empty frames
             self.transport.abort()
 
     def pause_writing(self) -> None:
@@ -473,21 +479,21 @@ class _WebSocket(WebSocketsSansIOProtocol):
 
 
 def disconnect_of(scope: Scope) -> Disconnect:
-    """Return the request's `Disconnect`. Raises KeyError under another server."""
+    """Return the request's `Disconnect`. Raises KeyError if the application runs in another server."""
     found: Disconnect = scope["extensions"][DISCONNECT]
     return found
 
 
 def claim(scope: Scope, owner: str, *, keep: bool = False) -> None:
-    """Set the owner of a request's connection, for the `ConnectionLimit`. With `keep`, the connection is not closed for
-    others before the reply is complete. Has no effect on WebSockets."""
+    """Set the owner of a request's connection, for the `ConnectionLimit`. With `keep`, the connection is not closed to
+    accept another before the reply is complete. Has no effect on WebSockets."""
     connection: _Protocol | None = scope.get("extensions", {}).get(CONNECTION)
     if connection is not None:
         connection.claim(owner, keep=keep)
 
 
 async def while_connected(scope: Scope, work: Awaitable[None]) -> None:
-    """Await the work. If the client disconnects first, cancel the work and return as usual."""
+    """Await the work. If the client disconnects first, cancel the work and return without an error."""
     worker = asyncio.current_task()
     assert worker is not None
     disconnect = disconnect_of(scope)
@@ -515,11 +521,11 @@ def _address(client: tuple[str, int] | None) -> str:
 
 @contextlib.contextmanager
 def noting_refusals(failures: Failures) -> Iterator[None]:
-    """While the block runs, note in `failures` when connections cannot be accepted for lack of descriptors or memory.
-    The failure ends once accepting has not failed for ACCEPT_SECONDS. asyncio's event loop tries again every second,
-    and calls its exception handler up to ACCEPTED_AT_ONCE times for each try, each time with a traceback in the log;
-    here `failures` limits the log lines. (uvloop keeps a spare descriptor, with which it accepts and closes the
-    connection.)"""
+    """While the block runs, note in `failures` when connections cannot be accepted because descriptors or memory have
+    run out. The failure ends once accepting has not failed for ACCEPT_SECONDS. asyncio's event loop tries again every
+    second, and calls its exception handler up to ACCEPTED_AT_ONCE times for each try. The default handler would log a
+    traceback for each call, whereas `failures` limits the log lines. (uvloop keeps a spare descriptor, with which it
+    accepts and closes the connection.)"""
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
     ending: asyncio.TimerHandle | None = None

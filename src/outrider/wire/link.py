@@ -1,8 +1,9 @@
-"""One connection of a service with a worker or a node, for both ends: ordered sending, receiving message by message,
-and heartbeats.
+"""One end of a connection between a service and a worker or node: sends messages in order, receives one message at a
+time, and sends heartbeats.
 
-The module does not interpret messages and does not depend on the transport. Invariants: `run` returns when the
-connection has ended, by a close of either end or by silence, and leaves no task. Nothing is sent after a close.
+The module does not interpret messages and does not depend on the transport. Invariants: when either end has closed the
+connection, or the peer was silent for too long, `run` returns and leaves no task running. Nothing is sent after a
+close.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ In = TypeVar("In")
 CROWDED = 16 << 20
 """`room` does not return while more than this number of bytes wait to be sent."""
 MAX_WAITING = 256 << 20
-"""If more than this number of bytes wait to be sent, the peer reads too slowly: the next message closes the
+"""If more than this number of bytes wait to be sent, the peer reads too slowly, and the next message closes the
 connection."""
 
 
@@ -37,7 +38,7 @@ class Disconnected(Exception):
 
 
 class Socket(Protocol):
-    """Whole messages over a transport that can break. `send` and `receive` raise Disconnected."""
+    """Sends and receives whole messages over a transport that can break. `send` and `receive` raise Disconnected."""
 
     async def send(self, frame: bytes) -> None: ...
     async def receive(self) -> bytes: ...
@@ -45,13 +46,13 @@ class Socket(Protocol):
 
 
 class Link(Generic[In]):
-    """A connection's queues, heartbeats and watch.
+    """One end of a connection, with its send queue, its heartbeats, and the detection of silence.
 
-    `heartbeat` and `silence` are the maximum seconds without a message sent, and without a message received. `silence`
-    may be changed while the link runs. `last_arrival` returns the time, by the event loop's clock, at which the socket
-    last received data from the peer, such as part of a message. `taken` returns the time at which the peer last
-    accepted part of the data being sent. `stranger`: the peer runs on another machine, so the decoding cost of its
-    messages is counted first (`decoding.py`).
+    `heartbeat` is the maximum number of seconds without a message to the peer, `silence` the maximum without a message
+    from the peer. `silence` may be changed while the link runs. `last_arrival` returns the time, by the event loop's
+    clock, at which the socket last received data from the peer, such as part of a message. `taken` returns the time at
+    which the peer last accepted part of the data being sent. `stranger`: the peer runs on another machine, so the
+    decoding cost of its messages is counted first (`decoding.py`).
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class Link(Generic[In]):
         self._stranger = stranger
         self.silence = silence
         self.size = 0
-        """The number of bytes of the message being handled."""
+        """The number of bytes of the message that is being handled."""
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._wake = asyncio.Event()
         self._spacious = asyncio.Event()
         self._spacious.set()
         self._held = False
-        """True while reading is suspended until the work of earlier messages allows the next message (`ready`)."""
+        """True while `run` awaits `ready` before it reads the next message."""
         self._close: Disconnected | None = None
         self._clock = asyncio.get_running_loop().time
         self._last_arrival = self._sent = self._clock()
@@ -102,7 +103,7 @@ class Link(Generic[In]):
         self._wake.set()
 
     async def room(self) -> None:
-        """Return once at most `CROWDED` bytes wait to be sent, or once the connection is to end."""
+        """Return once at most `CROWDED` bytes wait to be sent, or once `close` was called."""
         await self._spacious.wait()
 
     def close(self, code: Close, reason: str) -> None:
@@ -117,9 +118,9 @@ class Link(Generic[In]):
     async def run(
         self, handle: Callable[[In], None], *, ready: Callable[[], Awaitable[object]] | None = None
     ) -> Disconnected:
-        """Send and receive until the connection ends, and return how it ended. `handle` is called with each message
-        except heartbeats; if it raises Nonsense, the connection is closed. `ready` is awaited before each message is
-        read: until `ready` returns, the peer must wait, and its silence does not count."""
+        """Send and receive until the connection ends. Returns the code and the reason of the end. `handle` is called
+        with each message except heartbeats; if it raises Nonsense, the connection is closed. `ready` is awaited before
+        each message is read: until `ready` returns, the peer must wait, and its silence does not count."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._write(), name="relay writer"),
@@ -176,14 +177,14 @@ class Link(Generic[In]):
                 return await self._written()
 
     async def _watch(self) -> Disconnected:
-        """Send heartbeats, and end a connection that receives nothing, or cannot send. One task checks at intervals: a
-        timeout for each message would be a sixth of the processor time of a message."""
+        """Send heartbeats, and end a connection that receives nothing, or cannot send. One task checks at intervals,
+        because a timeout for each message would take a sixth of the processor time of a message."""
         while True:
             pause = min(self._heartbeat / 2, self.silence / 4)
             due = self._clock() + pause
             await asyncio.sleep(pause)
             now = self._clock()
-            if now - due > pause:  # this process was blocked: messages may have arrived unread
+            if now - due > pause:  # this process was blocked, so there may be unread messages
                 self._last_arrival = now
             if self._sending_since is not None and now - max(self._sending_since, self._socket_taken()) >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")
@@ -193,7 +194,7 @@ class Link(Generic[In]):
                 self.send(Beat())
 
     async def _written(self) -> Disconnected:
-        """Wait forever: the writer ends the connection after it has sent the close frame."""
+        """Wait for the cancellation by `run`: the writer ends the connection after it has sent the close frame."""
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -1,4 +1,5 @@
-"""Whole messages over a Unix socket between two processes of one machine: each frame follows its length."""
+"""Sends whole messages over a Unix socket between two processes of one machine. Each frame is preceded by its length
+(four bytes, little-endian)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Pipe:
 
     @classmethod
     async def over(cls, end: socket.socket) -> Self:
-        """Make a pipe over one end of a socket pair. The pipe closes the end."""
+        """Make a pipe over one end of a socket pair. The pipe owns this end, and closes it."""
         return cls(*await asyncio.open_unix_connection(sock=end, limit=BUFFER))
 
     async def send(self, frame: bytes) -> None:
@@ -47,5 +48,5 @@ class Pipe:
         self._writer.close()
 
     def abort(self) -> None:
-        """Close without waiting."""
+        """Close the socket at once. Data that was not sent yet is dropped."""
         self._writer.transport.abort()

@@ -1,7 +1,8 @@
 """A socket that outlives its connections: frames that have not arrived are sent again over the next connection.
 
 `dialling.py` and `joined.py` pass each new connection to `carry`. Invariants: every frame arrives whole, once and in
-order, however often the connection breaks. Memory stays bounded when a peer acknowledges nothing, or sends without end.
+order, however often the connection breaks. Memory is bounded even if a peer acknowledges nothing or never stops
+sending.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from outrider.wire.frames import Close
 from outrider.wire.link import Disconnected, Socket
 
 PIECE = 256 << 10
-"""Frames are sent in pieces of this number of bytes: a frame may be longer than the connection allows a message to be,
-and each piece shows that a slow connection is alive."""
+"""Frames are sent in pieces of this number of bytes, because a frame may be longer than the longest message of a
+connection, and because each piece shows that a slow connection is alive."""
 HEADER = 9
-"""The bytes at the start of each piece: one byte, which is 1 if more of the frame follows, and the number of pieces
-received (uint64, little-endian). Acknowledgements travel only in pieces, so both ends must send from time to time."""
+"""Number of bytes of the header of each piece: one byte, which is 1 if more of the frame follows, and then the number
+of pieces received by the sender (uint64, little-endian). Acknowledgements travel only in pieces, so both ends must send
+from time to time."""
 
 MAX_UNACKNOWLEDGED = 64 << 20
 """While more than this number of bytes are not acknowledged by the peer, `send` waits."""
 MAX_UNREAD = 64 << 20
-"""While whole frames of more than this number of bytes are not yet returned by `receive`, the connection is not
-read."""
+"""While complete frames of more than this number of bytes wait for `receive`, nothing is read from the connection."""
 FRAME_COST = 256
 """Bytes counted for an unread frame in addition to its length."""
 
@@ -33,32 +34,33 @@ NOT_SENT = Disconnected(Close.NONSENSE, "it acknowledges what was never sent")
 
 
 class ResumableSocket:
-    """A `wire.link.Socket`. `received` is the number of pieces received over all connections, to be sent to the peer
-    when the next connection begins. `most` is the maximum number of bytes of a frame from the peer."""
+    """A `wire.link.Socket` over one connection after another. `received` is the number of pieces received over all
+    connections, to be sent to the peer when the next connection begins. `most` is the maximum number of bytes of a
+    frame from the peer."""
 
     def __init__(self, most: int) -> None:
         self.received = 0
         self.last_arrival = 0.0
-        """The event loop's time when the last piece came."""
+        """The event loop's time when the last piece arrived."""
         self.taken = 0.0
         """The event loop's time when the peer last acknowledged a piece."""
         self._most = most
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()
-        """Pieces that the peer has not acknowledged, from piece `_acknowledged` on. For each piece: whether more of the
-        frame follows, and the bytes."""
+        """Pieces that the peer has not acknowledged. The first has the number `_acknowledged`. Each entry has True if
+        more of the frame follows, and the bytes of the piece."""
         self._unacknowledged_bytes = 0
         self._acknowledged = 0
         self._written = 0
-        """The number of pieces, counted from the first ever, that are written to the present connection or have arrived
-        over an earlier one."""
+        """The number of the next piece to write. Earlier pieces were written to the present connection, or have arrived
+        over an earlier connection."""
         self._ever_written = 0
-        """The number of pieces written to any connection. The peer cannot have more."""
+        """The number of pieces written to any connection. The peer cannot have received more pieces."""
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._frames: asyncio.Queue[bytes | Disconnected] = asyncio.Queue()
         self._unread_bytes = 0
         self._changed = asyncio.Event()
-        """Set when the peer has acknowledged a piece, when `receive` returns a frame, and at the end."""
+        """Set when the peer has acknowledged a piece, when `receive` returns a frame, and when the socket is ended."""
         self._ended = False
         self._to_write = asyncio.Event()
         self._replaced = asyncio.Event()
@@ -66,7 +68,8 @@ class ResumableSocket:
         self._close: tuple[int, str] | None = None
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame, to be sent again until acknowledged. Waits while too many bytes are unacknowledged."""
+        """Queue a frame, which is sent over each new connection until the peer acknowledges the frame. Waits while too
+        many bytes are unacknowledged."""
         while self._unacknowledged_bytes > MAX_UNACKNOWLEDGED and not self._ended:
             self._changed.clear()
             await self._changed.wait()
@@ -84,7 +87,7 @@ class ResumableSocket:
         return frame
 
     async def close(self, code: int, reason: str) -> None:
-        """Close for good. Frames not yet written are dropped."""
+        """Close the socket for good. Frames not yet written are dropped."""
         self._close = code, reason
         self._to_write.set()
 
@@ -102,8 +105,8 @@ class ResumableSocket:
         return self._replaced
 
     async def carry(self, socket: Socket, arrived: int, replaced: asyncio.Event) -> Disconnected:
-        """Send and receive over a connection until it ends, or is `replaced`. Returns the reason for the end. `arrived`
-        is the number of pieces received by the peer."""
+        """Send and receive over a connection until the connection ends or is `replaced`. Returns the reason for the
+        end. `arrived` is the number of pieces received by the peer."""
         if replaced.is_set():
             return REPLACED
         if not self._acknowledge(arrived):
@@ -149,8 +152,8 @@ class ResumableSocket:
                 return end
             if replaced.is_set():
                 return REPLACED
-            # Only the last piece of a frame may be shorter: many tiny pieces would take far more memory than their
-            # bytes.
+            # Only the last piece of a frame may be shorter than PIECE, because many tiny pieces would take far more
+            # memory than their bytes.
             more = len(piece) >= HEADER and piece[0] != 0
             if len(piece) < HEADER or (more and len(piece) != HEADER + PIECE) or len(piece) > HEADER + PIECE:
                 return NO_PIECE
@@ -173,7 +176,8 @@ class ResumableSocket:
                 self.last_arrival = asyncio.get_running_loop().time()
 
     def _acknowledge(self, arrived: int) -> bool:
-        """Record that the peer has received `arrived` pieces. Returns False if fewer pieces were ever written."""
+        """Record that the peer has received `arrived` pieces. Returns False if this side has never written so many
+        pieces."""
         if arrived > self._ever_written:
             return False
         before = self._acknowledged

@@ -1,4 +1,4 @@
-"""TLS at both ends: the service's certificate, and the authorities accepted by clients.
+"""TLS settings of both ends: the service's certificate, and the authorities accepted by clients.
 
 Invariant: a client always verifies the certificate and the name of the service.
 """
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from outrider.errors import InvalidField
 
 if TYPE_CHECKING:
-    import ssl  # imported where used: otherwise every importer of Outrider would load OpenSSL, and some cannot
+    import ssl  # imported where used, because some programs that import Outrider cannot load OpenSSL
 
 
 def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """Return the TLS context of a server with a certificate and its key, both PEM files (`key` None: the key is in the
-    certificate's file). Raises InvalidField."""
+    """Return the TLS context of a server with a certificate and its key, both PEM files. If `key` is None, the key is
+    in the certificate's file. Raises InvalidField if the files cannot be loaded."""
     import ssl
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -33,8 +33,9 @@ def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
 
 
 def trusting(ca: str | None) -> ssl.SSLContext | bool:
-    """Return the TLS setting of an aiohttp client that accepts only the authorities in the PEM file `ca`, or with None
-    those installed on this machine. Raises InvalidField."""
+    """Return the TLS setting of an aiohttp client that accepts only the authorities in the PEM file `ca`. If `ca` is
+    None, the client accepts the authorities that are installed on this machine. Raises InvalidField if the file cannot
+    be loaded."""
     if ca is None:
         return True
     import ssl

@@ -24,8 +24,9 @@ T_contra = TypeVar("T_contra", bound=Chunk | ChatChunk, contravariant=True)
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts that a node's conversations with one model share. `renderer` and `pool` are the model's. All models
-    share `intake`, the memory for arriving requests, and `offload`, the thread for long work on requests."""
+    """The parts shared by all conversations of a node with one model. `renderer` and `pool` belong to the model. All
+    models share `intake`, the limit of memory for arriving requests, and `offload`, the thread for long work on
+    requests."""
 
     renderer: Renderer
     pool: EnginePool
@@ -36,7 +37,8 @@ class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that is never trained, beside the policy. `limits` bounds the turns and tokens in one attempt."""
+    """A model that agents call in addition to the policy, and that is never trained. `limits` are the maximum turns and
+    tokens of one attempt."""
 
     backend: ModelBackend
     limits: Limits
@@ -44,18 +46,18 @@ class FrozenModel(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineCall(Protocol):
     """One model call. `start` begins the generation, and is called once, with the share that `Allowance.share` returns
-    for `promised_tokens`. `take` is called with each chunk, until `ended` is true or the last chunk has come, and
-    returns the chunk's steps. `finish` returns the remaining steps. Then `commit` returns the turn of a call that ran
-    to its end, or `abort` the turn of a call that was cut off."""
+    for `promised_tokens`. `take` returns the steps of one chunk, and is called with each chunk until `ended` is True or
+    the generation ends. `finish` returns the remaining steps. Then `commit` returns the turn of a completed call. If
+    the call is cut off, `abort` is called instead."""
 
     promised_tokens: int
     ended: bool
-    """True if the reply ends before its generation does."""
+    """True once the reply has ended, although the generation has not ended."""
 
     def start(self, share: TokenShare) -> PoolReply[Any]: ...
     def take(self, chunk: Any) -> list[Step]: ...
     def finish(self) -> list[Step]:
-        """Return the remaining steps. Raises EngineUnavailable if the last chunk had no finish."""
+        """Return the remaining steps. Raises EngineUnavailable if the last chunk had no finish reason."""
         ...
 
     def commit(self) -> Turn: ...

@@ -1,10 +1,10 @@
-"""Records the failed model calls of a session until later calls make up for them. A run that ends before then ends with
-the error of such a call.
+"""Records a session's failed model calls until later calls make up for the failures. If the run ends while a failed
+call is recorded, the run has the error of this call.
 
-A call that begins after the failure makes up for a failed call once it has ended. If the later call fails, too, the
-later failure takes the place of the earlier one. A call that was under way at the time of the failure has no effect. A
-call without tools does not make up for a failed call with tools: agents request a title, or a name for a branch, beside
-their work, and still do so when the work has failed.
+A later call makes up for a failed call if the later call begins after the failure and succeeds. If the later call fails
+as well, the later failure replaces the earlier failure. A call that was already running at the time of the failure has
+no effect. A call without tools does not make up for a failed call with tools, because agents request titles and branch
+names beside their work, and still do so when the work has failed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _Failed(msgspec.Struct, frozen=True):
 
 
 class FailedCalls:
-    """The record of one session's failed calls: `number = begin()` as a call begins, then `ended(number, ...)`, unless
-    the client was at fault or gave the call up."""
+    """The record of one session's failed calls. `begin` is called when a call begins. `ended` is called with the
+    returned number when the call has ended, unless the client caused the error or gave the call up."""
 
     def __init__(self) -> None:
         self._begun = 0
@@ -36,7 +36,7 @@ class FailedCalls:
         return self._begun
 
     def ended(self, number: int, *, tools: bool, error: OutriderError | None = None) -> None:
-        """Record that a call succeeded, or failed with `error`. `tools`: whether the call is known to have offered
+        """Record that a call succeeded, or failed with `error`. `tools` is True if the call is known to have offered
         tools."""
         self._failed = [one for one in self._failed if number <= one.begun or (one.tools and not tools)]
         if error is not None:
@@ -48,6 +48,7 @@ class FailedCalls:
 
     @property
     def error(self) -> OutriderError | None:
-        """The newest failure of an engine, which must not be graded; if there is none, a prompt that was too long."""
+        """The newest recorded error of an engine, because of which the run must not be graded. If there is no such
+        error, the newest error of a prompt that was too long, or None."""
         errors = [one.error for one in reversed(self._failed)]
         return next((error for error in errors if not isinstance(error, ContextOverflow)), next(iter(errors), None))

@@ -1,14 +1,14 @@
 """The limits of a session's model calls: on the body of each request, and on the tokens left to sample.
 
-A body is refused by its size and its number of JSON values, before parsing: a body that cannot fit the model's context
-costs no more than a count of its bytes. The checks are independent of dialects, because JSON's separators are the same
-in all. Invariant: the bytes held for calls are bounded, for each session and, for LARGE bodies, over all sessions. A
-call's bytes count from the first byte to the end of the call.
+A body with too many bytes or too many JSON values is refused before it is parsed, so a body that cannot fit the model's
+context costs at most a count of its bytes and values. The checks do not depend on dialects, because JSON's separators
+are the same in all dialects. Invariant: the bytes held for calls are bounded for each session and, for LARGE bodies,
+over all sessions. A body's bytes count from the first byte to the end of the call.
 
-A session's calls, which may run side by side, share its tokens (`Allowance`). A call is promised some tokens before it
-begins. Up to the promise, other calls cannot cut the call short. While too few tokens are free and other calls run, a
-new call waits for tokens that the others leave unused. Invariant: the tokens sampled, promised and free add up to the
-limit.
+Concurrent calls of a session share the session's tokens (`Allowance`). Before a call begins, some tokens are promised
+to the call, and other calls cannot use these tokens. While too few tokens are free and other calls run, a new call
+waits, because the running calls may return unused tokens. Invariant: the numbers of sampled, promised and free tokens
+add up to the limit.
 """
 
 from __future__ import annotations
@@ -27,38 +27,40 @@ from outrider.lifecycle import StopReason
 MAX_BODY = 32 << 20
 """Maximum bytes of one body. The providers' own bounds are between 20 and 50 MB."""
 MAX_TEXT_BODY = 9 << 20
-"""Maximum bytes of one body if the engine takes token ids, and so no images: two million tokens of ordinary text."""
+"""Maximum bytes of one body if the engine takes token ids and therefore no images. Two million tokens of ordinary text
+have this size."""
 MAX_IN_SESSION = 64 << 20
 """Maximum bytes of all bodies of one session's unfinished calls."""
 MAX_IN_ALL = 256 << 20
 """Maximum bytes of the LARGE bodies of all sessions' unfinished calls."""
 LARGE = 1 << 20
-"""A body of at most this many bytes is parsed without a check of its contents: the worst such body takes 25 ms."""
+"""A body of at most this many bytes is parsed without a check of its contents, because parsing takes 25 ms at most."""
 BODY_SECONDS = 120.0
-"""Seconds in which a body must arrive. This is ample, because agents run on the same machine."""
+"""A body must arrive within this many seconds. Agents need far less time, because they run on the same machine."""
 
 BYTES_PER_TOKEN = 64
-"""A text with more than this many bytes per token of context does not fit, because few tokens are so long."""
+"""A body with more than this many bytes per token of the context counts as too long, because few tokens have so many
+bytes."""
 FREE_SIZE = 1 << 20
-"""Bytes allowed in addition, because the model is not shown all of a body."""
+"""Bytes allowed in addition to BYTES_PER_TOKEN, because the prompt does not contain all of a body."""
 VALUES_PER_TOKEN = 4
 """Maximum JSON values per token of context: every message, tool, part and field shown to the model takes a token or
 more."""
 FREE_VALUES = 4096
-"""Values allowed in addition, because the model is not shown some of them."""
+"""Values allowed in addition to VALUES_PER_TOKEN, because the prompt does not contain some of the values."""
 MAX_VALUES = 1 << 17
-"""Maximum JSON values of any body: decoding this number takes 15 ms, during which the interpreter does nothing else."""
+"""Maximum JSON values of any body. Decoding this number of values takes 15 ms, and blocks all other threads."""
 MAX_TOOLS = 4096
-"""Maximum tools of a request. The providers take 128, and a chat template needs 0.1 ms for each tool."""
+"""Maximum tools of a request. The providers allow 128 tools. A chat template needs 0.1 ms for each tool."""
 MAX_ESCAPES = 1 << 21
-"""Maximum escaped characters of any body: decoding this number takes 25 ms."""
+"""Maximum escaped characters of any body. Decoding this number of escapes takes 25 ms."""
 _PIECE = 1 << 20
 _SEPARATORS = b"{[,"
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
 class TooMuchAtOnce(RequestError):
-    """Too many calls have not ended, or their bodies together have more bytes than are held at once."""
+    """Too many calls are unfinished, or the bodies of the unfinished calls have too many bytes together."""
 
     code = "too_much_at_once"
     http_status = 429
@@ -72,9 +74,9 @@ class TooSlow(RequestError):
 
 
 class Intake:
-    """The LARGE bodies of all sessions. `seconds` is the time in which any body must arrive. When all bodies together
-    exceed MAX_IN_ALL, the body that has been arriving for the longest is given up: otherwise a client could use up the
-    limit by sending slowly."""
+    """Counts the bytes of the LARGE bodies of all sessions. `seconds` is the time within which each body must arrive.
+    When the bodies together exceed MAX_IN_ALL, the body that has been arriving for the longest time is given up.
+    Otherwise a client could use up the limit by sending slowly."""
 
     def __init__(self, seconds: float = BODY_SECONDS) -> None:
         self.size = 0
@@ -82,7 +84,7 @@ class Intake:
         self._arriving: dict[Body, None] = {}
 
     def add(self, body: Body, size: int) -> None:
-        """Count `size` more bytes of a body as held. Raises TooMuchAtOnce."""
+        """Count `size` more bytes of a body as held. Raises TooMuchAtOnce if the body to be given up is this one."""
         self.size += size
         self._arriving.setdefault(body)
         while self.size > MAX_IN_ALL and self._arriving:
@@ -100,7 +102,7 @@ class Intake:
 
 
 class Bodies:
-    """The bodies of one session's unfinished calls."""
+    """Counts the bytes of the bodies of one session's unfinished calls."""
 
     def __init__(self, intake: Intake) -> None:
         self.size = 0
@@ -108,7 +110,8 @@ class Bodies:
 
 
 class Body:
-    """The body of one call, which runs within `with Body(bodies) as body:`. The bytes count until the block ends."""
+    """The body of one call. The call runs within `with Body(bodies) as body:`, and the body's bytes count until the
+    block ends."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -148,7 +151,7 @@ class Body:
         return held[0] if len(held) == 1 else b"".join(held)
 
     def give_up(self) -> None:
-        """Stop receiving the body."""
+        """Stop receiving the body: `received` raises TooMuchAtOnce."""
         self._given_up = True
         self._bodies.intake.remove(self, self._large)
         self._large = 0
@@ -166,8 +169,8 @@ class Body:
 
 
 class BodyCapacity(msgspec.Struct, frozen=True):
-    """The limits of one body. `context` is the model's context in tokens, None if it is unknown. `images`: the body may
-    have images."""
+    """The limits of one body. `context` is the model's context in tokens, None if unknown. `images` is True if the body
+    may have images."""
 
     context: int | None
     images: bool
@@ -211,8 +214,8 @@ class BodyCapacity(msgspec.Struct, frozen=True):
             separators += len(piece) - len(piece.translate(None, _SEPARATORS))
         if escapes > MAX_ESCAPES:
             raise TooLarge(f"the request body has more than {MAX_ESCAPES} escaped characters")
-        # The quick count includes separators inside texts. It is usually small enough to make the exact count
-        # unnecessary.
+        # The quick count includes separators inside texts. Usually even this count is within the limit, and the exact
+        # count is not needed.
         if separators > self.values and (values := (yield from count_values(body))) > self.values:
             raise self._overflow(values // VALUES_PER_TOKEN)
 
@@ -224,7 +227,7 @@ class BodyCapacity(msgspec.Struct, frozen=True):
 
 
 def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
-    """Count the objects, lists and commas of a JSON text outside of its strings. The result has no meaning for bytes
+    """Count the objects, lists and commas of a JSON text outside of its strings. The result is meaningless for bytes
     that are not JSON."""
     total = 0
     inside = False
@@ -247,8 +250,8 @@ def count_values(body: bytes, piece_size: int = _PIECE) -> Steps[int]:
 
 
 class LimitReached(RequestError):
-    """A call was refused because the session has used up its turns or tokens of `model` (None: the policy), or will use
-    them up with the calls under way."""
+    """A call was refused, because the session has used up its turns or tokens of `model` (None: the policy), or because
+    the running calls may use up the rest."""
 
     code = "limit_reached"
     http_status = 429
@@ -260,7 +263,8 @@ class LimitReached(RequestError):
 
 
 class Allowance:
-    """The tokens of one session and model. `sampled` counts the tokens of all calls so far, running calls included."""
+    """The tokens that one session may sample from one model. `sampled` counts the tokens of all calls so far, running
+    calls included."""
 
     def __init__(self, tokens: int, model: str | None = None) -> None:
         self.sampled = 0
@@ -273,12 +277,13 @@ class Allowance:
 
     @property
     def unsampled(self) -> int:
-        """Number of tokens that are not yet sampled, promised or not."""
+        """Number of tokens that are not yet sampled, including promised tokens."""
         return self._limit - self.sampled
 
     async def share(self, promised: int) -> TokenShare:
-        """Return the share of one call, for a `with` block: `promised` tokens, or fewer if no other call runs and fewer
-        are free. Calls are served in the order in which they came. Raises LimitReached if all tokens are sampled."""
+        """Wait for free tokens, and return the share of one call, for a `with` block. The share has `promised` tokens,
+        or fewer if fewer are free and no other call runs. Calls are served in order of arrival. Raises LimitReached if
+        all tokens are sampled."""
         async with self._queue:
             while self._free < promised and self._running:
                 self._returned.clear()
@@ -328,7 +333,7 @@ class TokenShare:
 
     @property
     def unsampled(self) -> int:
-        """Number of the session's tokens that are not yet sampled, promised or not."""
+        """Number of the session's tokens that are not yet sampled, including promised tokens."""
         return self._allowance.unsampled
 
     def take(self, tokens: int) -> int:

@@ -1,8 +1,9 @@
 """One model call on an engine that takes messages. Token ids are captured from the response, if the engine reports any.
 
-The turns of such calls are second best, and are marked by their mode: the engine renders the history anew for each
-call, so a prompt may not begin with the ids of the turn before. Invariant: nothing is spliced. If a prompt begins with
-the ids of no earlier turn, the new turn stands alone, and its drift is counted.
+The turns of these calls are less exact than those of an engine that takes token ids, and are marked by their mode. The
+engine renders the whole history for each call, so a prompt may differ from the ids of the previous turn. Invariant: the
+ids of a prompt are recorded as reported, and never replaced by ids of earlier turns. If a prompt does not begin with
+all ids of an earlier turn, the new turn has no parent, and its drift is counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from outrider.trajectory import (
 
 
 class MessageCall:
-    """A call on an engine that takes messages, and either reports the token ids that it used, or reports none.
+    """A call on an engine that takes messages. The engine may report the token ids of prompt and reply, or no ids.
 
     The ids of the prompt decide which earlier turn the call continues (see `CapturedTurns`).
     """
@@ -56,8 +57,8 @@ class MessageCall:
         overdue: Overdue,
     ) -> None:
         self.id = os.urandom(16).hex()
-        # All requested tokens are promised, because text is passed on before its tokens are counted, and cannot be cut
-        # afterwards.
+        # All requested tokens are promised, because text is sent to the client before its tokens are counted, and
+        # cannot be cut afterwards.
         self.promised_tokens = sampling.max_tokens
         self.ended = False
         self._backend = backend
@@ -105,7 +106,7 @@ class MessageCall:
         last = self._last
         if last is None or last.finish is None or last.reply is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
-        # If the response has no ids, the tokens are counted by the engine.
+        # If the response has no ids, the number of tokens reported by the engine counts.
         reported = (last.usage or {}).get("completion_tokens", 0)
         self._share.take(len(last.output_ids) if last.output_ids is not None else reported)
         return []
@@ -193,8 +194,8 @@ class TurnPosition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationStart(msgspec.Struct, frozen=True):
-    """Digests of the constant parts of a growing conversation: the tools, the first system messages, and the first
-    message behind them."""
+    """Digests of the parts of a conversation that do not change from call to call: the tools, the system messages at
+    the beginning, and the first message after the system messages."""
 
     tools: bytes = b""
     system: bytes = b""
@@ -205,9 +206,9 @@ NOTHING = ConversationStart()
 
 
 class CapturedTurns:
-    """The ids of a session's captured turns. A prompt that begins with all ids of an earlier turn extends this turn, if
-    the images up to there are the same, too. The images must be compared, because two different images of one size have
-    the same ids."""
+    """The ids of a session's captured turns. A prompt extends an earlier turn if the prompt begins with all ids of the
+    turn and has the same images in this part. The images must be compared, because two different images of one size
+    have the same ids."""
 
     def __init__(self) -> None:
         self._ends: list[bytes] = []
@@ -229,16 +230,16 @@ class CapturedTurns:
         reply: Message | None = None,
     ) -> TurnPosition:
         """Record a turn and return its position. `shown[n]` is a digest of the images in the request's first `n`
-        messages. Requests with the same `opening` belong to one conversation. A request with the same first message as
-        another conversation, which quotes a `reply` of the other conversation, continues the other conversation with
-        changed tools or a changed system prompt."""
+        messages. Requests with the same `opening` belong to one conversation. A request continues another conversation,
+        with changed tools or a changed system prompt, if the request has the same first message and quotes a `reply` of
+        the other conversation."""
         index = len(self._ends)
         packed = pack_ids(prompt)
         conversation = self._conversations.setdefault(opening, len(self._conversations))
         before = self._newest.get(conversation)
         self._newest[conversation] = index
-        # The prompt begins with all ids of each turn in `fitting`. The turns in `same` also have the same images as
-        # this request up to there.
+        # The prompt begins with all ids of each turn in `fitting`. The turns in `same` also have the same images as the
+        # request in this part.
         fitting = [at for at, ids in enumerate(self._ends) if ids and len(ids) < len(packed) and packed.startswith(ids)]
         same = [at for at in fitting if shown[min(self._messages[at], len(shown) - 1)] == self._images[at]]
         parent = max(same, key=lambda earlier: len(self._ends[earlier]), default=None)
@@ -292,7 +293,8 @@ class CapturedTurns:
         )
 
     def _quoted(self, messages: Sequence[Message], opening: ConversationStart) -> int | None:
-        """Return the turn whose reply the messages quote last, unless a turn with this `opening` gave the same
+        """Find the last of the messages that is the reply of a recorded turn with the same first message, and return
+        the index of this turn. Returns None if there is no such message, or if a turn with this `opening` gave the same
         reply."""
         for message in reversed(messages):
             if message.role is Role.ASSISTANT:

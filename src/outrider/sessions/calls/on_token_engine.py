@@ -1,7 +1,7 @@
-"""One model call in flight, from joined prompt to turn, on an engine that takes token ids.
+"""One model call on an engine that takes token ids, from the joined prompt to the turn.
 
-Invariant: the call's turn has every token that the engine reported, up to the session's limit, whether the call ended
-well, failed half way or was given up.
+Invariant: the call's turn has every token that the engine reported, up to the session's limit, no matter whether the
+call succeeded, failed halfway or was given up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ but programs request far more. If all requested tokens were reserved, calls woul
 
 
 class TokenCall:
-    """A call on an engine that receives exactly the recorded ids."""
+    """A call on an engine that takes token ids. The engine receives exactly the ids that are recorded."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class TokenCall:
                 )
             )
         counted = self._share.take(len(chunk.ids))
-        if counted < len(chunk.ids):  # no token of the session is free for this call any more: the reply ends here
+        if counted < len(chunk.ids):  # the session has no more tokens for this call, so the reply ends here
             self.ended = True
             chunk = msgspec.structs.replace(
                 chunk,
@@ -118,7 +118,7 @@ class TokenCall:
                 versions=(),
             )
         self._last = chunk
-        if chunk.prompt_ids is not None:  # a generation may take several requests, and each reports its prompt
+        if chunk.prompt_ids is not None:  # a generation may need several requests, each of which reports its prompt
             self._drift = max(self._drift, count_differences(self._prompt, chunk.prompt_ids))
         elif chunk.prompt_tokens is not None:
             self._drift = max(self._drift, abs(chunk.prompt_tokens - len(self._prompt)))

@@ -1,7 +1,8 @@
-"""The settings of one model call: the choices of the task and the client, and the abilities of the engine.
+"""Determines the settings of one model call from the choices of the task and the client, and from the engine's
+abilities.
 
-The module is pure, and independent of dialects. An engine's abilities are those that the engine reports. Invariant: the
-name of every client setting that is left out is kept with the turn.
+The module is pure, and does not depend on dialects. The engine reports its abilities. Invariant: the name of every
+client setting that is left out is recorded with the turn.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from outrider.trajectory import TokenMode
 T = TypeVar("T")
 
 MAX_SEED = (1 << 31) - 1
-"""The largest seed. Every engine takes 31 bits: llama.cpp's seeds have 32, vLLM's 64 with a sign."""
+"""The largest seed. Every engine accepts seeds of 31 bits: llama.cpp's seeds have 32 bits, vLLM's have 64 bits with a
+sign."""
 
 MAX_SEEDED_CALLS = 1 << 17
-"""Maximum number of calls that are searched for seeds. A session may make more calls than turns, because failed calls
-leave no turn. Searching this many seeds takes a quarter of a second."""
+"""Maximum number of calls whose seeds are compared with a given seed. A session may have more calls than turns, because
+failed calls leave no turn. Comparing this many seeds takes a quarter of a second."""
 
 UNNAMED_TOKENS = 32_768
 """Maximum number of sampled tokens of a call that sets no maximum, for a model of unknown context length."""
@@ -42,8 +44,8 @@ def sampling_for(
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
     """Return the sampling of a call: for each setting the task's choice, else the client's, else the neutral value.
-    Settings that a task cannot have are the client's. `room` is the number of tokens that both the session and the
-    `context` have left. `stop_ids` end every reply."""
+    Settings that a task does not have are taken from the client. `room` is the number of tokens that both the session
+    and the `context` have left. `stop_ids` end every reply."""
     unnamed = room if context is not None else UNNAMED_TOKENS
     return SamplingParams(
         max_tokens=max(1, min(first_of(task.max_tokens, client.max_tokens, unnamed), room)),
@@ -64,15 +66,16 @@ def sampling_for(
 
 
 def first_of(task: T | None, asked: T | None, otherwise: T) -> T:
-    """Return the task's choice, else the client's, else the default."""
+    """Return the task's choice. If the task has none, return the client's choice, or else the default."""
     if task is not None:
         return task
     return otherwise if asked is None else asked
 
 
 def derived_seed(seed: int, *numbers: int) -> int:
-    """Return a seed from 0 to 2^31 - 1. The seed differs for different numbers, and is the same on any machine and in
-    any version. With one seed for all calls the samples of a group would be copies of each other."""
+    """Return a seed from 0 to MAX_SEED for a `seed` and `numbers`, such as a sample's index. Different numbers give
+    different seeds, because with one seed for all calls the samples of a group would be copies of each other. The
+    result is the same on any machine and in any version."""
     text = "/".join(map(str, (seed, *numbers)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED
 
