@@ -43,7 +43,7 @@ async def test_every_reply_is_described(tmp_path: Path) -> None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(tmp_path / "schemathesis.toml")),
             *("run", f"{url}/openapi.json", "--header", "Authorization: Bearer root", "--checks", CHECKS),
-            *("--max-time", "45", "--max-examples", "200", "--request-timeout", "40", "--no-color"),
+            *("--max-time", "20", "--max-examples", "200", "--request-timeout", "40", "--no-color"),
             # Hypothesis parses Python while it makes requests; two threads in `ast.parse` end in a SystemError on
             # Python 3.11 ("AST constructor recursion depth mismatch").
             *("--workers", "1"),

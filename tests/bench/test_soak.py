@@ -17,7 +17,7 @@ SOAK = Path(__file__).parent.parent.parent / "scripts" / "soak.py"
 @pytest.mark.deep
 @pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="no namespace sandboxes here")
 def test_a_short_soak_ends_with_its_figures() -> None:
-    command = [sys.executable, str(SOAK), "--minutes", "0.5", "--peak-seconds", "4"]
+    command = [sys.executable, str(SOAK), "--minutes", "0.2", "--peak-seconds", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -43,7 +43,7 @@ async def caught(program: str, fleet: Fleet = ONE, seeds: Sequence[int] = SEEDS)
     return set()
 
 
-@pytest.mark.parametrize("fleet", [ONE, Fleet(processes=2), JOINED], ids=str)
+@pytest.mark.parametrize("fleet", [Fleet(processes=2), JOINED], ids=str)
 async def test_a_sound_service_passes(fleet: Fleet) -> None:
     report = await reported("campaign.service", SEEDS[0], fleet)
     assert report.findings == []

@@ -22,7 +22,7 @@ LANES = LanesConfig(init=4, run=12, eval=4)
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 async def test_real_sandboxes_of_every_fate(temporary: Path, tmp_path: Path, tokenizer: Path, seed: int) -> None:
     if not (can := NamespaceRuntime.available()).ok:
         pytest.skip(f"namespace: {can.detail}")

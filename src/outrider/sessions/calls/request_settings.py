@@ -26,10 +26,6 @@ MAX_SEED = (1 << 31) - 1
 """The largest seed. Every engine accepts seeds of 31 bits: llama.cpp's seeds have 32 bits, vLLM's have 64 bits with a
 sign."""
 
-MAX_SEEDED_CALLS = 1 << 17
-"""Maximum number of calls whose seeds are compared with a given seed. A session may have more calls than turns, because
-failed calls leave no turn. Comparing this many seeds takes a quarter of a second."""
-
 UNNAMED_TOKENS = 32_768
 """Maximum number of sampled tokens of a call that sets no maximum, for a model of unknown context length."""
 
