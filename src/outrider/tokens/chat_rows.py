@@ -1,7 +1,7 @@
-"""Training rows as conversations, for trainers that apply a chat template.
+"""Builds training rows that are conversations, for trainers that apply a chat template.
 
-The rows are a pure function of the stored turns and their samples. Nothing is rendered: the messages are as sent and
-received by the agent, so a template may print them differently from the model's own prompt.
+The rows are a pure function of the stored turns and their samples. The rows contain the messages that the agent sent
+and received, not rendered text. So a trainer's template may print the messages differently from the model's own prompt.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from outrider.tokens.rendering.chat_template import message_dict
 from outrider.trajectory import ChatRow, Sample, Turn
 
 IMAGES = "images"
-"""The folder of images beside an exported file."""
+"""The name of the folder with the images of an exported file, in the same place as the file."""
 
 
 def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]:
-    """Return a row for each sample of a session with these turns. `turns[i].index` must be `i`."""
+    """Return a row for each sample; `turns` are the turns of the samples' session. `turns[i].index` must be `i`."""
     rows = []
     for sample in samples:
         path = [turns[index] for index in sample.turns]
