@@ -59,7 +59,7 @@ class PromptNode:
     None for the family's default end. conversation: the number of the conversation. 0 is the session's first
     conversation; later conversations began independently of earlier conversations, or with other tools or another
     system prompt. fork: the cause and the source turn of the fork if the tools or the system prompt changed; None
-    otherwise. first_turn: the index of the first turn sampled from the prompt; None before.
+    otherwise. first_turn: the index of the first turn sampled from the prompt; None until there is one.
 
     The class has `__slots__` and is not a struct, in order to save memory: a session has one node per turn, and a test
     limits the bytes per turn (tests/tokens/test_cost.py).
