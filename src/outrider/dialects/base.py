@@ -48,7 +48,7 @@ class WireCall(msgspec.Struct, frozen=True):
         """Return the value of the first header with this name, which must be in lower case; None without such a
         header."""
         for key, value in self.headers:
-            if key == name:  # any byte is a character of latin-1, so decoding a header never fails
+            if key == name:  # latin-1 has a character for each byte, so decoding never fails
                 return value.decode("latin-1")
         return None
 
@@ -176,8 +176,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     - `routes` are tried in order; the first route that matches a call determines the operation.
     - `model` returns the name of the requested model without parsing the rest of the call. It returns None if the call
       names no model or the body is unreadable; `parse` then refuses the body.
-    - `parse` reads the body of a GENERATE or COUNT_TOKENS call, and raises RequestError with the name of the wrong
-      field.
+    - `parse` parses the body of a GENERATE or COUNT_TOKENS call. Raises RequestError with the name of the wrong field.
     - `reply` writes a whole reply, `stream` makes the writer of a streamed reply.
     - `models` writes the reply to MODELS and MODEL. Its second argument maps the name of each model to the size of the
       model's context in tokens, None if the size is unknown. Raises NotFound for a model missing from the mapping.
@@ -197,7 +196,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """The dialect of a call. `action` is None for a call that the dialect does not serve."""
+    """The dialect and the operation of a call. `action` and `hint` are those of the matching `Route`."""
 
     dialect: Dialect
     action: Action | None
@@ -223,7 +222,7 @@ class RouteTable:
                 self._exact[route.calls] = routed
 
     def find(self, call: WireCall) -> Routed | None:
-        """Return the dialect and the operation of a call; None if no dialect has the route."""
+        """Return the dialect and the operation of a call; None if no dialect has a route for the call."""
         named = f"{call.method} {call.path}"
         if (exact := self._exact.get(named)) is not None:
             return exact
@@ -236,7 +235,7 @@ class RouteTable:
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 """The media type of a stream of server-sent events."""
 COMMENT = b": ping\n\n"
-"""An event that clients skip."""
+"""A comment in a stream of server-sent events, which clients skip."""
 
 _encode = msgspec.json.Encoder().encode
 

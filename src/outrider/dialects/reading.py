@@ -118,7 +118,7 @@ def named_model(call: WireCall, body: bytes) -> str | None:
 
 
 def refuse(field: str, reason: str, cause: Exception | None = None) -> NoReturn:
-    """Raise RequestError about `field` ("" for the body as a whole)."""
+    """Raise RequestError about `field`, a path in the request ("" for the whole body)."""
     raise RequestError(f"{field or 'request body'}: {reason}", field=field or None) from cause
 
 
@@ -183,7 +183,7 @@ class BodyReader(Generic[BodyT]):
         try:
             wire = self._strict.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            # The body has unknown fields, or an error that the tolerant decoder then reports.
+            # The body has unknown fields, or it has an error, which the tolerant decoder raises.
             wire = decode(self._tolerant, body)
             notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
         for rule, raw in zip(self._rules, self._values(wire), strict=True):
@@ -260,8 +260,9 @@ def image_from_base64(media_type: str, data: str, where: str) -> Image:
 
 
 class DeclaredTools(msgspec.Struct, frozen=True):
-    """The tools in OpenAI's form as the model sees them, the bytes they were parsed from, and the kinds of the hosted
-    tools. A vendor's servers would run hosted tools; the model does not see them."""
+    """The tools of a request: `specs` in OpenAI's form for the model, `raw` the bytes from which the tools were parsed,
+    and `hosted` the kinds of the hosted tools. Hosted tools are tools that a vendor's servers would run; the model does
+    not see them."""
 
     specs: tuple[ToolSpec, ...] = ()
     raw: bytes = b""
@@ -299,7 +300,7 @@ def check_function(function: Any, where: str) -> None:
 
 def arguments_from_text(raw: Raw, where: str) -> str:
     """Return the arguments of a call in OpenAI's dialects: a string of JSON, "{}" if the field is absent. Some clients
-    send an object, which is accepted as written, without white space. Raises RequestError."""
+    send an object; its JSON is returned without white space and otherwise unchanged. Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)

@@ -110,7 +110,8 @@ def read_sampling(
 
 
 def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list[str]) -> bool | None:
-    """Return True or False if the request turns thinking on or off, None if it leaves thinking to the model.
+    """Return True if the request turns thinking on, False if it turns thinking off, None if it leaves thinking to the
+    model.
 
     `thinking` is an object with a `type` (`enabled`, `disabled`, or another value that leaves thinking to the model),
     as in the APIs of Anthropic and Z.ai. This object takes precedence over the variables of the chat template. Fields
@@ -135,7 +136,7 @@ def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list
 
 
 def note_unknown(where: str, sent: JsonObject | None, known: Container[str], notes: list[str]) -> None:
-    """Add to `notes` the keys of the object at the path `where` that are not in `known`."""
+    """Add a note to `notes` for each key of the object `sent` that is not in `known`. `where` is the object's path."""
     notes += [f"{UNKNOWN}{where}.{name}" for name in sent or () if name not in known]
 
 

@@ -3,7 +3,7 @@
 The samples are a pure function of the stored turns and the session's result, so every call returns the same samples.
 The rules, in order:
 
-1. Each turn has a kind (`branches/classify.py`) and each kind a policy: train, mask or drop.
+1. Each turn has a kind (`branches/classify.py`), and each kind has a policy: train, mask or drop.
 2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens and without a continuation of the same
    kind and label. A continuation that was cut off or sampled nothing does not count, unless a later turn continues it.
    So a history is a separate branch if only its summary or a call that was cut off follows.
@@ -69,8 +69,8 @@ dropped: these tokens were not used, so they cannot have caused a reward."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """Counts for one session: its tokens by treatment, its rows, its forks by cause, and the number of turns with each
-    ignored request field."""
+    """Counts for one session: the tokens by treatment, the number of rows, the number of forks by cause, and the number
+    of turns with each ignored request field."""
 
     tokens: TokenCounts
     samples: int
@@ -266,7 +266,7 @@ def _images(path: Sequence[Turn]) -> tuple[SampleImage, ...]:
                 )
                 for image in images_in(message)
             ]
-        position += len(turn.messages) + 1  # 1 for the reply
+        position += len(turn.messages) + 1  # 1 is added for the reply
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""The bridge to OpenRLHF: an agent executor whose rollouts are sessions of a service.
+"""The bridge to OpenRLHF: an agent executor that runs sessions of a service.
 
 The file in `--train.agent_func_path` has two lines:
 

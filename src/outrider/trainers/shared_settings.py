@@ -157,11 +157,11 @@ def task_for(
     labels: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the task of a dataset row: the settings' task, overridden by the row's own task (`task_column`) and by the
-    trainer's `sampling`. `labels` are added, but a label of the task overrides a label of the same name.
+    trainer's `sampling`. `labels` are added to the task's labels; if both have a label, the task's value is used.
 
-    The trainer's sampling parameters override the task's, because the trainer computes importance weights with them. A
-    task without an instruction gets the text of `prompt`: a text, or the last user message of a list of messages.
-    Raises InvalidField.
+    The trainer's sampling parameters override the task's, because the trainer computes importance weights with them. If
+    the task has no instruction, the instruction is `prompt`, or the last user message in `prompt` if `prompt` is a list
+    of messages. Raises InvalidField.
     """
     if settings.task_column not in row and "task_column" in settings.model_fields_set:
         raise InvalidField(

@@ -67,7 +67,7 @@ REWARD_COLUMN = "outrider_reward"
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row for GRPOTrainer. The four lists after the prompt have equal length; `versions` is -1 where `mask` is 0.
+    """A row for GRPOTrainer. The four lists after `prompt_ids` have equal length; `versions` is -1 where `mask` is 0.
     `reward` is None for a session that was not graded."""
 
     prompt_ids: list[int]
@@ -82,15 +82,19 @@ class StepStats(msgspec.Struct, kw_only=True):
     """The statistics of one batch.
 
     reward, spread: mean reward, and mean standard deviation within a group, over all groups graded since the previous
-    batch, including groups that were dropped. kept_reward: mean reward of the groups in the batch. staleness_mean,
-    staleness_max: mean and maximum number of versions by which the tokens that train are older than the policy in
-    training. waited: the time for which the trainer waited for the batch, in seconds. left_out_rows, left_out_tokens:
-    the number of rows that train but were left out, because the batch has one row for each session, and the number of
-    tokens that train in these rows. empty_rows: the number of rows without a token that trains. errors: the number of
-    sessions of the batch that failed. drift_tokens: the number of ids that an engine reported differently. logprob_gap:
-    the largest difference between a token's recorded log-probability and the trainer's, over `compared_tokens` tokens.
-    The trainer computes its value with the weights from which the token was sampled. None if the difference was not
-    measured.
+        batch, including groups that were dropped.
+    kept_reward: mean reward of the groups in the batch.
+    staleness_mean, staleness_max: mean and maximum number of versions by which the tokens that train are older than the
+        policy in training.
+    waited: the time for which the trainer waited for the batch, in seconds.
+    left_out_rows, left_out_tokens: the number of rows that train but were left out, because the batch has one row for
+        each session, and the number of tokens that train in these rows.
+    empty_rows: the number of rows without a token that trains.
+    errors: the number of sessions of the batch that failed.
+    drift_tokens: the number of ids that an engine reported differently.
+    logprob_gap: the largest difference between a token's recorded log-probability and the trainer's, over
+        `compared_tokens` tokens. The trainer computes its value with the weights from which the token was sampled. None
+        if the difference was not measured.
     """
 
     step: int
@@ -381,7 +385,7 @@ class ServiceLogprobs:
         return super()._get_per_token_logps_and_entropies(model, *args, **options)  # type: ignore[misc]  # a mixin
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)  # type: ignore[misc] # a mixin
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # a mixin
         rollouts = self.rollout_func
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
@@ -609,7 +613,7 @@ def _reward_of(session: SessionView) -> float | None:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise InvalidField for a trainer that would silently train on other data than the service's samples."""
+    """Raise InvalidField for a trainer that would train, without an error, on other data than the service's samples."""
     if not isinstance(trainer, ServiceLogprobs):
         raise InvalidField(
             f"{type(trainer).__name__} would not use the log-probabilities that tokens were sampled with",

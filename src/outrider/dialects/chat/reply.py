@@ -120,13 +120,14 @@ def ids_json(ids: Ids | None) -> msgspec.Raw | None:
     """Encode token ids as a JSON array. Returns None if the ids are unknown."""
     if ids is None:
         return None
-    # orjson writes the array itself: a prompt has too many ids for an intermediate list of Python integers.
+    # orjson encodes the array directly, because a prompt has too many ids to convert them to a list of Python integers
+    # first.
     packed = np.ascontiguousarray(ids, dtype=np.int32)
     return msgspec.Raw(orjson.dumps(packed, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 class ChatStream:
-    """`StreamWriter` of Chat Completions. A call of `delta` before `open` raises AttributeError."""
+    """Implements `StreamWriter` for Chat Completions. A call of `delta` before `open` raises AttributeError."""
 
     content_type = EVENT_STREAM
     ping = COMMENT

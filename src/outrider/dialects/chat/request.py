@@ -241,7 +241,7 @@ class ChatMessages:
 
 
 def parse_message(raw: Raw | bytes, where: str) -> Message:
-    """Parse one message. `where` is its path for errors, such as `messages[3]`. Raises RequestError."""
+    """Parse one message. `where` is the message's path in the request, such as `messages[3]`. Raises RequestError."""
     wire = decode(_MESSAGE, raw, where)
     role = _ROLES.get(wire.role)
     if role is None:

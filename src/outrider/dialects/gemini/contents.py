@@ -255,7 +255,7 @@ def arguments_on_wire(arguments: str) -> bytes:
         if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()
     except (msgspec.DecodeError, ValueError, RecursionError):
-        pass  # not an object
+        pass  # the text is not a JSON object
     return msgspec.json.encode({INVALID_JSON: arguments.encode("utf-8", "replace").decode()})
 
 
@@ -265,7 +265,7 @@ def arguments_from_wire(args: Raw) -> str:
     if is_absent(args):
         return "{}"
     compact = msgspec.json.format(bytes(args), indent=-1)
-    # Arguments can be long, and wrappers are rare: only arguments whose first key may be the wrapper's are decoded.
+    # Arguments can be long and wrappers are rare, so arguments are decoded only if their first key may be INVALID_JSON.
     key = compact[:_LONGEST_KEY].partition(b'":"')[0]
     if key == _INVALID_KEY or has_escaped_letters(key):
         value = _OBJECT.decode(compact)

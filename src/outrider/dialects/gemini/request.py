@@ -149,7 +149,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _parse_count(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse a request to count tokens: contents alone, or a whole request to generate. Raises RequestError."""
+    """Parse a request to count tokens, whose body has contents only, or a whole request to generate. Raises
+    RequestError."""
     wire = fields(body)
     if "generateContentRequest" in wire:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")

@@ -54,8 +54,8 @@ _CALLING = msgspec.json.Decoder(_Calling)
 
 
 def read_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools:
-    """Return the declared tools; no tools if the mode is NONE. Tools and choices that have no effect are added to
-    `notes`. Raises RequestError for a tool or a mode that cannot be read."""
+    """Return the declared tools; no tools if the mode is NONE. Adds the names of tools and choices that have no effect
+    to `notes`. Raises RequestError for a tool or a mode that cannot be read."""
     raw = bytes(body.get("tools", b""))
     tools = cached_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]
@@ -96,7 +96,7 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 
 def from_google_schema(schema: Any) -> Any:
-    """Convert Google's Schema to JSON schema. JSON schema stays unchanged."""
+    """Convert a schema in Google's form to JSON schema. A schema that is JSON schema already is returned unchanged."""
     if not isinstance(schema, dict):
         return schema
     named: dict[str, Any] = {}

@@ -90,7 +90,7 @@ class WireMessage(msgspec.Struct, gc=False):
 
 
 class _PlacedBlock(msgspec.Struct, frozen=True, gc=False):
-    """A block and its path in the request, for error messages."""
+    """A content block, and its path in the request for error messages."""
 
     block: Block
     where: str
@@ -105,8 +105,8 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """The position of one of our messages on the wire: messages [first, last), and within a user message blocks
-    [start, stop)."""
+    """The position of one of our messages on the wire. It is made from the wire's messages [first, last); within a user
+    message, only from the blocks [start, stop)."""
 
     role: Role
     first: int

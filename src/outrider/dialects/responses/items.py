@@ -229,7 +229,7 @@ def _role(at: PlacedItem) -> Role:
         return role
     if kind in _ASSISTANT_ITEMS:
         return Role.ASSISTANT
-    if kind == "agent_message":  # a message from another of Codex's agents; the text names the agent
+    if kind == "agent_message":  # Codex sends a message from another agent; the message's text names that agent
         return Role.USER
     if kind in _BYTES_OF:
         return Role.TOOL

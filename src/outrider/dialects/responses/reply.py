@@ -130,7 +130,7 @@ def message_status(completion: Completion) -> str:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    # The official client's type requires annotations.
+    # The official client's type for text requires the field `annotations`.
     return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
 
 

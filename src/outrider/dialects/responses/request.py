@@ -189,6 +189,6 @@ def _caller(call: WireCall) -> Caller:
         try:
             purpose = _TURN_METADATA.decode(call.header(b"x-codex-turn-metadata") or "{}").request_kind
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            purpose = None  # a header of an unknown form has no effect
+            purpose = None  # a header in an unknown format has no effect
         purpose = None if purpose == _ORDINARY_TURN else purpose
     return Caller(agent_id=own, parent_id=parent, purpose=purpose)

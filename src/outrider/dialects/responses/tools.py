@@ -32,14 +32,15 @@ from outrider.messages import ToolSpec
 _SUPPORTED = frozenset({"function", "custom", "namespace"})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
-"""Keys for servers, which the model does not see. (`strict` promises that arguments follow their schema, but nothing
-here enforces the promise.)"""
+"""Keys of a function that only servers use; the model does not see these keys. (`strict` would guarantee that arguments
+follow the schema, but nothing here enforces it.)"""
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
 class ResponsesTool(msgspec.Struct, frozen=True):
-    """One tool: its specification for the model, and the client's name for it."""
+    """One tool: the specification for the model, and the client's name and namespace. `custom` is True for a custom
+    tool."""
 
     spec: ToolSpec
     name: str

@@ -80,17 +80,17 @@ the segment continues in a shorter form. Few are enough, because clients continu
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """The history that a segment continues in a shorter form. `old` is the last turn of that history. `source` is the
-    turn that wrote the summary; None if the history was only cut."""
+    """The earlier history that a segment continues in a shorter form. `old` is the last turn of the earlier history.
+    `source` is the turn that wrote the summary; None if the segment has only the end of the history."""
 
     old: Turn
     source: Turn | None
 
 
 class Spawn(msgspec.Struct, frozen=True):
-    """The tool call that started a conversation, made in `turn`. `agent_type` is the requested type of agent, "" if
-    the call names none. `is_most_of_opening` is True if the call's text is at least OPENING_SHARE of the conversation's
-    opening."""
+    """The tool call that started a conversation. `turn` is the index of the turn that made the call. `agent_type` is
+    the requested type of agent, "" if the call names none. `is_most_of_opening` is True if the call's text is at least
+    OPENING_SHARE of the conversation's opening."""
 
     turn: int
     agent_type: str
@@ -248,7 +248,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
 
 
 class _ToolText(msgspec.Struct, frozen=True):
-    """A text in a tool call's arguments."""
+    """A text in the arguments of a tool call. `turn`, `agent_type` and `tool` describe the call, as in `Spawn`."""
 
     text: str
     turn: int
@@ -275,7 +275,7 @@ def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
 
 
 def find_label(segment: Segment) -> str:
-    """The label of a side call, from its words; "" if no word matches."""
+    """Return the label of a side call, from the words in its prompt; "" if no word matches."""
     asked = [message.content for message in segment.first.messages if message.role is Role.USER][-1:]
     for text in ("\n".join(segment.system).lower(), "\n".join(asked).lower()):
         if (word := _LABEL_WORD.search(text)) is not None:

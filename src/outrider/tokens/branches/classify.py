@@ -92,7 +92,7 @@ class Signals:
             key=self._main_rank,
         )
         self._mains: dict[int, Segment] = {}
-        """By the step of the task, the first segment of the main conversation."""
+        """By step of the task, the first segment of the main conversation."""
         # By step and agent, the first segment of the agent's highest-ranked conversation. This conversation is the
         # agent's own work in the step; the agent's other conversations are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
@@ -265,7 +265,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
         elif (instead := signals.used_instead(turn)) is not None:
             decision = Decision("asked again", BranchKind.RETRY, instead)
         elif (
-            turn.parent is not None  # a summary without a parent is decided as a segment
+            turn.parent is not None  # if a summary has no parent, the decision about its segment holds
             and turn.index in signals.summaries
             and turn.index not in signals.session.continued
         ):

@@ -1,8 +1,8 @@
 """Cuts a session's turns into segments, and compares the turns of a session.
 
 A segment is a request with all turns that continue it. A new segment begins with each request without a parent turn,
-and with each request that has more assistant messages than its parent's conversation. A request sent again stays in its
-segment.
+and with each request that adds assistant messages to its parent's conversation. A repetition of a request belongs to
+the segment of the first.
 
 The code runs after the session, on the stored turns; `classify.py` decides the kind of a segment. Invariants: every
 turn is in exactly one segment, and a segment's turns are in the order of their indexes. The time for queries about all

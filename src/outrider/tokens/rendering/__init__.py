@@ -15,7 +15,7 @@ def _import_renderers() -> None:
     if "openai" in sys.modules:
         return
     sys.modules["openai"] = openai = module_from_spec(ModuleSpec("openai", None))
-    vars(openai)["AsyncOpenAI"] = object  # `renderers` names the class in annotations only
+    vars(openai)["AsyncOpenAI"] = object  # enough, because `renderers` uses this class only in annotations
     try:
         # Another version of `renderers` may need more of the SDK, and then fails to import here. A later import of
         # `renderers` then imports the real SDK.

@@ -1,8 +1,8 @@
 """Renders messages to token ids, and parses sampled ids back to a message, by the rules of one model family.
 
 Only this module uses the `renderers` package (pinned, 0.1.x). Invariant: the results of `bridge` and `bridge_rewritten`
-are appended to the existing ids, which never change. If the family cannot prove that the result shows the new messages,
-these two methods return None and the caller must fork.
+are appended to the existing ids, which never change. If the family cannot prove that the resulting ids represent the
+new messages, these two methods return None, and the caller must fork.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Renderer:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Convert the library's errors to RequestError."""
+        """Convert errors of the library and of templates (UNRENDERABLE) to RequestError."""
         try:
             yield
         except UNRENDERABLE as error:
@@ -183,7 +183,7 @@ class Renderer:
                 return None
             cut = int(behind[0])
             if np.any((owners[cut:] >= 0) & (owners[cut:] < first)):
-                return None  # the family prints a system message, or the tools, after other messages
+                return None  # the family renders a system message, or the tools, after other messages
             return SplitPrompt(*self._fill(layout.token_ids[:cut], layout.token_ids[cut:]))
 
     def bridge(
@@ -241,7 +241,7 @@ class Renderer:
             merged = len(messages) - len(dicts)
             first, reply = covered - merged, covered + before_reply - merged
             if np.any(np.diff(owners[owned]) < 0) or owners[owned[-1]] < reply:
-                return None  # the family prints messages in another order, or leaves some out
+                return None  # the family renders messages in another order, or leaves some out
             first_at, reply_at = (int(owned[np.searchsorted(owners[owned], at)]) for at in (first, reply))
             ids, end = layout.token_ids, int(owned[-1]) + 1
             shown, added, opener = self._fill(ids[first_at:reply_at], ids[reply_at:], ids[end:])

@@ -1,5 +1,5 @@
-"""Decides when a client's message equals a recorded one, and reduces messages to digests so that histories compare
-quickly.
+"""Decides whether a client's message equals a recorded message. To make the comparison of histories fast, messages are
+reduced to digests.
 
 Two messages are equal if the recorded ids of one may be used for the other. `DIFFERENCES` lists the changes that
 clients make to a history when they send it back, and the effect of each change: a fork, or the recorded ids are kept.
@@ -30,7 +30,7 @@ class Effect(StrEnum):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A client's change, its effect, and the reason for the effect."""
+    """A change that a client makes to a message, the effect of the change, and the reason for the effect."""
 
     change: str
     effect: Effect
@@ -110,7 +110,7 @@ JSON decoder cannot be interrupted and blocks every thread while it runs: 10 ms 
 
 
 class MessageKey(msgspec.Struct, frozen=True, gc=False):
-    """A message reduced to 16-byte digests.
+    """The digests of a message, 16 bytes each.
 
     `body` covers every part of the message that changes the model's input, except the reasoning. `reasoning` is the
     digest of the reasoning, None without reasoning. If the reasoning is a text that is repeated once, `reasoning_once`

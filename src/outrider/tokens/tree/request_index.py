@@ -1,9 +1,9 @@
 """Defines the nodes of the token tree, and computes the digests by which a new request is compared with recorded
 requests.
 
-A node is a prompt for an engine, or a turn sampled from it. A node links to its parent, and stores only the ids after
-the parent's ids, packed. So the ids of a node are stored once, however many prompts continue the node. Invariant: a
-node's ids never change, and a prompt with a parent begins with all of the parent's ids.
+A node is a prompt for an engine, or a turn sampled from such a prompt. A node links to its parent, and stores only the
+ids after the parent's ids, packed. So the ids of a node are stored once, however many prompts continue the node.
+Invariant: a node's ids never change, and a prompt with a parent begins with all of the parent's ids.
 
 To index a request means to compute the digest of each message and of each prefix of the conversation.
 
@@ -54,12 +54,14 @@ class PromptNode:
 
     matched: the turn whose conversation the request extends, even if the prompt does not begin with the turn's ids.
     rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages whose ids were
-    rendered and not sampled. splice: how the prompt is composed if the ids of its history were recorded behind another
-    head; None otherwise. thinking: True or False if the end of the prompt switches the model's reasoning on or off;
-    None for the family's default end. conversation: the number of the conversation. 0 is the session's first
-    conversation; later conversations began independently of earlier conversations, or with other tools or another
-    system prompt. fork: the cause and the source turn of the fork if the tools or the system prompt changed; None
-    otherwise. first_turn: the index of the first turn sampled from the prompt; None until there is one.
+        rendered and not sampled.
+    splice: how the prompt is composed if the ids of its history were recorded behind another head; None otherwise.
+    thinking: True or False if the end of the prompt switches the model's reasoning on or off; None for the family's
+        default end.
+    conversation: the number of the conversation. 0 is the session's first conversation; later conversations began
+        independently of earlier conversations, or with other tools or another system prompt.
+    fork: the cause and the source turn of the fork if the tools or the system prompt changed; None otherwise.
+    first_turn: the index of the first turn sampled from the prompt; None until there is one.
 
     The class has `__slots__` and is not a struct, in order to save memory: a session has one node per turn, and a test
     limits the bytes per turn (tests/tokens/test_cost.py).
@@ -138,7 +140,7 @@ class PromptNode:
         `Renderer.tail_start`."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
-        # Start 0 may mean that the tail begins before this node's own ids, so all ids are searched.
+        # If the start is 0, the tail may begin before this node's own ids, so all ids are searched.
         if start > 0 or self.parent is None:
             return own[start:]
         whole: list[int] = self.ids().tolist()
@@ -235,13 +237,15 @@ def parse_messages(messages: WireMessages) -> Steps[tuple[Message, ...]]:
 class IndexedRequest(msgspec.Struct, kw_only=True):
     """A request with its digests, and the part of its conversation that is recorded in the tree.
 
-    prefixes: `prefixes[i]` is the digest of the tools and the first `i` messages. keys: the digests of the messages.
-    recalled: the number of first messages whose digests come from a stored prefix. parsed: by position, the messages
-    parsed so far. sizes: the number of bytes of all recalled messages together, then of each other message. checked: a
-    prompt up to which the request's reasoning was compared with the recorded reasoning and agrees; None if none was
-    compared. matched: the turn whose conversation is the longest recorded prefix of the request: its first `covered`
-    messages. switch: the ids at the end of the prompt that switch thinking for this turn; None for the family's default
-    end.
+    prefixes: `prefixes[i]` is the digest of the tools and the first `i` messages.
+    keys: the digests of the messages.
+    recalled: the number of first messages whose digests come from a stored prefix.
+    parsed: by position, the messages parsed so far.
+    sizes: the number of bytes of all recalled messages together, then of each other message.
+    checked: a prompt up to which the request's reasoning was compared with the recorded reasoning and agrees; None if
+        none was compared.
+    matched: the turn whose conversation is the longest recorded prefix of the request: its first `covered` messages.
+    switch: the ids at the end of the prompt that switch thinking for this turn; None for the family's default end.
     """
 
     messages: WireMessages
@@ -267,7 +271,7 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
 
     @property
     def system_count(self) -> int:
-        """The number of system messages at the beginning."""
+        """The number of system messages at the beginning of the request."""
         return next((at for at, key in enumerate(self.keys) if key.role is not Role.SYSTEM), len(self.keys))
 
     @property
@@ -400,7 +404,8 @@ class RequestIndexer:
         for place, remembered in enumerate(self._remembered):
             if remembered.prefixes[0] == start and remembered.begins(messages):
                 before = remembered
-                self._remembered.insert(0, self._remembered.pop(place))  # the prefix is now the newest
+                # moved to the front, because the prefix is now the newest
+                self._remembered.insert(0, self._remembered.pop(place))
                 break
         prefixes = before.prefixes.copy() if before else [start]
         keys = before.keys.copy() if before else []

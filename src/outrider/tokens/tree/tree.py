@@ -17,9 +17,9 @@ system messages at its beginning. The first matching rule applies:
    append the other messages to the turn's ids without changing any of these ids. The join is an `append`, unless the
    turn already has another continuation (`fork`: `sibling`) or the other messages contain unrecorded replies (`fork`:
    `history_rewritten`).
-4. Every other request is rendered whole. The join is a `root` if the request has no more than tools and system
-   messages in common with earlier requests, because many agents have the same system messages. Else the join is a
-   `fork`, whose cause is the reason why the recorded ids could not be kept.
+4. Every other request is rendered whole. The join is a `root` if the request has no more than tools and system messages
+   in common with earlier requests, because many agents have the same system messages. Else the join is a `fork`, whose
+   cause is the reason why the recorded ids cannot be used.
 
 The tree calls no engine and no store, and awaits nothing. Long work is split into steps (`concurrency/offload.py`), so
 a session with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a
@@ -101,7 +101,8 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenTree:
-    """The tree of one session attempt. `join` a request, generate, then `commit` the sampled ids."""
+    """The tree of one session attempt. For each request, call `join`, generate, and then call `commit` with the sampled
+    ids."""
 
     def __init__(self, renderer: Renderer, history: History) -> None:
         self.forks: dict[ForkCause, int] = {}
@@ -142,7 +143,7 @@ class TokenTree:
         else:
             yield request.size_from(0)  # the added messages are parsed again, because the tree does not store messages
             if repeated.first_turn is None and repeated.fork is not None:
-                # The first call with this prompt failed, so no turn records the fork yet.
+                # The earlier call with this prompt failed, so no turn records the fork yet.
                 joined = Joined(JoinKind.FORK, repeated.fork[0], repeated, repeated.fork[1])
             else:
                 joined = Joined(JoinKind.RETRY, None, repeated, repeated.first_turn)
@@ -333,7 +334,7 @@ class TokenTree:
         return self._renderer.bridge(tail, sampled, request.parse_from(covered), request.tools, self._history)
 
     def _record(self, request: IndexedRequest, joined: Joined) -> None:
-        """Add a new prompt to the tree."""
+        """Add a request's new prompt to the tree."""
         prompt = joined.prompt
         self._conversations = max(self._conversations, prompt.conversation + 1)
         self._indexer.remember(request, prompt)
