@@ -22,8 +22,8 @@ class Treatment(StrEnum):
 
 
 class FieldRule(msgspec.Struct, frozen=True):
-    """The treatment of one field. `name` is its path in the request. `neutral` are the values that request nothing, for
-    which a field is neither refused nor noted; null and empty values are always neutral."""
+    """The treatment of one field. `name` is its path in the request. A field with a value in `neutral` requests
+    nothing, and is ignored without a note. Null and empty values are always neutral."""
 
     name: str
     treatment: Treatment

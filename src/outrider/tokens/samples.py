@@ -64,8 +64,8 @@ def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
 
 POLICY: Policy = policy_of(Branches())
 """The default policy of each kind. Side calls are dropped, because the task's reward does not measure, for example, a
-title. Replies that were cut off, and replies for which the agent used another reply to the same request, are also
-dropped: these tokens were not used, so they cannot have caused a reward."""
+title. Two kinds of replies are also dropped: replies that were cut off, and replies to a request if the agent used
+another reply to this request. The reason is that these tokens were not used, so they cannot have caused a reward."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
@@ -234,7 +234,7 @@ def _sample(
         reward=verdict.rows.get(row, verdict.reward) if verdict and policy is BranchPolicy.TRAIN else None,
         metrics=verdict.metrics if verdict else {},
         mode=TokenMode.TOKENS if all(turn.mode is TokenMode.TOKENS for turn in path) else TokenMode.CAPTURE,
-        # The column cannot show which log-probability is of which kind, so a row with several kinds is marked NONE.
+        # The column cannot show the kind of each log-probability, so a row with several kinds is marked NONE.
         logprob_kind=path[-1].logprob_kind if len({turn.logprob_kind for turn in path}) == 1 else LogprobKind.NONE,
         stop_reason=result.stop_reason,
         min_version=min(versions, default=-1),

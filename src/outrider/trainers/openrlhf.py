@@ -42,8 +42,8 @@ FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fin
 
 class OpenRLHFSettings(BridgeSettings):
     """The settings of all bridges, and the following. rows: always "main", because a call returns a single row, which
-    is the main conversation's. relay: the name of the relay engine for which OpenRLHF's own vLLM engines generate; None
-    if the service has its own engine."""
+    is the main conversation's. relay: the name of the relay engine whose worker generates with OpenRLHF's own vLLM
+    engines; None if the service has its own engine."""
 
     rows: Literal["main"] = "main"
     relay: Name | None = None

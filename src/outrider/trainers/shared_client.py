@@ -27,8 +27,8 @@ from outrider.trainers.trajectories import Trajectory, trajectories_of
 T = TypeVar("T")
 
 FIRST_PATIENCE = 10.0
-"""Maximum time, in seconds, for which requests are repeated before the first reply of a service. The time is short
-because the address may be wrong."""
+"""Maximum time, in seconds, to wait for the first reply of a service; requests are repeated during this time. The time
+is short because the address may be wrong."""
 
 
 class SharedClient:

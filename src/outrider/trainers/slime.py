@@ -44,10 +44,10 @@ LEAVE_SECONDS = 10.0
 NUMBER = "slime.prompt"
 """The label of a task with the prompt's number in `_Prompts`."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
-"""slime's advantage estimators for which slime normalises rewards."""
+"""The advantage estimators that slime uses with normalised rewards."""
 SCALED = frozenset({"grpo", "gspo", "cispo"})
-"""The estimators of NORMALISED for which rewards are also divided by the standard deviation, if
-`grpo_std_normalization` is set."""
+"""The estimators of NORMALISED that also need rewards divided by the standard deviation, if `grpo_std_normalization` is
+set."""
 UNSUPPORTED: Mapping[str, str] = {
     "use_rollout_routing_replay": "the routed experts of tokens are not recorded",
     "apply_chat_template": "the agents get the prompt, not a rendered text: unset --apply-chat-template",
@@ -134,7 +134,7 @@ async def custom_generate(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample | list[SlimeSample]:
     """Run a session for a sample. Returns a copy of the sample with tokens and reward, or a list of copies if the
-    session gives several rows. For an evaluation, returns only the copy for the first row, which is the main
+    session has several rows. For an evaluation, returns only the copy for the first row, which is the main
     conversation's."""
     settings = _settings(args, UNSUPPORTED)
     if not evaluation:

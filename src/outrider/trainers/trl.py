@@ -134,7 +134,7 @@ class StepStats(msgspec.Struct, kw_only=True):
 
 
 def steps_dataset(groups: int) -> Any:
-    """Return a dataset for GRPOTrainer with `groups` rows, of which only the number matters. The tasks come from
+    """Return a dataset for GRPOTrainer with `groups` rows. Only the number of rows matters. The tasks come from
     `Rollouts`, because a group that is not informative is replaced by a group of another task. `groups` must be at
     least the number of groups in a batch."""
     from datasets import Dataset
@@ -538,8 +538,8 @@ class RolloutWorker:
 
 
 async def _state_of(sampler: DynamicSampler) -> SamplerState:
-    """Return the sampler's state. This is a coroutine because the state must be read on the sampler's event loop, where
-    nothing changes it meanwhile."""
+    """Return the sampler's state. This is a coroutine because it must run on the sampler's event loop, where nothing
+    changes the state during the read."""
     return sampler.state()
 
 
@@ -575,7 +575,8 @@ class GroupRows(msgspec.Struct, frozen=True):
 
 
 def rows_of(group: GroupView) -> GroupRows:
-    """Return the rows of a group. If no session has a row, raises the error of the first session with one."""
+    """Return the rows of a group. If no session has a row, raises the first error of a session, or ServiceError for a
+    group without sessions."""
     trajectories = trajectories_of(group, SETTINGS, logprobs=True)
     some = next((each.rows[0] for each in trajectories if each.rows), None)
     if some is None:

@@ -247,7 +247,7 @@ class VerlGenerate:
         self._client = client
 
     async def __call__(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Generate a reply, and yield its chunks. Raises ContextOverflow for a prompt without room for a reply,
+        """Generate a reply, and yield its chunks. Raises ContextOverflow for a prompt that fills the context,
         EngineRejected for a constraint, EngineUnavailable for errors of verl's server, and EngineError for missing
         log-probabilities."""
         prompt = [int(token) for token in request.input_ids]

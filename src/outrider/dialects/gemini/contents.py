@@ -275,7 +275,7 @@ def arguments_from_wire(args: Raw) -> str:
 
 
 def signature(call_id: str) -> str:
-    """Return a thought signature (base64) that contains the call's id, for clients that keep signatures and drop
+    """Return a thought signature (base64) that contains the call's id, for clients that send signatures back and drop
     ids."""
     return base64.b64encode(SIGNED + call_id.encode("utf-8", "replace")).decode()
 

@@ -19,7 +19,7 @@ these ids that exists:
 4. if no call of the message has an id in the request: the id in an earlier reply with the same text and calls. The ids
    of one reply are used for one message of the request only;
 5. the id in the request, even if it is not one of ours;
-6. a number.
+6. `call_` and a number.
 
 The ids chosen at a position do not change later. A tool result belongs to the call with the same id; without such a
 call, to the first call of the same name that has no result yet.

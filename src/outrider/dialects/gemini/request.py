@@ -122,7 +122,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     sampling = RequestedSampling(
         temperature=generation.temperature,
         top_p=generation.top_p,
-        top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens", for which Outrider uses -1
+        top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens"; Outrider uses -1
         max_tokens=None if limit is None else int(min(limit, MAX_TOKENS)),
         seed=generation.seed,
         stop=tuple(generation.stop_sequences or ()),

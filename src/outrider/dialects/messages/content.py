@@ -1,12 +1,13 @@
 """Parses the messages of an Anthropic request, block by block, into our `Message`.
 
-Of a block, the raw JSON of the relevant fields is kept. The other fields (`cache_control`, `signature`, `citations`)
-are neither parsed nor compared, so a moved cache marker does not change the bytes of a message (`raw`). Invariant: no
-content for the model is left out silently. An unsupported kind of block is a 400 with the name of the kind. The
-exception are the blocks in HOSTED_BLOCKS, which are left out; their kinds are added to the request's notes.
+The parser stores the raw JSON of each block's relevant fields. The other fields (`cache_control`, `signature`,
+`citations`) are neither parsed nor compared, so a moved cache marker does not change the bytes of a message (`raw`).
+Invariant: no content for the model is left out silently. An unsupported kind of block is a 400 with the name of the
+kind. The only exception is the blocks in HOSTED_BLOCKS: they are left out, and their kinds are added to the request's
+notes.
 
 One message on the wire can become several of our messages: each tool result in a user message becomes a separate
-message, and the order of the blocks is kept. Adjacent assistant messages become one message.
+message, in the order of the blocks. Adjacent assistant messages become one message.
 
 The model sees: the text blocks of one message, joined without a separator; the text blocks of a system prompt on
 separate lines; a document as its text between `<document>` tags; a tool result with `is_error` unchanged, with
@@ -41,7 +42,7 @@ TOOL_ERROR = "[tool error]"
 """The line that the model sees at the end of a tool result with `is_error`."""
 BILLING = "x-anthropic-billing-header:"
 """The beginning of an accounting line that Claude Code puts before its system prompt. The line is removed, because it
-differs between Claude Code's agents: if the line were kept, the agents' system prompts would never be equal."""
+differs between Claude Code's agents, and their system prompts would otherwise never be equal."""
 
 _ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})

@@ -279,7 +279,7 @@ class ResponsesStream:
         return written + self._event(f"response.{outcome.status}", whole)
 
     def error(self, error: OutriderError) -> bytes:
-        """Write two events: an `error`, for which the official clients raise an exception, and the failed response,
+        """Write two events: an `error`, at which the official clients raise an exception, and the failed response,
         which Codex reads."""
         told = openai_error(error)["error"]
         flat = {"code": told["code"], "message": told["message"], "param": told["param"]}

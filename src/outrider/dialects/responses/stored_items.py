@@ -103,8 +103,8 @@ class ResponseStore:
         return placed, known if stored else None
 
     def keep(self, conversation: StoredConversation | None, response_id: str, output: Iterable[dict[str, Any]]) -> None:
-        """Store a response: the conversation before the response, and the response's own items, of which there must be
-        at least one."""
+        """Store a response. `conversation` is the conversation before the response, and `output` are the response's own
+        items, at least one."""
         references: dict[str, Item] = {}
         for item in output:
             said = _ITEM.decode(msgspec.json.encode(item))

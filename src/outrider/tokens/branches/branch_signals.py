@@ -125,8 +125,8 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier history that the first request of `segment` replaces by a summary, or of which it contains only
-    the end. Summaries are tried first, newest first. Returns None if there is no such history."""
+    """Find the earlier history that the first request of `segment` replaces by a summary, or cuts to the history's end.
+    Summaries are tried first, newest first. Returns None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     kin = []

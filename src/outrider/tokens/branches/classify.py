@@ -50,11 +50,10 @@ SUMMARY = "summary"
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
-    """The purpose of a turn. `parent` is the turn from which the turn's segment came: the origin of a fork, the turn
-    that wrote the summary, or the caller. For a turn with another kind than its segment, `parent` is the parent turn,
-    or the turn whose reply was used instead. `depth` is 0 in the main conversation. `rule` names the deciding rule.
-    `main_line` is True in the main conversation and in the segments that continue it from a summary or from its cut
-    history."""
+    """The purpose of a turn. `parent` is the source of the turn's segment: the origin of a fork, the turn that wrote
+    the summary, or the caller. For a turn with another kind than its segment, `parent` is the parent turn, or the turn
+    whose reply was used instead. `depth` is 0 in the main conversation. `rule` names the deciding rule. `main_line` is
+    True in the main conversation and in the segments that continue it from a summary or from its cut history."""
 
     kind: BranchKind
     parent: int | None
@@ -287,8 +286,8 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
-    """Decide about a segment by the first rule of RULES that applies. The module's heading gives the reasons for the
-    order of the rules."""
+    """Decide about a segment by the first rule of RULES that applies. The module's heading explains the order of the
+    rules."""
     main = signals.main(segment)
     if segment is main:
         return Decision("main", BranchKind.MAIN)

@@ -1,2 +1,2 @@
-"""The token tree of a session, which finds the point where each request joins the recorded conversation, and the rules
-by which messages count as equal."""
+"""The token tree of a session: finds the point where each request joins the recorded conversation, and decides whether
+messages are equal."""

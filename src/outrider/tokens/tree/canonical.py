@@ -2,7 +2,7 @@
 reduced to digests.
 
 Two messages are equal if the recorded ids of one may be used for the other. `DIFFERENCES` lists the changes that
-clients make to a history when they send it back, and the effect of each change: a fork, or the recorded ids are kept.
+clients make to a history when they send it back, and the effect of each change: a fork, or the use of the recorded ids.
 The effect of a change of call ids, names or outer white space depends on the model family's template
 (`PRINTED_FIELDS`).
 

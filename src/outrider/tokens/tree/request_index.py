@@ -1,5 +1,4 @@
-"""Defines the nodes of the token tree, and computes the digests by which a new request is compared with recorded
-requests.
+"""Defines the nodes of the token tree, and computes a new request's digests, for comparison with recorded requests.
 
 A node is a prompt for an engine, or a turn sampled from such a prompt. A node links to its parent, and stores only the
 ids after the parent's ids, packed. So the ids of a node are stored once, however many prompts continue the node.

@@ -394,7 +394,7 @@ class _HistoryIndex:
 
 
 def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
-    """Choose one of several turns with equal conversations. A turn qualifies if the request's reasoning may be an echo
+    """Return one of several turns with equal conversations. A turn qualifies if the request's reasoning may be an echo
     of the reasoning recorded on the path to the turn (`reasoning_agrees`). Returns the newest qualifying turn whose
     call ids are in the request. If there is none, which happens because clients may replace call ids, returns the
     newest qualifying turn. Returns None if no turn qualifies."""
