@@ -36,7 +36,7 @@ from outrider.trajectory import FinishReason, LogprobKind
 
 VARIABLE = "OUTRIDER_OPENRLHF"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "repetition_penalty", "stop")
-"""The fields that are read from the object of vLLM's class SamplingParams that OpenRLHF passes."""
+"""The fields that are read from the argument `sampling_params`, an object of vLLM's class SamplingParams."""
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 

@@ -1,13 +1,13 @@
 """Parses one `Content` of the Google dialect: the text, images, calls and tool results in its parts.
 
 The parser sees one content at a time; `history.py` assigns each tool result to its call. Invariant: a part that cannot
-be shown to the model raises RequestError. The exception is the work of tools on Google's own servers
-(`WirePart.hosted`): these parts are left out, and their kinds are added to the request's notes.
+be shown to the model raises RequestError. The only exceptions are parts with work of tools on Google's own servers
+(`WirePart.hosted`), which are left out; their kinds are added to the request's notes.
 
 The model sees a tool's result as text. `response` is an object on the wire, and clients whose tools return text put the
 text under a single key. So if an object has only the key `output`, `result` or `content` (and perhaps `name` with the
 tool's own name), the model sees the value of this key: a string unchanged, any other value as JSON. The model sees
-every other object whole, as JSON. `{"error": ...}` is among these objects, so that the model sees that the text is an
+every other object whole, as JSON. So an object `{"error": ...}` is shown with its key, which marks the text as an
 error.
 
 Source: Google AI API reference, "Content", "Part", "FunctionCall", "FunctionResponse".

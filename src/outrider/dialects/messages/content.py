@@ -3,8 +3,8 @@
 The parser stores the raw JSON of each block's relevant fields. The other fields (`cache_control`, `signature`,
 `citations`) are neither parsed nor compared, so a moved cache marker does not change the bytes of a message (`raw`).
 Invariant: no content for the model is left out silently. An unsupported kind of block is a 400 with the name of the
-kind. The only exception is the blocks in HOSTED_BLOCKS: they are left out, and their kinds are added to the request's
-notes.
+kind. The only exceptions are blocks of the kinds in HOSTED_BLOCKS, which are left out; their kinds are added to the
+request's notes.
 
 One message on the wire can become several of our messages: each tool result in a user message becomes a separate
 message, in the order of the blocks. Adjacent assistant messages become one message.

@@ -2,8 +2,8 @@
 
 Invariant: one scan of the body finds the relevant fields of each item. Only `ResponsesHistory.parse` decodes messages.
 The ids and states of items are not part of a message's bytes, except the ids that connect a call with its output. No
-content for the model is left out silently: an unsupported item or part is a 400 with its kind. The only exception is
-the items in HOSTED_ITEMS: they are left out, and their kinds are added to the request's notes.
+content for the model is left out silently: an unsupported item or part is a 400 with its kind. The only exceptions are
+items of the kinds in HOSTED_ITEMS, which are left out; their kinds are added to the request's notes.
 
 Items are smaller than messages: the reasoning, the text and each call of a reply are separate items. Adjacent items of
 the assistant become one message, whose texts are joined without a separator.

@@ -304,7 +304,8 @@ class _Handovers:
         # By turn index, the index of the turn's last descendant. Turns that continue the history with other tools or
         # another system prompt are also descendants.
         self._until = [turn.index for turn in session.turns]
-        # By turn index, the turn's continuations with the same tools and system prompt that the agent used.
+        # By turn index, the turn's continuations with the same tools and system prompt, except unused replies and
+        # summaries.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = history_source(turn)

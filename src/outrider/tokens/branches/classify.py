@@ -122,9 +122,9 @@ class Signals:
         )
 
     def main(self, segment: Segment) -> Segment:
-        """The first segment of the main conversation in the step in which `segment` began. If the agent continued an
-        earlier conversation, the step has no such segment; then returns the segment of the last earlier step that has
-        one."""
+        """Return the first segment of the main conversation in the step in which `segment` began. If the agent
+        continued an earlier conversation, the step has no such segment; then returns the segment of the last earlier
+        step that has one."""
         return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
 
     def label(self, segment: Segment) -> str:
@@ -165,8 +165,8 @@ class Signals:
         return next((turn.index for turn in newest if turn is not None), None)
 
     def agent_name(self, segment: Segment) -> str:
-        """Return the type of agent that the tool call names which started the segment, else the client's name for the
-        agent, else the name of the tool, else ""."""
+        """Return the type of agent named in the tool call that started the segment. Without one, returns the client's
+        name for the agent, else the name of the tool, else ""."""
         spawned = self.spawned.get(segment.number)
         agent_type, tool = (spawned.agent_type, spawned.tool) if spawned else ("", "")
         return agent_type or segment.first.agent_id or tool

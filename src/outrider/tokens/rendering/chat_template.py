@@ -1,8 +1,9 @@
 """Converts conversations to the dictionaries that chat templates take, and renders a model's own template (Jinja).
 
-Only the flag `late_system` depends on the model family: it is True if the family accepts a system message after other
-messages. Invariant: a message that is not at the beginning is converted to the same dictionary in a whole conversation
-and as a new message. Otherwise a bridged prompt would differ from a prompt that is rendered whole.
+The module is independent of the model family, except for the argument `late_system`: it is True if the family accepts a
+system message after other messages. Invariant: a message that is not at the beginning is converted to the same
+dictionary in a whole conversation and as a new message. Otherwise a bridged prompt would differ from a prompt that is
+rendered whole.
 """
 
 from __future__ import annotations

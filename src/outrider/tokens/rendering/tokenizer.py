@@ -5,8 +5,8 @@ single tokens.
 name_or_path, unk_token_id, eos_token_id) with the `tokenizers` library. Invariant: the ids are the same whether
 `tokenizers` or `fastokens` computes them.
 
-`fastokens` encodes byte-level BPE twenty times faster than `tokenizers`, and without it encoding new text was the
-largest part of a turn's cost. `fastokens` is a young library. So it is used only if, when a tokenizer is loaded, it
+`fastokens` encodes byte-level BPE twenty times faster than `tokenizers`, and without `fastokens`, encoding new text is
+the largest part of a turn's cost. `fastokens` is a young library. So it is used only if, when a tokenizer is loaded, it
 agrees with `tokenizers` on a few thousand texts. It is used for ASCII only, because the Unicode tables of the two
 libraries may be of different versions.
 """
