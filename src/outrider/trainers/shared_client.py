@@ -60,7 +60,7 @@ class SharedClient:
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
                 raise self._no_answer  # otherwise each waiting rollout would wait for a reply in turn
-            if self._cursor is None:  # read before the submission, because the group must end after the cursor
+            if self._cursor is None:  # the cursor is read before the submission, because the group must end after it
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
                 except OutriderError as error:
@@ -125,7 +125,8 @@ class SharedClient:
                     waiting.set_exception(error)
         finally:
             self._following = False
-            self._changed.send()  # wakes the other rollouts: if this rollout ends, another rollout reads the next page
+            # wakes the other rollouts, because one of them must read the next page if this rollout has ended
+            self._changed.send()
 
 
 @asynccontextmanager

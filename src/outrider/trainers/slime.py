@@ -42,7 +42,7 @@ VARIABLE = "OUTRIDER_SLIME"
 POST_PROCESS = "outrider.trainers.slime.post_process_rewards"
 LEAVE_SECONDS = 10.0
 NUMBER = "slime.prompt"
-"""The label of a task with the prompt's number in `_Prompts`."""
+"""The label that holds the number of a task's prompt in `_Prompts`."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
 """The advantage estimators that slime uses with normalised rewards."""
 SCALED = frozenset({"grpo", "gspo", "cispo"})
@@ -226,7 +226,7 @@ class _Bridge:
             settings = _settings(args, {**UNSUPPORTED, **OWN_LOOP_ONLY})
             _check_normalisation(args, settings)
             bridge = cls(settings)
-            try:  # so a wrong address or token raises an error now, and not after minutes of waiting
+            try:  # this call raises an error for a wrong address or token, which otherwise appears only after minutes
                 bridge.client.run(patiently(bridge.client.asynchronous.status, FIRST_PATIENCE))
             except OutriderError:
                 bridge.opened.close()
@@ -536,7 +536,7 @@ def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
     """Return the reward. If slime has a reward key, returns all values that the key may name. Raises InvalidField if
-    the key names none."""
+    the key names none of these values."""
     if not (key := _reward_key(args, evaluation=evaluation)):
         return reward
     assert trajectory.result.verdict is not None

@@ -226,8 +226,8 @@ class Rollouts:
         """Return the rows of len(prompts) sessions, in the form that TRL expects from a `rollout_func`. The rows of a
         group are adjacent. The contents of `prompts` are not used.
 
-        Raises InvalidField if the trainer is configured such that it would train on other data, and ServiceError if
-        there are too few tasks or the service cannot be reached.
+        Raises InvalidField if the trainer's configuration would make it train on other data, and ServiceError if there
+        are too few tasks or the service cannot be reached.
         """
         _check_trainer(trainer)
         training = bool(trainer.model.training)
@@ -349,7 +349,7 @@ class Rollouts:
 
 
 class ServiceLogprobs:
-    """A mixin for GRPOTrainer, which must be the first base class: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
+    """A mixin for GRPOTrainer. The mixin must be the first base class: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
 
     Unless vLLM generates, TRL uses the trainer's own log-probabilities in place of the sampler's. Tokens of an older
     policy would then count as sampled by the current policy. With the mixin, the importance ratio and its clipping use

@@ -172,8 +172,8 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
 
 
 class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has no types
-    """verl's manager of agent loops, with `OutriderWorker`s. To be named in `rollout.agent.agent_loop_manager_class` of
-    the V1 trainer."""
+    """verl's manager of agent loops, with `OutriderWorker`s. Set `rollout.agent.agent_loop_manager_class` of the V1
+    trainer to this class."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -236,8 +236,8 @@ def _step(row: Mapping[str, Any]) -> int:
 
 
 class VerlGenerate:
-    """The `generate` function of a relay worker. It generates on verl's own servers. `client` is a LLMServerClient of
-    verl, which can be pickled, so this object can be pickled.
+    """The `generate` function of a relay worker. It generates on verl's own servers. `client` is an LLMServerClient of
+    verl. It can be pickled, so this object can be pickled, too.
 
     If verl aborts a generation to load new weights, another request continues after the ids sampled so far. verl does
     not stream, so the tokens of a request come in one chunk, and all tokens of a chunk have the same version.
@@ -284,7 +284,8 @@ class VerlGenerate:
                 ids=new,
                 logprobs=logprobs,
                 finish=FinishReason.LENGTH if len(ids) >= most else FinishReason.STOP,
-                # If a server did not report its version, the spans do not cover all tokens. Then they are left out.
+                # If a server did not report its version, the spans do not cover all tokens. Then the spans are left
+                # out.
                 versions=tuple(spans) if sum(span.end - span.start for span in spans) == len(ids) else (),
                 cached_tokens=output.extra_fields.get("num_cached_tokens"),
             )
