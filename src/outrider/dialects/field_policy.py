@@ -1,8 +1,8 @@
 """Lists the treatment of every field that a client may send besides its messages, in one table for each dialect.
 
-Each field has one of four treatments: the field is passed on; it has no effect and is noted with the turn; it is
-refused; or it is ignored without a note, because it does not concern the reply. The tables are applied in `reading.py`.
-Invariant: a field that is in no table is noted, and not dropped silently. docs/dialects.md has the same tables.
+Each field has one of four treatments: passed on; without effect, and noted with the turn; refused; or, for a field that
+does not concern the reply, ignored without a note. The tables are applied in `reading.py`. Invariant: a field that is
+in no table is noted, and not dropped silently. docs/dialects.md has the same tables.
 """
 
 from __future__ import annotations

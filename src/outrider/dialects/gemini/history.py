@@ -9,8 +9,8 @@ One content can become several messages, because each tool result becomes a mess
 become one message, because some clients store the chunks of a stream as separate contents and send them back in this
 form.
 
-Clients keep our ids, drop them, put the tool's name in front, or replace them. So the id of a call is the first of
-these ids that exists:
+Clients send our ids back unchanged, put the tool's name before an id, or drop or replace ids. So the id of a call is
+the first of these ids that exists:
 
 1. the id in the request, if it is one of ours;
 2. the id in the call's thought signature;

@@ -46,7 +46,7 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 class Signer:
     """Makes the signature of a thinking block from the block's text, which is added whole or in pieces. The signature
-    proves nothing. It exists because clients expect a signature and send it back; the request parser ignores it."""
+    proves nothing: clients expect one and send it back, and the request parser ignores it."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=24)

@@ -35,8 +35,8 @@ class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
     """The request's data for the writer of the reply.
 
     `echo` are the fields of the request that the response repeats, ready to encode. `table` has the tools by the
-    model's names. `keep` stores the response, given its id and items; it is None if the request has `store: false`.
-    `summary` and `encrypted` select the forms of the reasoning (see `reasoning_item`).
+    model's names. `keep` is a function that stores the response, given the response's id and items; None if the request
+    has `store: false`. `summary` and `encrypted` select the forms of the reasoning (see `reasoning_item`).
     """
 
     echo: dict[str, Any]

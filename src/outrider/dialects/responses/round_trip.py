@@ -36,7 +36,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def seal(reasoning: str) -> str:
-    """Encode reasoning as `encrypted_content`. The encoding is not secret: it is used because clients send this field
+    """Encode reasoning as `encrypted_content`. The encoding is not secret. This field is used because clients send it
     back unchanged, even if they drop all other reasoning."""
     return _SEAL + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
 

@@ -10,9 +10,9 @@ the model.
 - The model's name for a tool of a namespace is the namespace's name followed by the tool's name. The namespace's
   description is put before the description of the namespace's first tool.
 - All other tools are hosted: OpenAI's servers would run them, or only OpenAI's models were trained on their form (a
-  shell, a computer, patches without a schema). Hosted tools are not passed to the model, their kinds are added to the
-  request's notes, and the reply's `tools`, which lists the tools in force, does not have them. A request that chooses a
-  hosted tool is refused with status 400.
+  shell, a computer, patches without a schema). Hosted tools are not passed to the model, and their kinds are added to
+  the request's notes. The reply's field `tools`, which lists the tools in force, does not contain hosted tools. A
+  request that chooses a hosted tool is refused with status 400.
 
 Source: OpenAI API reference, "Create a model response", tools.
 """

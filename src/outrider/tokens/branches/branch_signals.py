@@ -49,9 +49,9 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Beginnings of words, and the label of a side call with such a word in its system prompt or, if none is there, in its
-question. The word that comes first in the text decides, because prompts for titles mention topics, and prompts for
-topics mention titles."""
+"""Beginnings of words and the labels of side calls. Words are searched for in a side call's system prompt; if none is
+found, in the call's question. The word that comes first in the text decides, because prompts for titles mention topics,
+and prompts for topics mention titles."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")

@@ -150,8 +150,8 @@ class ReplyStream:
 
     def _split(self, held: str, parsed: ParsedCalls) -> tuple[tuple[ToolCall, ...], str]:
         """Split the held text into calls and the text around them. If the beginning of a call was already emitted as
-        text, the call stays text. This can happen because the family's parser finds markers by their ids, and this
-        stream finds markers by their text."""
+        text, the call stays text. Such a call is possible because the family's parser searches for the ids of markers,
+        and this stream for the text of markers."""
         decode = self._renderer.tokenizer.decode
         spoken = self._ids[: self._end]
         pieces: list[tuple[str, ToolCall | None]] = []
