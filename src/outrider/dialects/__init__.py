@@ -1,8 +1,8 @@
-"""The wire formats of agent programs: one folder for each, and modules that several of them share.
+"""The wire formats of agent programs: one folder for each dialect, and modules that several dialects share.
 
 A dialect's folder holds its `Dialect` with its routes (`__init__.py`), the parser of requests (`request.py`) and the
 writers of replies, whole and streamed (`reply.py`). Other files are named after the part of a request they parse.
-Nothing in this room handles tokens, sessions or sockets.
+Nothing in this package handles tokens, sessions or sockets.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from outrider.dialects.messages import MESSAGES_DIALECT
 from outrider.dialects.responses import RESPONSES_DIALECT
 
 DIALECTS = (MESSAGES_DIALECT, RESPONSES_DIALECT, GEMINI_DIALECT, CHAT_DIALECT)
-"""A call belongs to the first of them with a route for it. The order matters for `GET /v1/models` alone: Messages and
-Gemini serve a client that sends their headers, Chat serves all other clients."""
+"""A call belongs to the first dialect with a route for the call. The order matters only for `GET /v1/models` and below:
+Messages and Gemini serve clients that send the dialect's own header, and Chat serves all other clients."""
 
 UNKNOWN_ROUTES = CHAT_DIALECT
-"""The dialect of the error for a route that no dialect serves: most clients can read OpenAI's errors."""
+"""The dialect of the error reply to a call that no dialect serves. Most clients can read OpenAI's errors."""

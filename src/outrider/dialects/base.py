@@ -1,9 +1,9 @@
 """The interface of a dialect: a parser of requests in one wire format, and a writer of replies in the same format.
 
-A dialect is pure: it turns bytes into bytes, without a clock, I/O or a tokenizer. Unknown request fields are tolerated
+A dialect is pure: it converts bytes to bytes, without a clock, I/O or a tokenizer. Unknown request fields are tolerated
 and noted (`field_policy.py` lists the known fields). A known field with a wrong value raises `RequestError` with the
 field's name. Invariants: a streamed reply and a whole reply carry the same message; the data of a server-sent event is
-one line for every client, also for clients that split at Unicode line ends.
+on one line, even for clients that split lines at Unicode line separators.
 
 Source: WHATWG HTML, section 9.2 "Server-sent events".
 """
@@ -45,15 +45,16 @@ class WireCall(msgspec.Struct, frozen=True):
     headers: Sequence[tuple[bytes, bytes]] = ()
 
     def header(self, name: bytes) -> str | None:
-        """Return the value of the first header with the (lower-case) name."""
+        """Return the value of the first header with this name, which must be in lower case; None without such a
+        header."""
         for key, value in self.headers:
-            if key == name:  # any byte is a character of latin-1, so decoding a header never fails
+            if key == name:  # latin-1 has a character for each byte, so decoding never fails
                 return value.decode("latin-1")
         return None
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """The calling agent as named by the client; None for a field missing from the request."""
+    """The calling agent, as the client names it. A field is None if the request does not have it."""
 
     agent_id: str | None = None
     parent_id: str | None = None
@@ -61,7 +62,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling parameters in the client's request; None for a parameter left open."""
+    """The sampling parameters in the client's request. A parameter is None, or empty, if the request does not set
+    it."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -83,8 +85,9 @@ class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A model call, independent of its dialect.
 
-    `tools_raw` is any bytes that determine `tools` (b"" for none). `ignored` names the request's fields and tools that
-    have no effect (`field_policy.bounded_notes`). `reply_context` is data for the writer of the reply.
+    `tools_raw` are bytes that determine `tools`, in any encoding (b"" for no tools). `ignored` names the request's
+    fields and tools that have no effect (`reading.bounded_notes`). `reply_context` is the dialect's own data for the
+    writer of the reply.
     """
 
     model: str
@@ -104,9 +107,9 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A finished model call.
 
-    `created` is in whole seconds since the epoch. `pieces` are the sampled tokens decoded one by one, set when the
-    request has logprobs on. `stop_match` is the stop token or stop string that ended the reply, if the engine reports
-    it.
+    `created` is in whole seconds since the epoch. `pieces` are the sampled tokens, each decoded separately; they are
+    set only if the request asks for log-probabilities. `stop_match` is the stop token or stop string that ended the
+    reply, if the engine reports it.
     """
 
     id: str
@@ -138,9 +141,9 @@ class StreamWriter(Protocol):
     """Writer of one streamed reply. Call `open`, then `delta` any number of times, then `close` or `error`, and nothing
     afterwards. `error` may be called without `open`.
 
-    Each method returns the bytes to send, possibly none. `delta` receives `pieces`, the decoded new tokens, when the
-    request has logprobs on. `ping` are bytes that keep a silent connection open; they may be sent between any two
-    results of the methods, and before the first.
+    Each method returns the bytes to send, possibly none. `pieces` are the new tokens, each decoded separately; they are
+    set only if the request asks for log-probabilities. `ping` are bytes that keep an idle connection open. `ping` may
+    be sent before the first result of a method and between any two results.
     """
 
     content_type: str
@@ -153,9 +156,9 @@ class StreamWriter(Protocol):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A kind of calls of a dialect. `calls` is a regular expression for a call's whole method and path, such as
-    "POST /v1/messages". With `header`, only calls with the header of this name are meant. `action` is None for calls of
-    the dialect's API that are not served here; `hint` is then added to the error."""
+    """One kind of calls of a dialect. `calls` is a regular expression for a call's whole method and path, such as "POST
+    /v1/messages". If `header` is set, only calls with a header of this name match. `action` is None for calls of the
+    dialect's API that are not served here; `hint` is then added to the error."""
 
     calls: str
     action: Action | None = None
@@ -170,14 +173,13 @@ def _uncounted(tokens: int) -> dict[str, Any]:
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """One wire format. A dialect is stateless: its state for a session is in that session's `Memory`.
 
-    - `routes` are tried in order; the first that fits a call determines the operation.
+    - `routes` are tried in order; the first route that matches a call determines the operation.
     - `model` returns the name of the requested model without parsing the rest of the call. It returns None if the call
       names no model or the body is unreadable; `parse` then refuses the body.
-    - `parse` reads the body of a GENERATE or COUNT_TOKENS call, and raises RequestError with the name of the wrong
-      field.
+    - `parse` parses the body of a GENERATE or COUNT_TOKENS call. Raises RequestError with the name of the wrong field.
     - `reply` writes a whole reply, `stream` makes the writer of a streamed reply.
-    - `models` writes the reply to MODELS and MODEL. Its second argument maps the name of each model to its context in
-      tokens, None where the size is unknown. Raises NotFound for a model missing from the mapping.
+    - `models` writes the reply to MODELS and MODEL. Its second argument maps the name of each model to the size of the
+      model's context in tokens, None if the size is unknown. Raises NotFound for a model missing from the mapping.
     - `error` returns the JSON object of an error in the dialect's own shape.
     - `count` returns the JSON object of the reply to COUNT_TOKENS, for a dialect that has such a route.
     """
@@ -194,7 +196,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """The dialect of a call. `action` is None for a call that the dialect does not serve."""
+    """The dialect and the operation of a call. `action` and `hint` are those of the matching `Route`."""
 
     dialect: Dialect
     action: Action | None
@@ -202,7 +204,8 @@ class Routed(msgspec.Struct, frozen=True):
 
 
 class RouteTable:
-    """The routes of several dialects. The order of the dialects matters for calls that fit routes of several."""
+    """The routes of several dialects. If a call matches routes of several dialects, the first of these dialects serves
+    the call."""
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         self._routes = [
@@ -210,7 +213,8 @@ class RouteTable:
             for dialect in dialects
             for route in dialect.routes
         ]
-        # Most calls have an exact route, which is looked up. A route that also fits an earlier one is not among these.
+        # Most routes are literal texts, and their calls are found in this dictionary. A route is left out if an earlier
+        # route also matches its text, because the earlier route takes precedence.
         self._exact: dict[str, Routed] = {}
         for number, route in enumerate(route for dialect in dialects for route in dialect.routes):
             fits, header, routed = self._routes[number]
@@ -218,7 +222,7 @@ class RouteTable:
                 self._exact[route.calls] = routed
 
     def find(self, call: WireCall) -> Routed | None:
-        """Return the dialect and the operation of a call; None if no dialect has the route."""
+        """Return the dialect and the operation of a call; None if no dialect has a route for the call."""
         named = f"{call.method} {call.path}"
         if (exact := self._exact.get(named)) is not None:
             return exact
@@ -231,19 +235,19 @@ class RouteTable:
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 """The media type of a stream of server-sent events."""
 COMMENT = b": ping\n\n"
-"""An event that clients skip."""
+"""A comment in a stream of server-sent events, which clients skip."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 def event(fields: Any, name: bytes | None = None) -> bytes:
-    """One server-sent event with JSON data. `name` is the event's type; None for the default type, "message"."""
+    """Write one server-sent event with JSON data. `name` is the event's type; None for the default type, "message"."""
     return b"data: %b\n\n" % line(fields) if name is None else b"event: %b\ndata: %b\n\n" % (name, line(fields))
 
 
 def line(value: Any) -> bytes:
-    """The value as JSON, with U+0085, U+2028 and U+2029 escaped. Some clients split streams with Python's
-    str.splitlines, which splits at these characters, although they do not end a line in the format."""
+    """Encode the value as JSON, with U+0085, U+2028 and U+2029 escaped. Some clients split streams with Python's
+    str.splitlines, which splits at these characters, although these characters do not end a line in the format."""
     data = _encode(value)
     if data.isascii():
         return data
@@ -253,12 +257,12 @@ def line(value: Any) -> bytes:
 
 
 def opencode_caller(call: WireCall) -> Caller:
-    """The caller in the headers that OpenCode sends in each dialect: a sub-agent's session and its parent's session.
-    A session without a parent is the main agent's, so the caller has no name."""
+    """Return the caller named by the headers that OpenCode sends in each dialect: the ids of a sub-agent's session and
+    of its parent's session. A session without a parent belongs to the main agent; the caller's fields are then None."""
     parent = call.header(b"x-parent-session-id")
     return Caller(agent_id=call.header(b"x-session-id"), parent_id=parent) if parent else Caller()
 
 
 def error_text(error: OutriderError) -> str:
-    """The error's message, with its hint if there is one. The text can be encoded as UTF-8."""
+    """Return the error's message, followed by the error's hint if there is one. The text can be encoded as UTF-8."""
     return storable(error.message if error.hint is None else f"{error.message} ({error.hint})")

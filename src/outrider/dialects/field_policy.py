@@ -1,8 +1,8 @@
-"""The treatment of every field that a client may send besides its messages: one table for each dialect.
+"""Lists the treatment of every field that a client may send besides its messages, in one table for each dialect.
 
-Each field has one of four treatments: passed on, without effect and noted with the turn, refused, or not about the
-reply at all. The tables are applied in `reading.py`. Invariant: a field in no table is noted and not dropped silently.
-docs/dialects.md has the same tables.
+Each field has one of four treatments: passed on; without effect, and noted with the turn; refused; or, for a field that
+does not concern the reply, ignored without a note. The tables are applied in `reading.py`. Invariant: a field that is
+in no table is noted, and not dropped silently. docs/dialects.md has the same tables.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Treatment(StrEnum):
 
 
 class FieldRule(msgspec.Struct, frozen=True):
-    """The treatment of one field. `name` is its path in the request. `neutral` are values that request nothing; null
-    and empty values are always neutral."""
+    """The treatment of one field. `name` is its path in the request. A field with a value in `neutral` requests
+    nothing, and is ignored without a note. Null and empty values are always neutral."""
 
     name: str
     treatment: Treatment
@@ -68,8 +68,8 @@ SAMPLERS: Table = (
     *_refused("bad_words", "allowed_token_ids", reason="send logit_bias"),
     *_refused("logits_processors", "custom_logit_processor", reason=_NO_SAMPLER),
 )
-"""Samplers that inference servers have beyond the dialects' own APIs. Every dialect refuses them, because ignoring
-such a field would change what is sampled."""
+"""Sampling parameters of inference servers that are not part of the dialects' own APIs. Every dialect refuses these
+fields, because ignoring them would change what is sampled."""
 
 SERVER_EXTENSIONS: Table = (
     *_passed("top_k", "min_p", "seed", "min_tokens", "stop_token_ids"),
@@ -159,7 +159,7 @@ _UNDERSCORE_LETTER = re.compile(r"_([a-z])")
 
 
 def camel_case(key: str) -> str:
-    """A snake_case key in Google's spelling; any other key unchanged."""
+    """Return a snake_case key in camelCase, as Google writes keys; any other key unchanged."""
     return _UNDERSCORE_LETTER.sub(lambda found: found[1].upper(), key) if "_" in key else key
 
 

@@ -1,9 +1,9 @@
-"""Reading of a request, as far as it is the same in several dialects: JSON, the fields of a body, images, tools.
+"""Parses the parts of a request that are the same in several dialects: JSON, the fields of a body, images, tools.
 
-Nothing is fetched here. Invariants: wrong data raises `RequestError` with the name of the field, and no other error;
-the last value of a repeated key counts; a field that no type declares is checked for JSON syntax and skipped; arguments
-that a client sends back unchanged are parsed as arguments equal to the sampled ones (`tokens/tree/canonical.py`): only
-the spelling of the JSON may differ.
+No image is fetched here. Invariants: wrong data raises `RequestError` with the name of the field, and no other error;
+the last value of a repeated key counts; a field that no type declares is skipped, and only its JSON syntax is checked;
+arguments that a client sends back unchanged are parsed as arguments that equal the sampled arguments (as
+`tokens/tree/canonical.py` compares them), although the JSON may be written differently.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 MAX_NOTES = 32
-"""Maximum notes of one request. Further notes are dropped."""
+"""Maximum number of notes of one request. Further notes are dropped."""
 MAX_NOTE = 64
-"""Maximum characters of a note, which may hold a name from the client."""
+"""Maximum number of characters of a note. A longer note is cut, because a note may contain a name of any length from
+the client."""
 UNKNOWN = "unknown."
-"""The prefix of the note for a field in no table."""
+"""The prefix of the note for a field that is in no table of `field_policy.py`."""
 TOOL = "tools."
 """The prefix of the note for a tool that the model does not see."""
 HISTORY = "history."
 """The prefix of the note for a part of the history that the model does not see."""
 MAX_DEPTH = 64
-"""Maximum nesting of a schema. Chat templates print schemas recursively and engines compile them recursively, so deep
-nesting could exceed a recursion limit."""
+"""Maximum depth of nested lists and objects in a schema. Chat templates and engines process schemas recursively, so a
+deeper schema could exceed a recursion limit."""
 
 
 class _NamedModel(msgspec.Struct):
@@ -57,23 +58,23 @@ _NULLS = frozenset({b"", b"null"})
 _STRING = msgspec.json.Decoder(str)
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _ABSENT = Raw()
-"""Stands for a missing field. The comparison is by identity, so no value from a client counts as missing."""
+"""The value of a missing field. Compare by identity: then no value from a client is taken for a missing field."""
 _LONGEST_NEUTRAL = 16
-"""Maximum bytes of a value that is decoded to test for neutrality: no table has a longer neutral value."""
+"""Maximum length in bytes of a value that is compared with the neutral values. No table has a longer neutral value."""
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
-# A data URL may have parameters between its media type and `base64`, such as a charset or a file's name.
+# A data URL may have parameters between the media type and `base64`, such as a charset or a file name.
 _DATA_URL = re.compile(r"data:(image/[\w.+-]+)(?:;[^,;]*)*;base64,", re.ASCII)
 INVALID_JSON = "INVALID_JSON"
-"""The only key of the object that replaces arguments that are not a JSON object, in dialects that require an object.
-Its value is the text of the arguments. No tool accepts such an object, so the model gets an error from the tool. The
-key comes from Anthropic's documentation of fine-grained tool streaming."""
+"""In dialects that require the arguments of a call to be an object, arguments that are no JSON object are replaced by
+an object with this single key. The value is the text of the arguments. No tool accepts such an object, so the model
+gets an error from the tool. The key comes from Anthropic's documentation of fine-grained tool streaming."""
 
 _MEMORY_KEY = "tools"
 
 
 def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "") -> T:
-    """Decode `data`. `where` is its path in the request, such as `messages[3]`. Raises RequestError."""
+    """Decode `data`. `where` is the path of `data` in the request, such as `messages[3]`. Raises RequestError."""
     try:
         return decoder.decode(data)
     except UnicodeDecodeError as error:
@@ -87,7 +88,8 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
         if missing := _MISSING.search(text):
             path = f"{path}.{missing[1]}"
         elif _SURROGATE_ESCAPE.search(bytes(data)) is not None:
-            # The decoder reports a byte offset only, but a person needs the field, so it is searched for.
+            # The decoder reports only a byte offset, but a person needs the name of the field. So the field is searched
+            # for.
             with suppress(ValueError, RecursionError):
                 surrogate = _find_surrogate(json.loads(bytes(data)), "")
                 if surrogate is not None:
@@ -96,19 +98,19 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | Raw, where: str = "")
 
 
 def string(raw: Raw, where: str) -> str:
-    """The text of a field. Raises RequestError if the field is missing."""
+    """Return the text of a field. Raises RequestError if the field is missing or is not a string."""
     if not raw:
         refuse(where, "is missing")
     return decode(_STRING, raw, where)
 
 
 def optional(decoder: msgspec.json.Decoder[Any], raw: Raw, where: str) -> Any:
-    """The value of a field; None if the field is missing."""
+    """Return the decoded value of a field; None if the field is missing. Raises RequestError for a wrong value."""
     return decode(decoder, raw, where) if raw else None
 
 
 def named_model(call: WireCall, body: bytes) -> str | None:
-    """The `model` field of a request; None if it is missing or unreadable."""
+    """Return the `model` field of a request body; None if the field is missing or the body is unreadable."""
     try:
         return _NAMED_MODEL.decode(body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -116,7 +118,7 @@ def named_model(call: WireCall, body: bytes) -> str | None:
 
 
 def refuse(field: str, reason: str, cause: Exception | None = None) -> NoReturn:
-    """Raise RequestError about `field` ("" for the body as a whole)."""
+    """Raise RequestError about `field`, a path in the request ("" for the whole body)."""
     raise RequestError(f"{field or 'request body'}: {reason}", field=field or None) from cause
 
 
@@ -136,7 +138,7 @@ def check_depth(value: Any, where: str) -> None:
 
 
 def quoted(text: str) -> str:
-    """Client text for an error message: short and printable."""
+    """Return a text from a client in a form for error messages: printable, in quotes, and cut after 40 characters."""
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
@@ -146,7 +148,8 @@ def is_absent(raw: bytes | Raw) -> bool:
 
 
 def _find_surrogate(value: Any, path: str) -> str | None:
-    """The path of the first string with an unpaired surrogate."""
+    """Return the path of the first string with an unpaired surrogate; None if there is none. `path` is the path of
+    `value`."""
     if isinstance(value, str):
         return path if _SURROGATE.search(value) else None
     if isinstance(value, list):
@@ -159,8 +162,8 @@ def _find_surrogate(value: Any, path: str) -> str | None:
 
 
 class BodyReader(Generic[BodyT]):
-    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`; the table has the treatment
-    of all other fields."""
+    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`; for all other fields the
+    reader applies the rules of `table`."""
 
     def __init__(self, kind: type[BodyT], table: Table) -> None:
         own = {field.encode_name for field in msgspec.structs.fields(kind)}
@@ -168,7 +171,7 @@ class BodyReader(Generic[BodyT]):
         self._known = own | {rule.name for rule in self._rules}
         self._values = attrgetter(*(rule.name for rule in self._rules))
         added = [(rule.name, Raw, msgspec.field(default=_ABSENT)) for rule in self._rules]
-        # Nearly all bodies have known fields only and are parsed once, by the strict decoder. To find the names of
+        # Nearly all bodies have known fields only and are parsed once, by the strict decoder. Finding the names of
         # unknown fields takes further passes over the body.
         strict = msgspec.defstruct(kind.__name__, added, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
         tolerant = msgspec.defstruct(kind.__name__, added, bases=(kind,), kw_only=True)
@@ -180,7 +183,7 @@ class BodyReader(Generic[BodyT]):
         try:
             wire = self._strict.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            # The body has unknown fields, or an error that the tolerant decoder then reports.
+            # The body has unknown fields, or it has an error, which the tolerant decoder raises.
             wire = decode(self._tolerant, body)
             notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
         for rule, raw in zip(self._rules, self._values(wire), strict=True):
@@ -190,15 +193,17 @@ class BodyReader(Generic[BodyT]):
 
 
 def rules_by_name(table: Table, own: Iterable[str]) -> dict[str, FieldRule]:
-    """The rules of a table for `apply_rules`, without the fields that the dialect itself handles (`own`)."""
+    """Return the rules of a table by field name, for `apply_rules`. The fields that the dialect itself handles (`own`)
+    are left out."""
     return {rule.name: rule for rule in table if rule.name not in own}
 
 
 def apply_rules(
     sent: dict[str, Raw], rules: dict[str, FieldRule], own: Container[str], where: str, notes: list[str]
 ) -> None:
-    """Apply the rules to the fields of an object. `where` is the object's path with a final dot. Fields without effect
-    are added to `notes`. Raises RequestError for a refused field."""
+    """Apply the rules to the fields of an object. `where` is the object's path with a final dot ("" for the body). The
+    dialect itself handles the fields in `own`. Fields without effect are added to `notes`. Raises RequestError for a
+    refused field."""
     for name, raw in sent.items():
         if name in rules:
             _apply(rules[name], raw, where, notes)
@@ -207,8 +212,8 @@ def apply_rules(
 
 
 def bounded_notes(notes: Iterable[str]) -> tuple[str, ...]:
-    """Printable notes without repetition, limited in length and number, because names of fields and tools come from
-    the client."""
+    """Return the notes in printable form, without repetition and limited in length and number, because clients choose
+    the names of fields and tools."""
     shortened = (note[:MAX_NOTE] for note in notes)
     printable = (
         note if note.isprintable() else "".join(char if char.isprintable() else "?" for char in note)
@@ -222,7 +227,7 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
         return
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
         value = _ANY.decode(raw)
-        # `in` compares by value: 1.0 and True are as neutral as 1.
+        # `in` compares by equality, so 1.0 and True are as neutral as 1.
         if value in _ASKS_NOTHING or value in rule.neutral:
             return
     if rule.treatment is Treatment.REFUSED:
@@ -231,7 +236,8 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
 
 
 def image_from_address(url: str, where: str) -> Image:
-    """The image at an http(s) address, which the engine fetches, or in a data URL. Raises RequestError."""
+    """Return the image at an http(s) address, which the engine fetches later, or the image in a data URL. Raises
+    RequestError for any other address."""
     if url.startswith(("http://", "https://")):
         return image_from_url(url)
     if (head := _DATA_URL.match(url)) is None:
@@ -240,8 +246,8 @@ def image_from_address(url: str, where: str) -> Image:
 
 
 def image_from_base64(media_type: str, data: str, where: str) -> Image:
-    """The image in base64 `data`. Raises RequestError for data that is empty or not base64, and for other media than
-    images."""
+    """Return the image in `data` (base64). Raises RequestError for data that is empty or not base64, and for a media
+    type that is not an image's."""
     if not media_type.startswith("image/"):
         refuse(where, f"is of media type {quoted(media_type)}: the model reads text and images")
     try:
@@ -254,8 +260,9 @@ def image_from_base64(media_type: str, data: str, where: str) -> Image:
 
 
 class DeclaredTools(msgspec.Struct, frozen=True):
-    """The tools in OpenAI's form as the model sees them, the bytes they were parsed from, and the kinds of the hosted
-    tools. A vendor's servers would run hosted tools; the model does not see them."""
+    """The tools of a request: `specs` in OpenAI's form for the model, `raw` the bytes from which the tools were parsed,
+    and `hosted` the kinds of the hosted tools. Hosted tools are tools that a vendor's servers would run; the model does
+    not see them."""
 
     specs: tuple[ToolSpec, ...] = ()
     raw: bytes = b""
@@ -271,8 +278,8 @@ ToolsT = TypeVar("ToolsT", bound=_FromBytes)
 
 
 def cached_tools(memory: dict[str, Any], raw: bytes, read: Callable[[], ToolsT]) -> ToolsT:
-    """Return the tools that `raw` declares. Agents send the same tools with every call, some tens of kilobytes, so
-    `read` is called only if `raw` differs from the session's last call."""
+    """Return the tools that `raw` declares. Agents send the same tools, some tens of kilobytes, with every call. So
+    `read` is called only if `raw` differs from the `raw` of the session's previous call."""
     tools: ToolsT | None = memory.get(_MEMORY_KEY)
     if tools is None or tools.raw != raw:
         tools = memory[_MEMORY_KEY] = read()
@@ -293,7 +300,7 @@ def check_function(function: Any, where: str) -> None:
 
 def arguments_from_text(raw: Raw, where: str) -> str:
     """Return the arguments of a call in OpenAI's dialects: a string of JSON, "{}" if the field is absent. Some clients
-    send an object, which is accepted as written, without white space. Raises RequestError."""
+    send an object; its JSON is returned without white space and otherwise unchanged. Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -305,5 +312,5 @@ def arguments_from_text(raw: Raw, where: str) -> str:
 
 
 def is_invalid_json_object(value: dict[str, Any]) -> bool:
-    """Return True for an object that replaces arguments that are not a JSON object (INVALID_JSON)."""
+    """Return True for an object in which the text of invalid arguments is wrapped (see INVALID_JSON)."""
     return len(value) == 1 and isinstance(value.get(INVALID_JSON), str)

@@ -1,6 +1,7 @@
-"""Parsing that several dialects share: sampling, thinking, the form of the reply, and extensions of inference servers.
+"""Parses the settings that several dialects share: sampling, thinking, the form of the reply, and extensions of
+inference servers. The form of the reply is a constraint such as a JSON schema.
 
-Invariant: a request has at most one form of the reply.
+Invariant: a request with more than one form of the reply is refused.
 
 Source: the OpenAI-compatible servers of vLLM and SGLang (sampling parameters, structured outputs, template arguments).
 """
@@ -18,10 +19,10 @@ from outrider.dialects.base import RequestedSampling
 from outrider.dialects.reading import UNKNOWN, check_depth, decode, quoted, refuse
 
 MAX_TOKENS = 1 << 24
-"""Output limits above this number of tokens are lowered to it. No context is this long, but clients send huge numbers
-for "no limit"."""
+"""Maximum output limit in tokens; higher limits are lowered to this number. No context is this long, but clients send
+huge numbers for "no limit"."""
 MAX_CONSTRAINT = 1 << 16
-"""Maximum characters of a schema, expression or grammar. The text is kept with the turn."""
+"""Maximum number of characters of a schema, regular expression or grammar. The text is stored with the turn."""
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 
 JsonObject = dict[str, Any]
@@ -49,7 +50,7 @@ class _StructuredOutputs(msgspec.Struct):
 
 class SamplingFields(msgspec.Struct, kw_only=True):
     """The fields common to the bodies of Chat, Responses and Messages: fields of the dialects themselves, and further
-    fields of the servers of vLLM and SGLang."""
+    fields that the servers of vLLM and SGLang accept."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -86,12 +87,12 @@ def read_sampling(
     thinking: bool | None,
     constraint: Constraint | None,
 ) -> RequestedSampling:
-    """All sampling parameters of a body. `constraint` is the form of the reply in the dialect's own field. Raises
-    RequestError for more than one form of the reply, and for a form that is not supported."""
+    """Return all sampling parameters of a body. `constraint` is the form of the reply in the dialect's own field.
+    Raises RequestError for more than one form of the reply, and for a form that is not supported."""
     return RequestedSampling(
         temperature=body.temperature,
         top_p=body.top_p,
-        # vLLM's clients write 0 or -1 for "all tokens"; everywhere else in Outrider the value is -1.
+        # vLLM's clients write 0 or -1 for "all tokens"; Outrider uses -1 only.
         top_k=-1 if body.top_k == 0 else body.top_k,
         min_p=body.min_p,
         max_tokens=None if max_tokens is None else min(max_tokens, MAX_TOKENS),
@@ -109,11 +110,12 @@ def read_sampling(
 
 
 def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list[str]) -> bool | None:
-    """Return True or False if the request turns thinking on or off, None if it leaves thinking to the model.
+    """Return True if the request turns thinking on, False if it turns thinking off, None if it leaves thinking to the
+    model.
 
     `thinking` is an object with a `type` (`enabled`, `disabled`, or another value that leaves thinking to the model),
-    as in the APIs of Anthropic and Z.ai. This object wins over the variables of the chat template. Fields without
-    effect are added to `notes`. Raises RequestError.
+    as in the APIs of Anthropic and Z.ai. This object takes precedence over the variables of the chat template. Fields
+    without effect are added to `notes`. Raises RequestError.
     """
     enabled = body.enable_thinking
     sent = body.chat_template_kwargs
@@ -134,13 +136,14 @@ def read_thinking(body: SamplingFields, thinking: JsonObject | None, notes: list
 
 
 def note_unknown(where: str, sent: JsonObject | None, known: Container[str], notes: list[str]) -> None:
-    """Add to `notes` the keys of the object at the path `where` that are not in `known`."""
+    """Add a note to `notes` for each key of the object `sent` that is not in `known`. `where` is the object's path."""
     notes += [f"{UNKNOWN}{where}.{name}" for name in sent or () if name not in known]
 
 
 def response_format(form: Any, where: str) -> Constraint | None:
-    """The form of the reply, selected by `type` as in the APIs of OpenAI and Anthropic. A schema is in the object or
-    in its `json_schema`. Raises RequestError."""
+    """Return the constraint for a form of the reply; None for free text. `form` is an object with a `type`, as in the
+    APIs of OpenAI and Anthropic. A schema is in the object itself or in its `json_schema`. `where` is the object's path
+    in the request. Raises RequestError."""
     if form is None:
         return None
     if not isinstance(form, dict):
@@ -161,7 +164,7 @@ def response_format(form: Any, where: str) -> Constraint | None:
 
 
 def json_schema(schema: Any, where: str) -> Constraint:
-    """The constraint for a schema, given as JSON or as JSON text. Raises RequestError."""
+    """Return the constraint for a schema, which is given as an object or as JSON text. Raises RequestError."""
     if isinstance(schema, str):
         schema = decode(_ANY, schema.encode(), where)
     if not isinstance(schema, dict):
@@ -174,16 +177,16 @@ def json_schema(schema: Any, where: str) -> Constraint:
 
 
 def one_of(choices: list[str]) -> Constraint:
-    """The constraint to exactly one of the texts, as a regular expression."""
-    # `re.escape` is not used, because it also escapes spaces and dashes, and the engines' regular expressions are not
-    # Python's.
+    """Return the constraint that a reply is exactly one of the texts, as a regular expression."""
+    # `re.escape` is not used, because `re.escape` also escapes spaces and dashes, and the engines' regular expressions
+    # differ from Python's.
     escaped = ["".join(f"\\{char}" if char in _REGEX_SPECIAL else char for char in choice) for choice in choices]
     return Constraint(ConstraintKind.REGEX, f"({'|'.join(escaped)})")
 
 
 def _only_constraint(body: SamplingFields, own: Constraint | None) -> Constraint | None:
-    """The form of the reply, in the dialect's own field or in one of the extensions. Raises RequestError for more than
-    one."""
+    """Return the form of the reply, from the dialect's own field (`own`) or from one of the extensions; None for free
+    text. Raises RequestError for more than one form."""
     found = [] if own is None else [own]
     structured = body.structured_outputs or _StructuredOutputs()
     if structured.structural_tag is not None:

@@ -1,7 +1,7 @@
-"""Training rows as conversations, for trainers that apply a chat template.
+"""Builds training rows that are conversations, for trainers that apply a chat template.
 
-The rows are a pure function of the stored turns and their samples. Nothing is rendered: the messages are as sent and
-received by the agent, so a template may print them differently from the model's own prompt.
+The rows are a pure function of the stored turns and their samples. The rows contain the messages that the agent sent
+and received, not rendered text. So a trainer's template may print the messages differently from the model's own prompt.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from outrider.tokens.rendering.chat_template import message_dict
 from outrider.trajectory import ChatRow, Sample, Turn
 
 IMAGES = "images"
-"""The folder of images beside an exported file."""
+"""The name of the folder with the images of an exported file, in the same place as the file."""
 
 
 def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]:
-    """Return a row for each sample of a session with these turns. `turns[i].index` must be `i`."""
+    """Return a row for each sample; `turns` are the turns of the samples' session. `turns[i].index` must be `i`."""
     rows = []
     for sample in samples:
         path = [turns[index] for index in sample.turns]
@@ -28,7 +28,7 @@ def chat_rows(samples: Sequence[Sample], turns: Sequence[Turn]) -> list[ChatRow]
         messages = []
         for turn, (start, end) in zip(path, sample.turn_spans, strict=True):
             messages += [_message(message, in_parts) for message in turn.messages]
-            if turn.reply is not None:  # None if the client had disconnected
+            if turn.reply is not None:  # the reply is None if the client disconnected before the reply
                 messages.append(_message(turn.reply, in_parts) | {"weight": int(1 in sample.loss_mask[start:end])})
         first, last = path[0], path[-1]
         known = first.tools == last.tools and bool(first.tools) == bool(first.tool_specs)

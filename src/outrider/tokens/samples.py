@@ -1,22 +1,22 @@
-"""Builds training samples from a session's turns: the only code that decides which tokens train.
+"""Builds training samples from a session's turns. Only this module decides which tokens train.
 
-The samples are a pure function of the stored turns and the session's result, so they are the same at every call. The
-rules, in order:
+The samples are a pure function of the stored turns and the session's result, so every call returns the same samples.
+The rules, in order:
 
-1. Each turn has a kind (`branches/classify.py`) and each kind a policy: train, mask or drop.
-2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens and without a continuation of the
-   same kind and label. A continuation that was cut off or sampled nothing does not count, unless a later turn continues
-   it. So a history has a branch of its own if it is followed only by its summary or by a call that was cut off.
+1. Each turn has a kind (`branches/classify.py`), and each kind has a policy: train, mask or drop.
+2. A branch is a path from a root to a leaf. A leaf is a turn with sampled tokens and without a continuation of the same
+   kind and label. A continuation that was cut off or sampled nothing does not count, unless a later turn continues it.
+   So a history is a separate branch if only its summary or a call that was cut off follows.
 3. Branches are ordered by kind (main first), then by their first turn, then newest leaf first. So tokens that several
-   branches share train in the branch with which the session went on.
-4. A branch is a row unless its kind is dropped. A branch of a kind that trains is no row either if it is the beginning
-   of an earlier row of its kind: nothing in it would train.
+   branches share train in the branch in which the session continued.
+4. A branch is a row unless its kind is dropped. A branch of a kind that trains is also no row if the branch is the
+   beginning of an earlier row of its kind, because nothing in the branch would train.
 5. In a row, the sampled tokens of a turn train (mask 1) if the turn is of the row's kind, the kind trains, and no
    earlier row has trained the turn. All other tokens are context (mask 0). So each trained token has mask 1 in exactly
    one row.
-6. A row has a reward only if its kind trains, because the reward does not measure the other kinds. The reward is the
-   verdict's own reward for the row, else the reward of the session. The reward of a turn is in the row that trains the
-   turn's tokens.
+6. A row has a reward only if its kind trains, because the reward does not measure the other kinds. The row's reward is
+   the verdict's reward for this row if there is one, else the verdict's reward for the session. The reward of a turn is
+   in the row that trains the turn's tokens.
 
 Invariant: sampled = trained + masked + dropped tokens, over the session.
 """
@@ -49,28 +49,28 @@ from outrider.trajectory import (
 )
 
 MAX_IGNORED_NAMES = 64
-"""Maximum names of ignored request fields with separate counts in a session. There must be a bound, because clients
-choose some of these names."""
+"""Maximum number of names of ignored request fields that are counted separately in a session. The number is bounded
+because clients choose some of these names."""
 OTHER_IGNORED = "others"
-"""The name under which all further names are counted together."""
+"""The name under which the fields with all other names are counted together."""
 
 Policy = Mapping[BranchKind, BranchPolicy]
 
 
 def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
-    """The policy of every kind under the task's settings."""
+    """Return the policy of every kind, as the task's settings define it."""
     return {kind: BranchPolicy(getattr(branches, kind.value)) for kind in BranchKind}
 
 
 POLICY: Policy = policy_of(Branches())
-"""The policy of each kind unless the task sets another policy. Side calls are dropped, because the task's reward does
-not measure, for example, a title. Also dropped are replies that were cut off, and replies to a request whose client
-used another reply: nobody used these tokens, so no reward can be due to them."""
+"""The default policy of each kind. Side calls are dropped, because the task's reward does not measure, for example, a
+title. Two kinds of replies are also dropped: replies that were cut off, and replies to a request if the agent used
+another reply to this request. The reason is that these tokens were not used, so they cannot have caused a reward."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """Counts for one session: its tokens by treatment, its rows, its forks by cause, and the number of turns with each
-    ignored request field."""
+    """Counts for one session: the tokens by treatment, the number of rows, the number of forks by cause, and the number
+    of turns with each ignored request field."""
 
     tokens: TokenCounts
     samples: int
@@ -79,7 +79,7 @@ class SessionCounts(msgspec.Struct, frozen=True):
 
 
 def count_session(turns: Sequence[Turn], policy: Policy = POLICY) -> SessionCounts:
-    """Count without building the rows. `turns[i].index` must be `i`."""
+    """Return the counts for a session, without building its rows. `turns[i].index` must be `i`."""
     lines = lineages(turns)
     rows = _row_leaves(turns, lines, policy)
     in_rows: set[int] = set()
@@ -108,8 +108,8 @@ def count_session(turns: Sequence[Turn], policy: Policy = POLICY) -> SessionCoun
 
 
 def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
-    """Build the session's training rows under the result's policy; none if no turn has ids (a text-only engine).
-    `turns[i].index` must be `i`."""
+    """Build the session's training rows by the result's policy. There are no rows if no turn has ids (from an engine
+    that returns only text). `turns[i].index` must be `i`."""
     lines = lineages(turns)
     policy = {**POLICY, **result.policy}
     rows = _row_leaves(turns, lines, policy)
@@ -126,7 +126,7 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
 
 
 def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[GradedTurn, ...]:
-    """The turns as evaluators get them. `turns[i].index` must be `i`."""
+    """Return the turns in the form that evaluators receive. `turns[i].index` must be `i`."""
     lines = lineages(turns)
     trained_in = _trained_in(turns, lines, policy, _row_leaves(turns, lines, policy))
     return tuple(
@@ -147,7 +147,8 @@ def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[GradedT
 def _trained_in(
     turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[Turn]
 ) -> dict[int, int]:
-    """By turn index, the number of the row in which the turn's tokens train, by rule 5."""
+    """Return, by turn index, the number of the row in which the turn's tokens train, by rule 5 of the module's heading.
+    Turns that do not train are absent."""
     seen: dict[BranchKind, set[int]] = {kind: set() for kind in BranchKind}
     found = {}
     for row, leaf in enumerate(leaves):
@@ -160,7 +161,7 @@ def _trained_in(
 
 
 def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Turn]:
-    """Return the leaf of each row, in the order of the rows, by rules 2 to 4 at the top of this module."""
+    """Return the leaf of each row, in the order of the rows, by rules 2 to 4 of the module's heading."""
     continued: set[int] = set()
     first_turn = list(range(len(turns)))
     for turn in turns:
@@ -186,8 +187,8 @@ def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy)
 
 
 def _add_path(indexes: set[int], leaf: Turn, turns: Sequence[Turn]) -> list[int]:
-    """Add the turns on the path to the leaf, and return the added turns. The walk stops at a turn already present, so
-    many branches of one trunk take time in proportion to their turns."""
+    """Add the indexes of the turns on the path to the leaf, and return the added indexes. The walk stops at a turn that
+    is already present, so the time for many branches with a common beginning is proportional to the number of turns."""
     added = []
     index: int | None = leaf.index
     while index is not None and index not in indexes:
@@ -233,7 +234,7 @@ def _sample(
         reward=verdict.rows.get(row, verdict.reward) if verdict and policy is BranchPolicy.TRAIN else None,
         metrics=verdict.metrics if verdict else {},
         mode=TokenMode.TOKENS if all(turn.mode is TokenMode.TOKENS for turn in path) else TokenMode.CAPTURE,
-        # One column cannot distinguish log-probabilities of two kinds, so such a row is marked NONE.
+        # The column cannot show the kind of each log-probability, so a row with several kinds is marked NONE.
         logprob_kind=path[-1].logprob_kind if len({turn.logprob_kind for turn in path}) == 1 else LogprobKind.NONE,
         stop_reason=result.stop_reason,
         min_version=min(versions, default=-1),
@@ -265,12 +266,12 @@ def _images(path: Sequence[Turn]) -> tuple[SampleImage, ...]:
                 )
                 for image in images_in(message)
             ]
-        position += len(turn.messages) + 1  # 1 for the reply
+        position += len(turn.messages) + 1  # 1 is added for the reply
     return tuple(found)
 
 
 class _Columns:
-    """The four equally long columns of a sample while they grow."""
+    """The four columns of a sample under construction. All columns have the same length."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -285,7 +286,7 @@ class _Columns:
         self.versions += [-1] * len(ids)
 
     def add_trained(self, turn: Turn) -> None:
-        """Add the turn's sampled tokens. An engine without log-probabilities (LogprobKind.NONE) leaves zeros."""
+        """Add the turn's sampled tokens. The log-probabilities are 0 if the engine returned none (LogprobKind.NONE)."""
         ids = unpack_ids(turn.output_ids).tolist()
         self.ids += ids
         self.mask += [1] * len(ids)

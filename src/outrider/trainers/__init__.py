@@ -1,2 +1,2 @@
-"""Bridges to trainers, from a trainer's interface to the control API. A bridge is an optional extra: in Outrider, only
-the training demo imports a bridge."""
+"""Bridges to trainers: each bridge implements a trainer's interface by calls of the control API. Bridges are optional
+extras. Within Outrider, only the training demo imports a bridge."""

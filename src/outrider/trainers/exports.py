@@ -1,8 +1,8 @@
-"""Converts samples to the formats of trainers that take data: NeMo Gym's `/run` reply, training samples of prime-rl,
-traces of verifiers, and the datums of Tinker-style clients.
+"""Converts samples to the data formats of trainers: NeMo Gym's `/run` reply, training samples of prime-rl, traces of
+verifiers, and the datums of Tinker-style clients.
 
-The results are plain dicts and lists, so no trainer has to be installed. Invariant: ids, mask and log-probabilities
-equal the sample's, bit for bit; a sample that must not be trained on is refused.
+The results are plain dicts and lists, so no trainer has to be installed. Invariants: ids, mask and log-probabilities
+equal the sample's, bit for bit; a sample without a reward, which must not be trained on, is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.errors import InvalidField
 from outrider.trajectory import Sample
 
 Decode = Callable[[list[int]], str]
-"""Converts ids to text, like a tokenizer's `decode`."""
+"""A function that converts ids to text, like a tokenizer's `decode`."""
 
 
 class Span(NamedTuple):
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 def spans_of(mask: Sequence[int]) -> Iterator[Span]:
-    """Cut a row wherever its mask changes. Together the spans are the whole row."""
+    """Cut a row wherever its mask changes. Yields the spans in order; together they cover the whole row."""
     start = 0
     for end in range(1, len(mask) + 1):
         if end == len(mask) or mask[end] != mask[start]:
@@ -35,10 +35,11 @@ def spans_of(mask: Sequence[int]) -> Iterator[Span]:
 
 
 def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode | None = None) -> dict[str, Any]:
-    """Return the reply to NeMo Gym's `POST /run` with the body `request`: an output item for each trained span.
+    """Return the reply to NeMo Gym's `POST /run` with the body `request`. The reply has an output item for each trained
+    span.
 
-    An item's prompt is all ids before the item, so the prompts extend each other, as NeMo RL asserts. Without `decode`,
-    the items have no text. Raises InvalidField for a sample without a reward.
+    The prompt of an item is all ids before the item, so each prompt begins with the previous prompt, as NeMo RL
+    requires. Without `decode`, the items have no text. Raises InvalidField for a sample without a reward.
     """
     reward = _reward(sample)
     output = [
@@ -69,9 +70,9 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
 def prime_rl_sample(
     sample: Sample, *, env_name: str, temperature: float, advantage: float | Sequence[float]
 ) -> dict[str, Any]:
-    """Return the fields of prime-rl's TrainingSample, with lists of equal length. `advantage` is a number for the row,
-    or a list with a number for each id, for example made from `Sample.token_rewards()`. Ids that do not train get 0.0.
-    Raises InvalidField for a sample without a reward."""
+    """Return the fields of prime-rl's TrainingSample, with lists of equal length. `advantage` is one number for the
+    row, or a list with a number for each id, for example computed from `Sample.token_rewards()`. Ids that do not train
+    get 0.0. Raises InvalidField for a sample without a reward."""
     return {
         "token_ids": list(sample.ids),
         "mask": [bool(trained) for trained in sample.loss_mask],
@@ -84,10 +85,12 @@ def prime_rl_sample(
 
 
 def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) -> list[dict[str, Any]]:
-    """Return the `nodes` of a verifiers trace with a path for each sample of a session. Each path has its own root.
+    """Return the `nodes` of a verifiers trace. The trace has a path for each sample of a session; each path has its own
+    root. Raises InvalidField for a sample without a reward.
 
-    A trained span is a sampled assistant node. Context is a user node, because a row does not record the role. The
-    nodes' `token_ids` along a path are the row; their `logprobs` are the log-probabilities of the row's trained ids.
+    A trained span becomes a sampled assistant node. All other spans become user nodes, because a row does not record
+    roles. The `token_ids` of a path's nodes, concatenated, are the row; their `logprobs`, concatenated, are the
+    log-probabilities of the row's trained ids.
     """
     nodes: list[dict[str, Any]] = []
     for sample in samples:
@@ -110,14 +113,14 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
 
 
 def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[str, Any]:
-    """Return a datum of a Tinker-style client, for the losses importance_sampling, ppo and cispo. `model_input` is the
-    ids without the last, and position i in `loss_fn_inputs` belongs to the id i + 1 of the row. `advantage` is a number
-    for the row, or a list with a number for each id.
+    """Return a datum of a Tinker-style client, for the losses importance_sampling, ppo and cispo. `model_input` has all
+    ids but the last, and position i in `loss_fn_inputs` belongs to id i + 1 of the row. `advantage` is one number for
+    the row, or a list with a number for each id.
 
-    `weights` are 1.0 where an id trains: cross_entropy takes `weights` in place of `logprobs` and `advantages`.
-    tinker's class is `Datum(model_input=ModelInput.from_ints(made["model_input"]),
+    `weights` are 1.0 for ids that train and 0.0 for others: the loss cross_entropy takes `weights` in place of
+    `logprobs` and `advantages`. For tinker's class, use `Datum(model_input=ModelInput.from_ints(made["model_input"]),
     loss_fn_inputs=made["loss_fn_inputs"])`. Raises InvalidField for a sample without a reward, and for a sample that
-    begins with a trained id: nothing predicts that id.
+    begins with a trained id, because the model cannot predict an id without a prompt.
     """
     _reward(sample)
     if sample.loss_mask[:1] == [1]:

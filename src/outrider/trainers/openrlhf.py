@@ -1,14 +1,15 @@
-"""The bridge to OpenRLHF: an agent executor whose rollouts are sessions of a service.
+"""The bridge to OpenRLHF: an agent executor that runs sessions of a service.
 
 The file in `--train.agent_func_path` has two lines:
 
     from outrider.trainers.openrlhf import agent_executor
     AgentExecutor = agent_executor()
 
-OpenRLHF calls `execute` once for each sample of a prompt, inside its rollout actors, and takes one row from each call
+OpenRLHF calls `execute` in its rollout actors, once for each sample of a prompt, and takes one row from each call
 (`openrlhf.trainer.ppo_utils.samples_generator`, 0.11). With the setting `relay`, the vLLM engine of each actor
 generates for the service. Importing this module imports neither OpenRLHF nor vLLM. Invariants: the row has the tokens
-that the engine sampled, with mask and log-probabilities aligned; and a session that cannot be trained on raises.
+that the engine sampled, with aligned mask and log-probabilities; and for a session that cannot be trained on, `execute`
+raises an error.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from outrider.trajectory import FinishReason, LogprobKind
 
 VARIABLE = "OUTRIDER_OPENRLHF"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "repetition_penalty", "stop")
-"""The fields read from vLLM's SamplingParams, which OpenRLHF passes as an object."""
+"""The fields that are read from the argument `sampling_params`, an object of vLLM's class SamplingParams."""
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 class OpenRLHFSettings(BridgeSettings):
-    """The settings of all bridges, and these. rows: always "main", because a call returns a single row, the main
-    conversation's. relay: the name of the relay engine for which OpenRLHF's own vLLM engines generate. Without `relay`
-    the service has its own engine."""
+    """The settings of all bridges, and the following. rows: always "main", because a call returns a single row, which
+    is the main conversation's. relay: the name of the relay engine whose worker generates with OpenRLHF's own vLLM
+    engines; None if the service has its own engine."""
 
     rows: Literal["main"] = "main"
     relay: Name | None = None
@@ -50,7 +51,7 @@ class OpenRLHFSettings(BridgeSettings):
 
 class Executor:
     """The agent executor, without its base class `openrlhf.utils.agent.AgentExecutorBase`: `agent_executor` adds the
-    base class, so that this module does not import OpenRLHF."""
+    base class, because this module must not import OpenRLHF."""
 
     def __init__(self, settings: OpenRLHFSettings) -> None:
         self._settings = settings
@@ -68,8 +69,8 @@ class Executor:
         images: Any = None,
     ) -> dict[str, Any]:
         """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the row,
-        including the task. Raises the session's error, which ends OpenRLHF's training: there is no other way to report
-        a failure."""
+        including the task. Raises the session's error. The error ends OpenRLHF's training, because OpenRLHF has no
+        other way to report a failed sample."""
         refuse_images(images, "the prompt", field="images")
         cap = self._settings.max_row_tokens
         settings = self._settings.model_copy(update={"max_row_tokens": min(cap, max_length) if cap else max_length})
@@ -93,7 +94,8 @@ class Executor:
             "reward": row.reward,
             "scores": row.reward,
             "truncated": trajectory.truncated,
-            # OpenRLHF makes columns of these logs, so every row must have the same keys, and numbers as values.
+            # OpenRLHF makes a column of each key of these logs, so every row must have the same keys, with numbers as
+            # values.
             "extra_logs": {
                 "outrider_turns": float(trajectory.result.turns),
                 "outrider_agent_seconds": trajectory.seconds,
@@ -105,17 +107,18 @@ class Executor:
         }
 
     def close(self) -> None:
-        """Detach the engine. It is also detached when the process exits."""
+        """Detach the engine from the service. This also happens when the process exits."""
         if self._attached is not None:
             self._attached.close()
 
     async def _attach(self, llm_engine: Any, relay: str, corrected: bool) -> None:
-        """Attach the actor's engine to the service, on the first call. Raises ServiceError if the service does not
+        """Attach the actor's engine to the service. Later calls do nothing. Raises ServiceError if the service does not
         accept the engine."""
         async with self._attaching:
             if self._attached is not None:
                 return
-            # vLLM reports processed log-probabilities if OpenRLHF's correction uses log-probabilities, else raw ones.
+            # OpenRLHF makes vLLM report processed log-probabilities if its off-policy correction is on, else raw
+            # log-probabilities.
             kind = LogprobKind.SAMPLING if corrected else LogprobKind.RAW
             engine = FunctionEngine(EngineGenerate(llm_engine, asyncio.get_running_loop()), logprob_kind=kind)
             settings = self._settings
@@ -127,8 +130,8 @@ class Executor:
 
 
 class EngineGenerate:
-    """The `generate` function of a relay worker: generates with `llm_engine`, the engine of an executor, on the event
-    loop `loop`, to which that engine belongs."""
+    """The `generate` function of a relay worker. It generates with `llm_engine`, the engine of an executor, on the
+    event loop `loop`, which is the engine's own."""
 
     def __init__(self, llm_engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._llm_engine = llm_engine
@@ -138,7 +141,7 @@ class EngineGenerate:
         asked = request.sampling
         if asked.constraint is not None:
             raise EngineRejected("OpenRLHF's engines cannot hold a reply to a form")
-        fields = msgspec.structs.asdict(asked)  # the names are vLLM's
+        fields = msgspec.structs.asdict(asked)  # our names of the fields are the same as vLLM's
         del fields["constraint"]
         fields |= {"stop": list(asked.stop), "stop_token_ids": list(asked.stop_token_ids)}
         fields |= {"logit_bias": asked.logit_bias or None, "logprobs": 0}
@@ -158,7 +161,7 @@ class EngineGenerate:
 
 
 def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
-    """Return the class that OpenRLHF looks up as AgentExecutor. Its settings are `settings`, overridden by
+    """Return the class that OpenRLHF expects under the name AgentExecutor. Its settings are `settings`, overridden by
     $OUTRIDER_OPENRLHF. Raises InvalidField for wrong settings, ImportError without OpenRLHF."""
     checked = read_settings(OpenRLHFSettings, settings, source="agent_executor()", variable=VARIABLE)
     base: type = importlib.import_module("openrlhf.utils.agent").AgentExecutorBase
@@ -172,6 +175,6 @@ def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
 def _columns(prompt: str, label: Any) -> dict[str, Any]:
     given = label
     if isinstance(label, str) and label.lstrip().startswith("{"):
-        with suppress(json.JSONDecodeError):  # the label may be a text that happens to begin with a brace
+        with suppress(json.JSONDecodeError):  # the label may be plain text that begins with a brace
             given = json.loads(label)
     return {"prompt": prompt, "label": label, **(given if isinstance(given, Mapping) else {})}

@@ -1,9 +1,9 @@
-"""A client of the control API for all concurrent rollouts of an event loop.
+"""A client of the control API that all concurrent rollouts of an event loop share.
 
-It is for trainers that make a new object for each trajectory, without an object that lives longer and could hold a
-client. The first rollout opens the client, and the last one closes it. The module is independent of the trainer.
-Invariants: an event loop has at most one open client for each service and token; at most one request at a time reads
-finished groups, however many rollouts wait; and cancelling a rollout cancels its group.
+Some trainers make a new object for each trajectory, and have no longer-lived object that could hold a client. So the
+first rollout opens the shared client, and the last rollout closes it. The module is independent of the trainer.
+Invariants: an event loop has at most one open client for each service and token; at most one request at a time polls
+for finished groups, however many rollouts wait; and cancelling a rollout cancels its group.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from outrider.trainers.trajectories import Trajectory, trajectories_of
 T = TypeVar("T")
 
 FIRST_PATIENCE = 10.0
-"""Seconds for which a service may be out of reach before its first reply. The time is short, because the address may be
-wrong."""
+"""Maximum time, in seconds, to wait for the first reply of a service; requests are repeated during this time. The time
+is short because the address may be wrong."""
 
 
 class SharedClient:
-    """Runs groups. Only `shared_client` makes a SharedClient.
+    """Runs groups on a service. Only `shared_client` makes a SharedClient.
 
-    Its methods raise the errors that the service returns, and ServiceError if the service stays out of reach.
+    The methods raise the errors that the service returns, and ServiceError if the service remains unreachable.
     """
 
     _open: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], SharedClient]]] = (
         WeakKeyDictionary()
     )
-    """The open clients of each event loop, by URL and token. They are in a class attribute, because no object of the
-    trainer lives long enough to hold a client."""
+    """The open clients of each event loop, by URL and token. The clients are in a class attribute, because no object of
+    the trainer lives long enough to hold a client."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.users = 0
@@ -54,13 +54,13 @@ class SharedClient:
         self._changed = Broadcast()
 
     async def run(self, group: Mapping[str, Any]) -> GroupView:
-        """Submit a group, wait until it is done, and return it with its samples. `group` needs an idempotency key,
-        because a submission without a reply is repeated."""
+        """Submit a group, wait until the group is done, and return the group with its samples. `group` needs an
+        idempotency key, because the submission is repeated if no reply arrives."""
         failed_before = self._no_answer
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
-                raise self._no_answer  # else the waiting rollouts would try one after another
-            if self._cursor is None:  # the cursor is read first, so that the group ends after it
+                raise self._no_answer  # otherwise each waiting rollout would wait for a reply in turn
+            if self._cursor is None:  # the cursor is read before the submission, because the group must end after it
                 try:
                     self._cursor = (await patiently(self.client.status, FIRST_PATIENCE)).cursor
                 except OutriderError as error:
@@ -72,7 +72,7 @@ class SharedClient:
             submitted.append((await patiently(partial(self.client.submit, group))).id)
 
         try:
-            await shielded(submit)  # a group whose id is never read could not be cancelled
+            await shielded(submit)  # shielded, because a group whose id was not read could not be cancelled
             return await self._result(submitted[0])
         except asyncio.CancelledError:
             for group_id in submitted:
@@ -83,7 +83,7 @@ class SharedClient:
     async def _result(self, group_id: str) -> GroupView:
         done = self._waiting[group_id] = asyncio.get_running_loop().create_future()
         try:
-            # The group may have ended, and its result may have been read, before the id was known here.
+            # The group may have ended, and `_follow` may have read its end, before the group's id was in `_waiting`.
             if (await patiently(partial(self.client.group, group_id))).state is not GroupState.DONE:
                 while not done.done():
                     changed = self._changed.next()
@@ -97,17 +97,18 @@ class SharedClient:
         return await patiently(partial(self.client.group, group_id, samples=True))
 
     async def run_all(self, groups: Iterable[Mapping[str, Any]]) -> list[GroupView]:
-        """Run groups concurrently, and return them in the order given. The first error cancels the other groups and is
-        raised."""
+        """Run groups concurrently, and return them in the order given. At the first error, cancels the other groups and
+        raises the error."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.run(group)) for group in groups]
-        except ExceptionGroup as errors:  # trainers expect the error itself, not a group around it
+        except ExceptionGroup as errors:  # trainers expect the error itself, not an ExceptionGroup
             raise errors.exceptions[0] from None
         return [task.result() for task in running]
 
     async def _follow(self) -> None:
-        """Read one page of results for all waiting rollouts. An error is raised in each of these rollouts."""
+        """Poll for one page of results for all waiting rollouts. If an error occurs, each of these rollouts raises
+        it."""
         self._following = True
         try:
             page = await patiently(partial(self.client.results, after=self._cursor or 0, wait=LONG_POLL))
@@ -124,17 +125,20 @@ class SharedClient:
                     waiting.set_exception(error)
         finally:
             self._following = False
-            self._changed.send()  # if this rollout is done or cancelled, another one reads the next page
+            # wakes the other rollouts, because one of them must read the next page if this rollout has ended
+            self._changed.send()
 
 
 @asynccontextmanager
 async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClient]:
-    """Use the running event loop's client for this service. The first user opens the client, the last one closes it."""
+    """Use the running event loop's client for this service. The first user opens the client, and the last user closes
+    it."""
     clients = SharedClient._open.setdefault(asyncio.get_running_loop(), {})
     shared = clients.get((url, token))
     if shared is None:
         shared = clients[url, token] = SharedClient(url, token)
-        await shared.client.__aenter__()  # does not yield to the loop: no other rollout gets a half-open client
+        # does not yield to the event loop, so no other rollout can get a half-open client
+        await shared.client.__aenter__()
     shared.users += 1
     try:
         yield shared
@@ -146,6 +150,7 @@ async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClie
 
 
 async def run_group(settings: BridgeSettings, group: Mapping[str, Any], *, logprobs: bool) -> list[Trajectory]:
-    """Run a group (`shared_settings.group_of`) and return its sessions, in sample order."""
+    """Run a group made by `shared_settings.group_of`, and return its sessions in sample order. With `logprobs`, a
+    session without log-probabilities has an error."""
     async with shared_client(settings.url, settings.token) as client:
         return trajectories_of(await client.run(group), settings, logprobs=logprobs)

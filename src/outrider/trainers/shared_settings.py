@@ -1,7 +1,7 @@
-"""The input side of all bridges: the settings, and the conversion of a dataset row to a task.
+"""Reads the settings that bridges share, and converts a dataset row to a task. This is the input side of all bridges.
 
-Nothing here awaits or depends on a trainer. Invariant: a task shares no object with the settings, so that no rollout
-can change another.
+Nothing here awaits or depends on a trainer. Invariant: a task has no object in common with the settings, so no rollout
+can change another rollout's task.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 S = TypeVar("S", bound="BridgeSettings")
 
 OTHER_NAMES = {"max_new_tokens": "max_tokens", "sampling_seed": "seed"}
-"""vLLM's names of sampling parameters that have another name in SGLang, by SGLang's name."""
+"""The names in `task.sampling`, which are vLLM's, for sampling parameters that have another name in SGLang. The keys
+are SGLang's names."""
 WITHOUT_EFFECT_ON_IDS = frozenset(
     {
         "logprobs",
@@ -40,10 +41,10 @@ WITHOUT_EFFECT_ON_IDS = frozenset(
         "detokenize",
     }
 )
-"""Sampling parameters that only change what an engine reports or how it writes its text. They are dropped, because the
-gateway makes the text from the ids."""
+"""Sampling parameters that change only what an engine reports, or how the engine makes text from the ids. These
+parameters are dropped, because the gateway itself makes the text from the ids."""
 NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
-"""Values of sampling parameters that change nothing. Other values cannot be passed on."""
+"""Sampling parameters that a task cannot have, each with the values that have no effect. Any other value is refused."""
 
 
 class BridgeSettings(Spec):
@@ -51,10 +52,10 @@ class BridgeSettings(Spec):
 
     url, token: the service's address and token, overridden by OUTRIDER_URL and OUTRIDER_TOKEN. task: the common part of
     all tasks, in which "{row.NAME}" stands for a column of the dataset row. task_column: the column with the row's own
-    task, an object or JSON, which overrides `task` field by field. rows: "all" rows of a session that train, or only
-    the "main" conversation's row. max_row_tokens: the length to which rows are cut. metrics: names of the verdict's
-    metrics to pass to the trainer; each verdict must have all of them. priority: the priority of training groups.
-    evaluation_priority: the priority of evaluation groups.
+    task, an object or JSON, which overrides `task` field by field. rows: "all" for all rows of a session that train, or
+    "main" for the main conversation's row only. max_row_tokens: the length in tokens to which rows are cut; None for no
+    limit. metrics: names of the verdict's metrics to pass to the trainer; each verdict must have all of them. priority:
+    the priority of training groups. evaluation_priority: the priority of evaluation groups.
     """
 
     url: Name = DEFAULT_URL
@@ -71,8 +72,9 @@ class BridgeSettings(Spec):
 def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str, variable: str) -> S:
     """Return the settings in `given`, overridden by the environment variable `variable`.
 
-    The variable holds a JSON object, or @FILE for a JSON or TOML file. `source` is the origin of `given`. Raises
-    InvalidField naming the setting and its source.
+    The variable holds a JSON object, or @FILE for a JSON or TOML file. `source` names the origin of `given` in error
+    messages. $OUTRIDER_URL and $OUTRIDER_TOKEN override the address and the token. Raises InvalidField naming the
+    setting and its source.
     """
     if given is not None and not isinstance(given, Mapping):
         raise InvalidField(f"{source} is {given!r}; it must be an object", field=source)
@@ -123,7 +125,8 @@ def checked_url(url: str, source: str) -> str:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of `base`, overridden by `over` object by object. A list is replaced as a whole."""
+    """Return a deep copy of `base`, overridden by `over`. Nested objects are merged, and lists are replaced as a
+    whole."""
     result = copy.deepcopy(dict(base))
     for name, value in over.items():
         inner = result.get(name)
@@ -154,11 +157,11 @@ def task_for(
     labels: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the task of a dataset row: the settings' task, overridden by the row's own task (`task_column`) and by the
-    trainer's `sampling`. `labels` are added, but a label of the task overrides a label of the same name.
+    trainer's `sampling`. `labels` are added to the task's labels; if both have a label, the task's value is used.
 
-    The trainer's sampling parameters override the task's, because the trainer computes importance weights with them. A
-    task without an instruction gets the text of `prompt`: a text, or the last user message of a list of messages.
-    Raises InvalidField.
+    The trainer's sampling parameters override the task's, because the trainer computes importance weights with them. If
+    the task has no instruction, the instruction is `prompt`, or the last user message in `prompt` if `prompt` is a list
+    of messages. Raises InvalidField.
     """
     if settings.task_column not in row and "task_column" in settings.model_fields_set:
         raise InvalidField(
@@ -174,7 +177,8 @@ def task_for(
             f"column {settings.task_column!r} is a {type(own).__name__}; it must be an object or JSON",
             field=settings.task_column,
         )
-    # Arrow gives every row the fields of all rows, with None for missing fields. So a field that is None is left out.
+    # A row of an Arrow table has the fields of all rows, with None for missing fields. So a field that is None is left
+    # out.
     task = merged(plain(filled(settings.task, row, "the dataset row")), _without_none(plain(own or {})))
     if "instruction" not in task:
         task["instruction"] = _text_of(plain(prompt))
@@ -190,13 +194,15 @@ def task_for(
 def group_of(
     settings: BridgeSettings, task: Mapping[str, Any], *, n: int = 1, evaluating: bool = False
 ) -> dict[str, Any]:
-    """Return a new group of `n` sessions of a task, with the priority of training or of evaluation."""
+    """Return a new group of `n` sessions of a task, ready to submit, with the priority for training or for evaluation.
+    The idempotency key is new at each call."""
     priority = settings.evaluation_priority if evaluating else settings.priority
     return {"task": task, "n": n, "priority": priority, "idempotency_key": secrets.token_hex(16)}
 
 
 def refuse_images(images: Any, owner: str, *, field: str) -> None:
-    """Raise InvalidField if there are images. In the message, `owner` names the object with the images."""
+    """Raise InvalidField if `images` is not empty. In the message, `owner` names the object with the images, and
+    `field` is the error's field."""
     if images:
         message = f"{owner} has images, which this bridge does not hand over"
         raise InvalidField(message, field=field, hint="use tasks without images")
@@ -211,7 +217,7 @@ def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value in ([], {}) or ours in WITHOUT_EFFECT_ON_IDS:
             continue
         if ours in SamplingSpec.model_fields:
-            # A trainer's configuration may have 1 where a task has 1.0.
+            # A trainer's configuration may have an integer, such as 1, where a task needs a float.
             try:
                 found[ours] = float(value) if ours not in ("top_k", "max_tokens", "seed", "thinking") else value
             except (TypeError, ValueError) as error:
@@ -247,7 +253,8 @@ def _json_object(text: str, source: str) -> dict[str, Any]:
         raise InvalidField(
             f"{source} is not JSON: {error.msg} at character {error.pos + 1}", field=source, hint="write a JSON object"
         ) from error
-    except (ValueError, RecursionError) as error:  # a number has thousands of digits, or the nesting is too deep
+    # raised for a number with thousands of digits, or for too deep nesting
+    except (ValueError, RecursionError) as error:
         raise InvalidField(f"{source} is no JSON that can be used: {error}", field=source) from error
     if not isinstance(value, dict):
         raise InvalidField(f"{source} is a JSON {type(value).__name__}; it must be an object", field=source)

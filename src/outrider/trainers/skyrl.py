@@ -1,12 +1,12 @@
-"""The bridge to SkyRL: a generator whose trajectories are sessions of a service.
+"""The bridge to SkyRL: a generator that runs trajectories as sessions of a service.
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return OutriderGenerator(cfg.generator, settings)
 
 The generator has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3). SkyRL is imported only to
-compute its usual metrics. Invariant: the rows come in the order of the input, the rows of one trajectory are adjacent,
-and all columns have equal length.
+compute SkyRL's usual metrics. Invariants: the rows are in the order of the input, the rows of one trajectory are
+adjacent, and all columns have equal length.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from outrider.trainers.trajectories import Trajectory, chosen_metrics, trajector
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
-"""The generator fails when all trajectories of this many instances in a row have failed: the cause then affects all
-instances."""
+"""After this number of consecutive instances in which all trajectories failed, `generate` raises the error, because the
+cause probably affects all instances."""
 
 
 class SkyRLSettings(BridgeSettings):
-    """The settings of all bridges, and these.
+    """The settings of all bridges, and the following.
 
-    versions: the origin of policy versions, the "engine" or SkyRL's "step". With "step", the bridge sets the policy
-    version to the number of finished steps, before the first batch of each step.
+    versions: "engine" if the engines report the policy version. With "step", the bridge sets the policy version to the
+    number of finished training steps, before the first batch of each step.
 
-    rewards: one number for each "row", or one for each response "token", with the rewards of turns at the turns' ends.
-    This is a setting, because SkyRL joins batches and takes one kind for all: a single batch cannot decide the kind.
+    rewards: "row" for one number per row, or "token" for one number per response token, with the rewards of turns at
+    the turns' ends. The bridge cannot choose by the data of a batch, because SkyRL joins batches and all must have the
+    same kind.
     """
 
     versions: Literal["engine", "step"] = "engine"
@@ -43,13 +44,13 @@ class SkyRLSettings(BridgeSettings):
 
 
 class OutriderGenerator:
-    """A SkyRL generator over a service. `generator_cfg` is SkyRL's `cfg.generator`; `settings` are SkyRLSettings,
+    """A SkyRL generator that uses a service. `generator_cfg` is SkyRL's `cfg.generator`. `settings` are SkyRLSettings,
     overridden by $OUTRIDER_SKYRL.
 
-    With `step_wise_trajectories`, a trajectory gives a row for each branch that trains, with the main conversation's
-    row last. Otherwise a trajectory gives only the main conversation's row. SkyRL cannot leave a trajectory out. So if
-    a trajectory has failed, all trajectories of its instance give placeholders of one token, which do not train, as in
-    SkyRL's own Harbor example. In an evaluation only the failed trajectories give placeholders, with reward 0. The
+    With `step_wise_trajectories`, a trajectory has a row for each branch that trains, with the main conversation's row
+    last. Otherwise a trajectory has only the main conversation's row. SkyRL cannot leave a trajectory out. So if a
+    trajectory fails, all trajectories of its instance are replaced by placeholders of one token, which do not train, as
+    in SkyRL's own Harbor example. In an evaluation, only the failed trajectories are replaced, with reward 0. The
     metric `outrider/failed_trajectories` counts failed trajectories.
     """
 
@@ -65,15 +66,17 @@ class OutriderGenerator:
             self._settings = self._settings.model_copy(update={"rows": "main"})
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
-        """Return a GeneratorOutput. Raises InvalidField for an input without trajectory ids or a row that makes no
-        task, and ServiceError if the service is gone. Raises the first trajectory's error if all trajectories have
-        failed: all of a batch, of an evaluation, or of FAILED_IN_A_ROW instances that were requested singly."""
+        """Return a GeneratorOutput. Raises InvalidField for an input without trajectory ids or with a row that cannot
+        be made into a task, and ServiceError if the service cannot be reached. Raises the first trajectory's error if
+        all trajectories of the input failed. For a training input of a single instance, this error is raised only after
+        FAILED_IN_A_ROW such instances."""
         ids = input_batch.get("trajectory_ids")
         if not ids:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
         metadata = input_batch.get("batch_metadata")
         evaluating = metadata is not None and metadata.training_phase == "eval"
-        steps = 0 if metadata is None or evaluating else metadata.global_step - 1  # the current step is not finished
+        # `global_step` counts the current step, which is not finished
+        steps = 0 if metadata is None or evaluating else metadata.global_step - 1
         logprobs = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
         places: dict[str, list[int]] = {}
         for place, trajectory_id in enumerate(ids):
@@ -89,8 +92,8 @@ class OutriderGenerator:
             found |= zip(at, trajectories_of(group, self._settings, logprobs=logprobs), strict=True)
         errors = [each.error for each in found.values() if each.error is not None]
         self._failed_in_a_row = self._failed_in_a_row + len(places) if len(errors) == len(ids) else 0
-        # The asynchronous trainer requests one instance at a time, and any error ends its process. So an instance
-        # without a trajectory gives placeholders, unless too many such instances come in a row.
+        # The asynchronous trainer requests one instance at a time, and any error ends its process. So an instance whose
+        # trajectories all failed is replaced by placeholders, unless there are too many such instances in a row.
         bearable = len(places) == 1 and not evaluating and self._failed_in_a_row < FAILED_IN_A_ROW
         if len(errors) == len(ids) and not bearable:
             raise errors[0]
@@ -108,7 +111,7 @@ class OutriderGenerator:
         usual = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics(
             columns["response_ids"], columns["rewards"], loss_masks=columns["loss_masks"]
         )
-        own = {  # SkyRL sums up these metrics over the parts of a batch
+        own = {  # SkyRL adds up these metrics over the parts of a batch
             "outrider/failed_trajectories": len(errors),
             "outrider/masked_instances": 0 if evaluating else len(failed),
         }
@@ -144,8 +147,8 @@ class OutriderGenerator:
 
     def _rows(self, trajectory: Trajectory, trajectory_id: Any) -> list[dict[str, Any]]:
         """Return SkyRL's columns for each row of a trajectory, with the main conversation's row last."""
-        # SkyRL's reasons are "stop" if the agent ended by itself, and "length" if tokens ran out. For other limits the
-        # reason is Outrider's stop reason.
+        # SkyRL's reason is "stop" if the agent ended by itself, and "length" if a limit of tokens was reached. For
+        # other limits, the reason is Outrider's stop reason.
         ended = trajectory.result.stop_reason
         reason = ended.value if trajectory.truncated else "stop"
         if ended in (StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW) or any(row.cut for row in trajectory.rows):
@@ -195,7 +198,7 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
         "outrider/cut_tokens": sum(row.cut for row in rows),
         "outrider/rows_left_out": sum(each.result.samples - len(each.rows) for each in trained),
     }
-    if rows:  # SkyRL joins the metrics of a batch's parts by the "mean", "min" or "max" in a metric's name
+    if rows:  # SkyRL combines each metric over the parts of a batch by the function in its name: "mean", "min" or "max"
         found |= {
             "outrider/turns_mean": sum(each.result.turns for each in trained) / len(trained),
             "outrider/version_min": min(row.sample.min_version for row in rows),

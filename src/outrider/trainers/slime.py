@@ -1,4 +1,4 @@
-"""The bridge to slime: rollout functions whose rollouts are sessions of a service.
+"""The bridge to slime: rollout functions that run sessions of a service.
 
     --rollout-function-path outrider.trainers.slime.generate_rollout
     --rollout-function-path outrider.trainers.slime.generate_rollout_async   groups run on between the rollouts
@@ -8,7 +8,7 @@
 The bridge is written for slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`). slime is
 imported only when a function is called. Invariants: the samples of the data source are never changed, only copied; in
 the rollout functions, the n samples of a prompt come from one group; and the tokens, mask and log-probabilities of a
-sample are those of the service's row, aligned.
+sample are aligned, and equal those of the service's row.
 """
 
 from __future__ import annotations
@@ -42,35 +42,37 @@ VARIABLE = "OUTRIDER_SLIME"
 POST_PROCESS = "outrider.trainers.slime.post_process_rewards"
 LEAVE_SECONDS = 10.0
 NUMBER = "slime.prompt"
-"""The label that holds a prompt's number in its sampler."""
+"""The label that holds the number of a task's prompt in `_Prompts`."""
 NORMALISED = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo"})
-"""Advantage estimators for which slime normalises rewards."""
+"""The advantage estimators that slime uses with normalised rewards."""
 SCALED = frozenset({"grpo", "gspo", "cispo"})
-"""Estimators of NORMALISED that divide by the standard deviation, if grpo_std_normalization is set."""
+"""The estimators of NORMALISED that also need rewards divided by the standard deviation, if `grpo_std_normalization` is
+set."""
 UNSUPPORTED: Mapping[str, str] = {
     "use_rollout_routing_replay": "the routed experts of tokens are not recorded",
     "apply_chat_template": "the agents get the prompt, not a rendered text: unset --apply-chat-template",
     "group_rm": "the reward is that of the task's evaluator: unset --group-rm",
 }
-"""Options of slime that no function here supports, with the reason."""
+"""Options of slime that no function of this module supports, each with the reason."""
 OWN_LOOP_ONLY: Mapping[str, str] = {
     "rollout_all_samples_process_path": "samples of groups that were filtered out are not fetched",
 }
-"""Options that only slime's own loop supports, with the reason."""
+"""Options that are supported only in slime's own loop, with `custom_generate`, each with the reason."""
 
 SlimeSample = Any
-"""slime's own `Sample`. (Outrider's Sample is a row.)"""
+"""slime's class `Sample`, which is not Outrider's `Sample`."""
 
 
 class SlimeSettings(BridgeSettings):
-    """The mapping `outrider` of slime's `--custom-config-path`, overridden by the JSON in $OUTRIDER_SLIME.
+    """The settings of all bridges, and the following. Read from the mapping `outrider` in the file of slime's
+    `--custom-config-path`, overridden by the JSON in $OUTRIDER_SLIME.
 
-    logprobs: whether samples have `rollout_log_probs`. complete: whether "all" samples of a group must have been
-    graded, or "any" two; with "any", ungraded samples get `remove_sample`. max_age: how many policy versions older than
-    the engines' version a trained token may be (`generate_rollout_async`). on_failure: the reaction of
-    `custom_generate` to a session that cannot be trained on. "raise" raises the error. "abort" returns the sample as
-    ABORTED, and slime's fully asynchronous rollout repeats the sample. "remove" returns the sample as FAILED with
-    `remove_sample`.
+    logprobs: whether samples have `rollout_log_probs`. complete: with "all", a group is used only if all its samples
+    were graded. With "any", at least two graded samples are enough, and ungraded samples get `remove_sample`. max_age:
+    the maximum number of policy versions by which a trained token may be older than the engines' version
+    (`generate_rollout_async`). on_failure: what `custom_generate` does with a session that cannot be trained on.
+    "raise" raises the error. "abort" returns the sample as ABORTED; slime's fully asynchronous rollout then repeats the
+    sample. "remove" returns the sample as FAILED with `remove_sample`.
     """
 
     logprobs: bool = True
@@ -80,12 +82,14 @@ class SlimeSettings(BridgeSettings):
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """slime's rollout function: return `rollout_batch_size` groups that pass `--dynamic-sampling-filter-path`.
+    """Return `rollout_batch_size` groups that pass `--dynamic-sampling-filter-path`. This is a rollout function of
+    slime.
 
-    Groups that did not pass are replaced at once. When the batch is full, the groups that still run are stopped, and
-    the prompts of all groups outside the batch go back to the data source. With `--partial-rollout` the running groups
-    are paused instead, and go on in the next rollout with the new weights: each group keeps its tokens, and the clocks
-    of its agents stand still meanwhile. With `evaluation`, run the evaluation sets instead.
+    Groups that do not pass are replaced at once. When the batch is full, the groups that still run are cancelled, and
+    the prompts of all groups outside the batch are returned to the data source. With `--partial-rollout`, the running
+    groups are paused instead, and continue in the next rollout with the new weights. A paused group keeps its tokens,
+    and the pause does not count against its agents' time limits. With `evaluation`, the evaluation sets are run
+    instead.
     """
     bridge = _Bridge.of(args, data_source)
     if getattr(args, "partial_rollout", False):
@@ -94,7 +98,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     if evaluation:
         return generate_rollout_async(args, rollout_id, data_source, evaluation)
     prompts = _Prompts(args, bridge.settings, data_source)
-    # With max_age 0 the sampler submits nothing between the end of the batch and the call of `stop`.
+    # With max_age 0, the sampler submits no group between the end of the batch and the call of `stop`.
     with bridge.client.open(_sampler(bridge, prompts, surplus="cancel", max_age=0)) as sampler:
         batch = bridge.client.run(sampler.batch())
         bridge.client.run(sampler.stop())
@@ -105,7 +109,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """A rollout function like `generate_rollout`, except that groups run on while slime trains, for a later rollout.
+    """Return groups like `generate_rollout`, but let the other groups run on while slime trains, for a later rollout.
     Groups with tokens older than `max_age` policy versions are dropped, and their prompts are submitted again."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
@@ -130,7 +134,8 @@ async def custom_generate(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample | list[SlimeSample]:
     """Run a session for a sample. Returns a copy of the sample with tokens and reward, or a list of copies if the
-    session gives several rows. An evaluation gets a single sample: the first row, which is the main conversation's."""
+    session has several rows. For an evaluation, returns only the copy for the first row, which is the main
+    conversation's."""
     settings = _settings(args, UNSUPPORTED)
     if not evaluation:
         _check_normalisation(args, settings)
@@ -145,7 +150,8 @@ async def custom_generate(
     group = group_of(settings, task, evaluating=evaluation)
     [trajectory] = await run_group(settings, group, logprobs=settings.logprobs)
     if trajectory.error is not None:
-        # In an evaluation "abort" raises the error, too, because slime cannot use a sample without a reward there.
+        # In an evaluation, "abort" also raises the error, because slime's evaluation cannot use a sample without a
+        # reward.
         if settings.on_failure == "raise" or (evaluation and settings.on_failure == "abort"):
             raise trajectory.error
         failed = _removed(args, settings, sample, trajectory)
@@ -158,12 +164,13 @@ async def custom_generate(
 
 
 def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[list[float], list[float]]:
-    """`--custom-reward-post-process-path`: return the rewards, and the rewards normalised within each group.
+    """Return the rewards, and the rewards normalised within each group, for slime's
+    `--custom-reward-post-process-path`.
 
-    A rollout counts once, however many samples it gives, and a rollout with `remove_sample` does not count. (slime's
-    own normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt.) The
-    standard deviation is the sample standard deviation, like torch's. In a group of which only one rollout counts, the
-    normalised rewards are 0.
+    A rollout counts once, however many samples it has, and a rollout with `remove_sample` does not count. (slime's own
+    normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt.) The
+    standard deviation is the sample standard deviation, as in torch. If only one rollout of a group counts, the
+    normalised rewards of the group are 0.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -171,7 +178,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     counted: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, rewards, strict=True):
         if not sample.remove_sample:
-            # The reward of a rollout's first sample, the main conversation's, counts. Others may differ from it.
+            # The reward of a rollout is the reward of its first sample, which is the main conversation's. The rewards
+            # of its other samples may differ.
             counted.setdefault(sample.group_index, {}).setdefault(_rollout_id(sample), reward)
     normalised = []
     for sample, reward in zip(samples, rewards, strict=True):
@@ -189,19 +197,19 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
 
 
 def close(data_source: Any) -> None:
-    """Cancel the groups that run between rollouts for a data source. The exit of the process does the same."""
+    """Cancel the groups that run between rollouts for a data source. This also happens when the process exits."""
     bridge = _Bridge.open_bridges.pop(data_source, None)
     if bridge is not None:
         bridge.opened.close()
 
 
 class _Bridge:
-    """The state that is kept from one call of a rollout function to the next: the client, the sampler of
-    `generate_rollout_async` once it has begun, and whether this bridge has paused the policy."""
+    """The state between calls of the rollout functions: the client, the prompts and the sampler of
+    `generate_rollout_async` after its first call, and whether this bridge has paused the policy."""
 
     open_bridges: ClassVar[WeakKeyDictionary[Any, _Bridge]] = WeakKeyDictionary()
-    """The bridges by data source. They are in a class attribute, because slime finds a rollout function by its name,
-    and no object of this module is passed from one call to the next."""
+    """The bridges by data source. The bridges are in a class attribute, because slime imports a rollout function by
+    name, and no object of this module is passed from one call to the next."""
 
     def __init__(self, settings: SlimeSettings) -> None:
         self.settings = settings
@@ -218,7 +226,7 @@ class _Bridge:
             settings = _settings(args, {**UNSUPPORTED, **OWN_LOOP_ONLY})
             _check_normalisation(args, settings)
             bridge = cls(settings)
-            try:  # a wrong address or token raises now, not after minutes of waiting
+            try:  # this call raises an error for a wrong address or token, which otherwise appears only after minutes
                 bridge.client.run(patiently(bridge.client.asynchronous.status, FIRST_PATIENCE))
             except OutriderError:
                 bridge.opened.close()
@@ -228,7 +236,7 @@ class _Bridge:
 
     @contextmanager
     def policy_runs(self) -> Iterator[None]:
-        """Let the policy generate inside the block, and pause it at the end, as slime needs for training."""
+        """Resume the policy for the block, and pause the policy at the end, because slime trains then."""
         self.client.resume_policy()
         try:
             yield
@@ -237,9 +245,9 @@ class _Bridge:
             self._paused = True
 
     def leave(self) -> None:
-        """Cancel the groups that will not be used. If this bridge has paused the policy, resume it for the service's
-        other users."""
-        with suppress(OutriderError, TimeoutError):  # the service may be gone, and this process ends in any case
+        """Cancel the groups that will not be used. If this bridge has paused the policy, resume the policy for the
+        service's other users."""
+        with suppress(OutriderError, TimeoutError):  # the service may have ended, and this process exits in any case
             self.client.run(self._leave())
 
     async def _leave(self) -> None:
@@ -251,7 +259,8 @@ class _Bridge:
 
 
 class _Prompts:
-    """The prompts of a sampler: groups of slime's samples, pulled one by one from slime's data source."""
+    """The prompts of a sampler, by number. Each prompt is a group of slime's samples, taken from slime's data source
+    when the prompt is first used."""
 
     def __init__(self, args: Any, settings: SlimeSettings, data_source: Any) -> None:
         self.groups: dict[int, list[SlimeSample]] = {}
@@ -263,7 +272,8 @@ class _Prompts:
         self._filter = _load_function(path) if path else None
 
     def task(self, number: int) -> dict[str, Any]:
-        """Return the task of a prompt, for DynamicSampler."""
+        """Return the task of the prompt `number`, for DynamicSampler. Raises IndexError at the end of the data
+        source."""
         if number not in self.groups:
             pulled = self._data_source.get_samples(1)
             if not pulled:
@@ -287,7 +297,8 @@ class _Prompts:
         return _task_of(self._settings, group[0], sampling, {NUMBER: number})
 
     def is_informative(self, group: GroupView) -> Choice:
-        """Return True if slime's filter keeps a group, False if not, "again" if too few of its samples were graded."""
+        """Return True if slime's filter keeps the group, False if the filter drops it, and "again" if too few of the
+        group's samples were graded."""
         args = self._args
         if self._settings.complete == "all" and len(rewards_of(group)) < group.n:
             self.dropped["incomplete"] += 1
@@ -304,7 +315,8 @@ class _Prompts:
                 shown.append(seen)
         verdict = self._filter(args, shown)
         keep = bool(getattr(verdict, "keep", verdict))
-        if getattr(verdict, "keep_when_insufficient", False):  # slime drops no more groups than it has to spare
+        # slime keeps such a group if it has already dropped all surplus groups
+        if getattr(verdict, "keep_when_insufficient", False):
             keep = keep or sum(self.dropped.values()) >= _inflight(args) - args.rollout_batch_size
         if not keep:
             self.dropped[getattr(verdict, "reason", None) or "filter"] += 1
@@ -332,7 +344,7 @@ def _sampler(
 
 
 def _inflight(args: Any) -> int:
-    """Return the number of groups that run at once."""
+    """Return the number of groups that run concurrently."""
     return int(max(args.over_sampling_batch_size or 0, args.rollout_batch_size))
 
 
@@ -354,8 +366,8 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
                 of_group.append(_filled(args, settings, sample, trajectory))
                 versions += [version for row in trajectory.rows for version in row.trained_versions()]
             else:
-                # The session was not graded, or has no row to train on. The filter cannot see the latter, because it
-                # gets groups without their samples.
+                # The session was not graded, or has no row to train on. The filter cannot detect the second case,
+                # because the filter gets groups without rows.
                 log.warning("a sample of the rollout does not train: %s", trajectory.error.message)
                 errors.append(trajectory.error)
                 of_group.append([_removed(args, settings, sample, trajectory)])
@@ -364,7 +376,7 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
         raise errors[0]
     data.sort(key=lambda of_group: of_group[0][0].index)
     fans_out = any(len(rows) > 1 for of_group in data for rows in of_group)
-    # If a rollout gives several samples, slime requires a third level of lists for all rollouts.
+    # If any rollout has several samples, slime requires a third level of lists for all rollouts.
     samples = data if fans_out else [[rows[0] for rows in of_group] for of_group in data]
     if path := getattr(args, "rollout_sample_filter_path", None):
         _load_function(path)(args, samples)
@@ -384,8 +396,8 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
 
 
 async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
-    """Run all evaluation sets at once. Each session has the same seeds in every evaluation. Failed sessions are left
-    out and counted."""
+    """Run all evaluation sets concurrently. Each session has the same seed in every evaluation. Failed sessions are
+    left out and counted. Raises the first error of a set if all sessions of the set failed."""
     main = settings.model_copy(update={"rows": "main"})
     data: dict[str, Any] = {}
     metrics: dict[str, Any] = {}
@@ -407,8 +419,8 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
                     filled += _filled(args, main, sample, trajectory, evaluation=True)
                 else:
                     errors.append(trajectory.error)
-            # For pass rates slime takes each n consecutive samples as those of one prompt: a group that lacks samples
-            # is left out.
+            # For pass rates, slime assumes that each n consecutive samples belong to one prompt, so a group with a
+            # failed session is left out.
             samples += filled if len(filled) == group.n or not getattr(args, "log_passrate", False) else []
         if not samples:
             raise errors[0]
@@ -422,8 +434,8 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
 
 
 def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tuple[SlimeSample, dict[str, Any]]]:
-    """Return copies of the prompts of an evaluation set, with the group of each. Raises InvalidField for a set without
-    prompts or with images, and for unsupported sampling parameters."""
+    """Return copies of the prompts of an evaluation set, each with the group to submit. Raises InvalidField for a set
+    without prompts or with images, and for unsupported sampling parameters."""
     images = getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None)
     refuse_images(images, f"the evaluation set {config.name!r}", field="multimodal_keys")
     dataset = importlib.import_module("slime.utils.data").Dataset(
@@ -471,7 +483,7 @@ def _task_of(
 def _filled(
     args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory, *, evaluation: bool = False
 ) -> list[SlimeSample]:
-    """Return a copy of slime's sample for each row of the session."""
+    """Return a copy of slime's sample for each row of the session, filled with the row's data."""
     made = []
     for row in trajectory.rows:
         filled = copy.deepcopy(sample)
@@ -499,7 +511,7 @@ def _filled(
 
 
 def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory: Trajectory) -> SlimeSample:
-    """Return a sample that does not train, in place of a session without a row. The sample's reward is 0 unless the
+    """Return a copy of slime's sample that does not train, for a session without a row. The reward is 0 unless the
     session was graded."""
     removed = copy.deepcopy(sample)
     removed.tokens = [0, 0]
@@ -523,7 +535,8 @@ def _removed(args: Any, settings: SlimeSettings, sample: SlimeSample, trajectory
 def _reward(
     args: Any, settings: SlimeSettings, trajectory: Trajectory, reward: float, *, evaluation: bool = False
 ) -> float | dict[str, float]:
-    """Return the reward. With a reward key, return all values that the key may name."""
+    """Return the reward. If slime has a reward key, returns all values that the key may name. Raises InvalidField if
+    the key names none of these values."""
     if not (key := _reward_key(args, evaluation=evaluation)):
         return reward
     assert trajectory.result.verdict is not None
@@ -549,7 +562,8 @@ def _status(sample: SlimeSample, trajectory: Trajectory) -> Any:
 
 
 def _rollout_id(sample: SlimeSample) -> Any:
-    """Return the id that the samples of a rollout share. Older versions of slime do not set `rollout_id`."""
+    """Return the id that all samples of a rollout have in common. Older versions of slime do not set `rollout_id`; the
+    sample's index is then used."""
     given = getattr(sample, "rollout_id", None)
     return sample.index if given is None else given
 
@@ -571,7 +585,7 @@ def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
 
 
 def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
-    """Raise InvalidField if slime might normalise the rewards of the batch as one group. slime does so unless the batch
+    """Raise InvalidField if slime might normalise the rewards of the batch as one group, which happens unless the batch
     has exactly n samples for each prompt."""
     exact = settings.rows == "main" and settings.complete == "all"
     own = getattr(args, "custom_reward_post_process_path", None) or getattr(

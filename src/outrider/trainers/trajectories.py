@@ -1,7 +1,7 @@
-"""The output side of all bridges: the rows of a finished group that a trainer may train on.
+"""Selects the rows of a finished group that a trainer may train on. This is the output side of all bridges.
 
-Nothing here awaits or depends on a trainer. Invariant: a session without a verdict, or without a token to train on, has
-an error and no rows.
+Nothing here awaits or depends on a trainer. Invariant: for a session without a verdict, or without a token to train on,
+the `Trajectory` has an error and no rows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult
 ENDED_BY_A_LIMIT = frozenset(
     {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
 )
-"""Stop reasons of an agent that did not end by itself. Trainers call such a trajectory truncated."""
+"""Stop reasons of sessions that a limit ended. Trainers call such trajectories truncated."""
 
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """A training row with a reward. The four columns have equal length, and at least one token has mask 1.
+    """A training row with a reward, cut to `max_row_tokens`. The four columns have equal length, and at least one token
+    has mask 1.
 
-    `start` is the number of ids before the first sampled id. `cut` is the number of trained tokens lost to
-    `max_row_tokens`.
+    `start` is the number of ids before the first sampled id. `cut` is the number of trained tokens that were cut off.
+    `sample` is the whole row.
     """
 
     ids: list[int]
@@ -46,7 +47,7 @@ class TrainingRow:
         return self.sample.reward
 
     def trained_versions(self) -> list[int]:
-        """The policy versions of trained tokens, each once, in their order in the row."""
+        """Return the policy versions of the trained tokens, each once, in the order of their first tokens."""
         pairs = zip(self.versions, self.mask, strict=True)
         return list(dict.fromkeys(version for version, trains in pairs if trains))
 
@@ -75,13 +76,13 @@ class Trajectory:
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the agent ran."""
+        """The time for which the agent ran, in seconds."""
         return self.result.seconds.run
 
 
 def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: bool) -> list[Trajectory]:
-    """Return the sessions of a group in sample order. The group must have been read with its samples. With `logprobs`,
-    a row without log-probabilities is an error of its session."""
+    """Return the sessions of a group in sample order. The group must have been requested with its samples. With
+    `logprobs`, a session with a row without log-probabilities has an error."""
     found = []
     for session in group.sessions:
         samples = [sample for sample in group.samples or () if sample.session_id == session.id]
@@ -93,8 +94,8 @@ def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: boo
 
 
 def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str, float]:
-    """Return the verdict's metrics that the settings name. Raises EvaluatorError if the verdict lacks a named metric:
-    trainers put metrics in columns, and every row must have all columns."""
+    """Return the verdict's metrics that the settings name. Raises EvaluatorError if the verdict does not have a named
+    metric, because trainers put metrics in columns, and every row must have all columns."""
     verdict = trajectory.result.verdict
     assert verdict is not None
     for name in settings.metrics:

@@ -7,13 +7,13 @@
         Trainer(model, service_reward, args, steps_dataset(1000), rollout_func=rollouts).train()
 
 A session has a row for each of its branches, and each sampled token trains in one row at most. GRPOTrainer takes
-exactly one row of each session: the first that trains, which is the main branch's if that trains. The other rows are
-left out and counted. AsyncGRPOTrainer takes all rows that train, each with the advantage of its session. A session that
-failed has no reward and counts in no mean. GRPOTrainer needs a row for a failed session all the same: that row has one
-token with mask 0.
+exactly one row of each session: the first row that trains, which is the main branch's row if this row trains. The other
+rows are left out and counted. AsyncGRPOTrainer takes all rows that train, each with the advantage of its session. A
+session that failed has no reward, and is left out of all means. But GRPOTrainer needs a row also for a failed session;
+this row has one token, with mask 0.
 
-Importing this module does not import TRL. Invariant: every token with mask 1 that a trainer gets was sampled by an
-engine of the service, comes with the log-probability it was sampled with, and is handed over once.
+Importing this module does not import TRL. Invariant: every token with mask 1 that a trainer receives was sampled by an
+engine of the service, has the log-probability with which it was sampled, and is passed to the trainer once.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ if TYPE_CHECKING:
 
 TESTED = "1.16"
 SETTINGS = BridgeSettings()
-"""The default settings: all rows of a session that train."""
+"""The default settings of bridges: all rows of a session that train."""
 STATE_FILE = "outrider_sampler.json"
-"""Name of the file with the sampler's state in a checkpoint of the trainer."""
+"""The name of the file, in a checkpoint of the trainer, that contains the sampler's state."""
 PROMPT_COLUMN = "prompt"
 REWARD_COLUMN = "outrider_reward"
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row for GRPOTrainer. The four lists after the prompt have equal length; `versions` is -1 where `mask` is 0.
+    """A row for GRPOTrainer. The four lists after `prompt_ids` have equal length; `versions` is -1 where `mask` is 0.
     `reward` is None for a session that was not graded."""
 
     prompt_ids: list[int]
@@ -82,15 +82,19 @@ class StepStats(msgspec.Struct, kw_only=True):
     """The statistics of one batch.
 
     reward, spread: mean reward, and mean standard deviation within a group, over all groups graded since the previous
-        batch, kept or not. kept_reward: mean reward of the groups in the batch.
-    staleness_mean, staleness_max: by how many versions the tokens that train are older than the policy in training.
-    waited: seconds for which the trainer waited for the batch.
-    left_out_rows, left_out_tokens: the rows that train but are not in the batch, which has one row for each session,
-        and the tokens that train in these rows.
-    empty_rows: rows without a token that trains.
-    errors: sessions of the batch that failed. drift_tokens: ids that an engine reported differently.
-    logprob_gap: largest difference between a token's recorded log-probability and the trainer's, computed with the
-        weights that the token was sampled from, over `compared_tokens` tokens; None if it was not measured.
+        batch, including groups that were dropped.
+    kept_reward: mean reward of the groups in the batch.
+    staleness_mean, staleness_max: mean and maximum number of versions by which the tokens that train are older than the
+        policy in training.
+    waited: the time for which the trainer waited for the batch, in seconds.
+    left_out_rows, left_out_tokens: the number of rows that train but were left out, because the batch has one row for
+        each session, and the number of tokens that train in these rows.
+    empty_rows: the number of rows without a token that trains.
+    errors: the number of sessions of the batch that failed.
+    drift_tokens: the number of ids that an engine reported differently.
+    logprob_gap: the largest difference between a token's recorded log-probability and the trainer's, over
+        `compared_tokens` tokens. The trainer computes its value with the weights from which the token was sampled. None
+        if the difference was not measured.
     """
 
     step: int
@@ -130,35 +134,36 @@ class StepStats(msgspec.Struct, kw_only=True):
 
 
 def steps_dataset(groups: int) -> Any:
-    """Return a dataset for GRPOTrainer with `groups` rows, which only count groups. The tasks come from `Rollouts`,
-    because a group that teaches nothing is replaced by a group of another task. The dataset must hold at least one
-    batch of groups."""
+    """Return a dataset for GRPOTrainer with `groups` rows. Only the number of rows matters. The tasks come from
+    `Rollouts`, because a group that is not informative is replaced by a group of another task. `groups` must be at
+    least the number of groups in a batch."""
     from datasets import Dataset
 
     return Dataset.from_dict({PROMPT_COLUMN: [f"group {number}" for number in range(groups)]})
 
 
 def service_reward(*, outrider_reward: list[float | None], **columns: Any) -> list[float | None]:
-    """The reward function for GRPOTrainer: return the rewards of the service's evaluator. The reward of a session
-    without a verdict is None, and TRL leaves the session out of the group's mean."""
+    """Return the rewards of the service's evaluator. This is the reward function for GRPOTrainer. The reward of a
+    session without a verdict is None, and TRL leaves such a session out of the group's mean."""
     return outrider_reward
 
 
 class Rollouts:
-    """The `rollout_func` of a GRPOTrainer: `with Rollouts(client, tasks, weights) as rollouts`.
+    """The `rollout_func` of a GRPOTrainer. Use as `with Rollouts(client, tasks, weights) as rollouts`.
 
-    The first call of each step publishes the trainer's weights. Each call returns the next batch of a `DynamicSampler`,
-    whose documentation describes the other arguments. `max_age` bounds how many versions old a token may be. The groups
-    that run while the trainer trains are at least one version old when they are used.
+    The first call of each step publishes the trainer's weights. Each call returns the next batch of a `DynamicSampler`;
+    its documentation describes the arguments that are not described here. `max_age` is the maximum number of versions
+    by which a token may be older than the current version. The groups that run while the trainer trains are at least
+    one version old when they are used.
 
-    `eval_tasks` are rolled out, without a filter, when the trainer evaluates: the first tasks for the first batch of an
-    evaluation, and so on. `measure` compares the recorded log-probabilities with the trainer's own, computed with the
-    weights that each token was sampled from (`StepStats.logprob_gap`). This costs one more forward pass for each
-    version in a batch, and `weights.keep` should be at least `max_age` + 1. `state` is the result of
-    `sampler_state(checkpoint)`, if the training continues from a checkpoint.
+    `eval_tasks` are run, without a filter, when the trainer evaluates: each evaluation begins with the first task, and
+    each of its batches takes the next tasks. `measure` compares the recorded log-probabilities with the trainer's own,
+    computed with the weights that each token was sampled from (`StepStats.logprob_gap`). The comparison costs one more
+    forward pass for each version in a batch, and `weights.keep` should be at least `max_age` + 1. If the training
+    continues from a checkpoint, `state` is the result of `sampler_state(checkpoint)`.
 
-    If the block ends without an error, the groups that still run are cancelled. After an error these groups run on, for
-    a trainer that continues.
+    If the block ends without an error, the groups that still run are cancelled. After an error these groups run on, so
+    that a restarted trainer can continue with them.
     """
 
     def __init__(
@@ -178,7 +183,7 @@ class Rollouts:
         state: SamplerState | None = None,
     ) -> None:
         self.history: list[StepStats] = []
-        """One entry for each batch that was trained on."""
+        """The statistics of each training batch, in order."""
         self.weights = weights
         self.measure = measure
         self.versions: list[list[int]] = []
@@ -197,7 +202,7 @@ class Rollouts:
         }
         if state is not None:
             weights.begin_above(state.version)
-        self._evaluated = (-1, 0)  # the step of the last evaluation, and its next task
+        self._evaluated = (-1, 0)  # the step of the last evaluation, and the number of its next task
         self._graded: list[list[float]] = []
         self._sampler: DynamicSampler | None = None
         self._shape = (0, 0)
@@ -218,11 +223,11 @@ class Rollouts:
             self._stack.close()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Return the rows of len(prompts) sessions, in the form that TRL takes from a `rollout_func`. The rows of a
-        group are adjacent. The prompts are only counted.
+        """Return the rows of len(prompts) sessions, in the form that TRL expects from a `rollout_func`. The rows of a
+        group are adjacent. The contents of `prompts` are not used.
 
-        Raises InvalidField if the trainer's configuration would make it train on other data, and ServiceError if the
-        tasks are used up or the service is gone.
+        Raises InvalidField if the trainer's configuration would make it train on other data, and ServiceError if there
+        are too few tasks or the service cannot be reached.
         """
         _check_trainer(trainer)
         training = bool(trainer.model.training)
@@ -269,7 +274,7 @@ class Rollouts:
         self._published_at = trainer.state.global_step
 
     def state(self) -> SamplerState | None:
-        """The sampler's state, None before the first batch."""
+        """Return the sampler's state; None before the first batch."""
         return self._client.run(_state_of(self._sampler)) if self._sampler is not None else None
 
     def _next_batch(self, n: int, target: int) -> Batch | None:
@@ -290,8 +295,8 @@ class Rollouts:
         return self._client.run(self._sampler.batch())
 
     def _evaluation_batch(self, tasks: Source, n: int, target: int, step: int) -> Batch | None:
-        """Return the next groups of the evaluation at this step. Each batch continues after the tasks of the previous
-        batch."""
+        """Return the next `target` groups of the evaluation at the step `step`. A batch begins after the tasks of the
+        evaluation's previous batch."""
         begin = self._evaluated[1] if self._evaluated[0] == step else 0
         state = SamplerState(run=secrets.token_hex(8), next=begin, pending=(), version=0, batches=0)
 
@@ -307,8 +312,8 @@ class Rollouts:
         return batch
 
     def _noted(self, group: GroupView) -> Choice:
-        """The sampler's filter. It also records the rewards of each graded group, because dropped groups appear nowhere
-        else."""
+        """Apply the filter to a graded group. Also records the group's rewards for the statistics, because dropped
+        groups are not in any batch."""
         self._graded.append(rewards_of(group))
         return self._informative(group)
 
@@ -322,7 +327,7 @@ class Rollouts:
             if version >= 0
         ]
         kept = [reward for group in batch.groups for reward in rewards_of(group)]
-        # No group was graded since the last batch if all groups of this batch were ready by then.
+        # If all groups of this batch were ready at the previous batch, no group was graded since then.
         graded = graded or [rewards_of(group) for group in batch.groups]
         results = [session.result for group in batch.groups for session in group.sessions if session.result]
         return StepStats(
@@ -344,12 +349,12 @@ class Rollouts:
 
 
 class ServiceLogprobs:
-    """Mixin for GRPOTrainer, placed before it: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
+    """A mixin for GRPOTrainer. The mixin must be the first base class: `class Trainer(ServiceLogprobs, GRPOTrainer)`.
 
-    Unless vLLM generates, TRL takes the trainer's own log-probabilities for the sampler's, so that tokens of an older
-    policy would count as sampled by the current policy. With the mixin, the importance ratio and its clipping use the
-    log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`, and writes
-    the sampler's state into checkpoints.
+    Unless vLLM generates, TRL uses the trainer's own log-probabilities in place of the sampler's. Tokens of an older
+    policy would then count as sampled by the current policy. With the mixin, the importance ratio and its clipping use
+    the log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`, and
+    writes the sampler's state into checkpoints.
     """
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -380,7 +385,7 @@ class ServiceLogprobs:
         return super()._get_per_token_logps_and_entropies(model, *args, **options)  # type: ignore[misc]  # a mixin
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # a mixin: TRL has it
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # a mixin
         rollouts = self.rollout_func
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
@@ -388,7 +393,7 @@ class ServiceLogprobs:
 
 
 def sampler_state(checkpoint: Path | str) -> SamplerState:
-    """Return the sampler's state in a checkpoint. Raises InvalidField if there is none."""
+    """Return the sampler's state from a checkpoint. Raises InvalidField if the checkpoint has no readable state."""
     try:
         return msgspec.json.decode((Path(checkpoint) / STATE_FILE).read_bytes(), type=SamplerState)
     except (OSError, msgspec.DecodeError) as error:
@@ -399,10 +404,11 @@ def sampler_state(checkpoint: Path | str) -> SamplerState:
 class RolloutWorker:
     """The `rollout_worker` of an AsyncGRPOTrainer (RolloutWorkerProtocol), with `ServiceWeights` as `weight_transfer`.
 
-    A `DynamicSampler` keeps `inflight` groups of `n` sessions running, and every row that trains goes into
-    `rollout_buffer` with the advantage of its session, of the kind `advantages`. While the buffer is full, with
-    `buffered` rows, groups are submitted only until `max_age` finished groups (at least one) are ready. `max_age`
-    should be the trainer's max_staleness: older groups are replaced before the trainer would drop their rows.
+    A `DynamicSampler` keeps `inflight` groups of `n` sessions running. Every row that trains is put into
+    `rollout_buffer`, with the advantage of its session; `advantages` selects how advantages are computed. While the
+    buffer is full (`buffered` rows), groups are submitted only until `max_age` finished groups (at least one) are
+    ready. `max_age` should equal the trainer's max_staleness: then groups that are too old are replaced before the
+    trainer drops their rows.
     """
 
     def __init__(
@@ -450,8 +456,7 @@ class RolloutWorker:
         self._started = True
 
     def stop(self) -> None:
-        """Cancel the groups that run, unless the worker has failed. Does nothing if the worker was not started, or is
-        stopped already."""
+        """Cancel the running groups, unless the worker has failed. Does nothing if the worker is not running."""
         self._started = False
         self._running.close()
 
@@ -461,7 +466,8 @@ class RolloutWorker:
             self._client.run(self._sampler.set_version(self._weights.version))
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the worker, and ServiceError if no row came for `stale_after_s` seconds."""
+        """Raise the error that ended the worker, or ServiceError if the worker is running and added no row for
+        `stale_after_s` seconds."""
         if self._failure is not None:
             raise self._failure
         if self._started and time.monotonic() - self._last_row > stale_after_s:
@@ -471,8 +477,8 @@ class RolloutWorker:
             )
 
     def state(self) -> SamplerState:
-        """The sampler's state. Rows in `rollout_buffer` count as trained on."""
-        if not self._started:  # nothing changes the state, and the client may be closed
+        """Return the sampler's state, in which the rows in `rollout_buffer` count as used for training."""
+        if not self._started:  # read directly, because nothing changes the state and the client may be closed
             return self._sampler.state()
         return self._client.run(_state_of(self._sampler))
 
@@ -485,7 +491,8 @@ class RolloutWorker:
                 yield
             finally:
                 filling.cancel()
-                if self._failure is None:  # after a failure the groups run on, for a worker that continues
+                # after a failure the groups run on, so that a new worker can continue with them
+                if self._failure is None:
                     await sampler.stop()
 
     async def _fill(self, sampler: DynamicSampler) -> None:
@@ -503,7 +510,8 @@ class RolloutWorker:
             raise ServiceError(
                 "the tasks are used up", hint="give them as a sequence, which is gone through again and again"
             )
-        except Exception as error:  # any error is kept: the trainer must not wait for ever
+        # any error, because `check_health` must report it: otherwise the trainer would wait for ever
+        except Exception as error:
             self._failure = error
 
     def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
@@ -530,8 +538,8 @@ class RolloutWorker:
 
 
 async def _state_of(sampler: DynamicSampler) -> SamplerState:
-    """Return the sampler's state. This coroutine runs on the sampler's event loop, so that nothing changes
-    meanwhile."""
+    """Return the sampler's state. This is a coroutine because it must run on the sampler's event loop, where nothing
+    changes the state during the read."""
     return sampler.state()
 
 
@@ -539,7 +547,8 @@ class ServiceWeights:
     """The `weight_transfer` of an AsyncGRPOTrainer (WeightTransferProtocol). It publishes the trainer's weights through
     `weights`.
 
-    One call to the service pauses the policy, has the weights loaded and resumes, so `pause` and `resume` do nothing.
+    One call to the service pauses the policy, has the engines load the weights, and resumes the policy. So `pause` and
+    `resume` do nothing.
     """
 
     def __init__(self, weights: PolicyWeights) -> None:
@@ -558,14 +567,16 @@ class ServiceWeights:
 
 
 class GroupRows(msgspec.Struct, frozen=True):
-    """One row for each session of a group, in sample order, and the other rows that train."""
+    """The rows of a group: `rows` has one row for each session, in sample order, and `left_out` the other rows that
+    train."""
 
     rows: list[BatchRow]
     left_out: list[TrainingRow]
 
 
 def rows_of(group: GroupView) -> GroupRows:
-    """Return the rows of a group. If no session has a row, raises the first error of a session."""
+    """Return the rows of a group. If no session has a row, raises the first error of a session, or ServiceError for a
+    group without sessions."""
     trajectories = trajectories_of(group, SETTINGS, logprobs=True)
     some = next((each.rows[0] for each in trajectories if each.rows), None)
     if some is None:
@@ -575,7 +586,7 @@ def rows_of(group: GroupView) -> GroupRows:
 
 
 def _batch_row(trajectory: Trajectory, other: TrainingRow) -> BatchRow:
-    """Return the first row of a session. For a session without rows, return a row that does not train, with the prompt
+    """Return the first row of a session. For a session without rows, returns a row that does not train, with the prompt
     of `other`."""
     row = trajectory.rows[0] if trajectory.rows else None
     if row is not None:
@@ -603,7 +614,7 @@ def _reward_of(session: SessionView) -> float | None:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise InvalidField for a trainer that would silently train on other data than the service's samples."""
+    """Raise InvalidField for a trainer that would train, without an error, on other data than the service's samples."""
     if not isinstance(trainer, ServiceLogprobs):
         raise InvalidField(
             f"{type(trainer).__name__} would not use the log-probabilities that tokens were sampled with",
@@ -622,9 +633,9 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) -> tuple[float | None, int]:
-    """Compare the engine's log-probabilities with those that the trainer computes from the weights of each token's
-    version. Return the largest difference, or None, and the number of tokens compared: those whose weights are still
-    stored."""
+    """Compare the engine's log-probabilities with the log-probabilities that the trainer computes from the weights of
+    each token's version. Return the largest difference and the number of tokens compared. Tokens whose weights are no
+    longer stored are not compared; the difference is None if no token is compared."""
     import torch
 
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
@@ -650,10 +661,11 @@ def _logprob_gap(trainer: Any, rollouts: Rollouts, output: Mapping[str, Any]) ->
 
 
 def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the model in a function that gives a row's first token position 0, as the engine did.
+    """Wrap the model in a function that assigns position 0 to a row's first token, as the engine does.
 
-    TRL pads prompts on the left and counts the padding. Rotary positions are relative, but their angles are rounded to
-    float32. So where attention is sharp, a shift by a few positions changes a log-probability by up to 8e-5.
+    TRL pads prompts on the left, and its positions count the padding. Rotary positions are relative, but their angles
+    are rounded to float32. So where attention is sharp, a shift by a few positions changes a log-probability by up to
+    8e-5.
     """
 
     def call(**inputs: Any) -> Any:
@@ -664,7 +676,7 @@ def _counting_from_first_token(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_weights(model: Any, state: Mapping[str, Tensor]) -> Callable[..., Any]:
-    """Wrap the model in a function that uses other parameters."""
+    """Wrap the model in a function that uses the parameters in `state` in place of the model's own."""
     from torch.func import functional_call
 
     def call(**inputs: Any) -> Any:

@@ -5,12 +5,12 @@ agent-loop manager for the V1 trainer that runs each prompt as a group.
     - name: outrider
       _target_: outrider.trainers.verl.RemoteAgentLoop
 
-Settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service's address is $OUTRIDER_URL, or comes
-from the named Ray actor that `start_service` makes, or from the setting `url`. With the setting `relay`, verl's own
-servers generate: a Ray actor attaches them to the service.
+The settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service's address comes from $OUTRIDER_URL,
+else from the named Ray actor that `start_service` makes, else from the setting `url`. With the setting `relay`, verl's
+own servers generate, and a Ray actor attaches these servers to the service.
 
-The service is used over HTTP only. Invariant: a session that cannot be trained on gives an error in place of samples;
-no sample is made up.
+The service is used over HTTP only. Invariant: a session that cannot be trained on raises an error; no sample is
+invented for it.
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ from outrider.trajectory import FinishReason, VersionSpan
 log = logging.getLogger("outrider.verl")
 
 START_SECONDS = 120.0
-"""Seconds for the service of `start_service` to become ready."""
+"""Maximum time, in seconds, until the service of `start_service` is ready."""
 READY = b"outrider is ready at "
-"""The text that `outrider serve` prints before its address."""
+"""The beginning of the line in which `outrider serve` prints its address."""
 ABORTED = ("aborted", "abort")
 ABORT_PAUSE = 1.0
-"""Seconds to wait before an aborted generation is continued, as in verl's own client. verl aborts generations while its
-servers load weights."""
+"""Time, in seconds, before an aborted generation is continued; the same as in verl's own client. verl aborts
+generations while its servers load weights."""
 SENT = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-"""Sampling parameters that are sent even if they are 0."""
+"""Sampling parameters that are sent even if their value is 0."""
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
 class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
-    """An output with a reward for each of its response ids. Otherwise the V1 trainer would give the score of a
-    session's last output to all outputs of the session, at their last ids, as the V0 trainer still does."""
+    """An output with a reward for each of its response ids. Without `rm_scores`, the V1 trainer would assign the score
+    of a session's last output to the last ids of all outputs of the session. The V0 trainer does so in any case."""
 
     token_rewards: list[float]
 
@@ -99,13 +99,14 @@ class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
 class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
     """Runs one trajectory as a group of one session.
 
-    For the V1 trainer, `run` returns an AgentLoopOutput for each row of the session, with the main conversation's row
-    last. The V0 trainer takes exactly one output.
+    For the V1 trainer, `run` returns a list with an AgentLoopOutput for each row of the session, with the main
+    conversation's row last. The V0 trainer accepts exactly one output, so for it `run` returns a single
+    AgentLoopOutput.
     """
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run one session. `row` is the dataset's row. Raises the session's error: an OutriderError that names the
-        boundary."""
+        """Run one session. `row` is the row of the dataset. Raises the session's error, and InvalidField for several
+        rows with the V0 trainer."""
         settings = settings_of(self.config)
         terms = terms_of(self.config, sampling_params)
         task = verl_task(settings, row, terms)
@@ -125,8 +126,8 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
 
 
 class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]  # verl has no types
-    """verl's V1 worker, except that a prompt is one group of n sessions: submitted at once, with a seed for each
-    session, one priority, and cancelled at once."""
+    """verl's V1 worker, except that the trajectories of a prompt are one group of n sessions. The group is submitted
+    and cancelled as a whole, has one priority, and each session has its own seed."""
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -138,18 +139,19 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         try:
             await self._roll_out(prompt, dict(sampling_params), validate)
             status = "finished"
-        except OutriderError as error:  # verl replaces the group, whatever the reason
+        except OutriderError as error:  # verl replaces a failed group, whatever the error is
             log.warning("the group of prompt %s failed: %s: %s", uid, error.code, error.message)
-        except Exception:  # a bug or a setting: verl waits for ever for a prompt that is neither finished nor failed
+        # a bug or a wrong setting, caught because verl waits for ever for a prompt without a final status
+        except Exception:
             log.exception("the group of prompt %s failed", uid)
         await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
     async def _roll_out(self, prompt: dict[str, Any], sampling: dict[str, Any], validate: bool) -> None:
-        """Run the group and store its rows. Nothing of a group that fails is stored. The setting `complete` decides
-        when a group fails."""
+        """Run the group and store its rows. Raises the first session's error if the group fails, by the setting
+        `complete`; no row of the group is then stored."""
         settings = settings_of(self.config)
         rollout = self.config.actor_rollout_ref.rollout
-        prompt.pop("agent_name", None)  # names an agent loop; this worker has none
+        prompt.pop("agent_name", None)  # the name of an agent loop, which this worker does not use
         n = int(prompt.pop("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
         if not prompt.pop("__do_sample__", True) and not validate:
             apply_greedy_sampling_params(sampling)
@@ -170,16 +172,17 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
 
 
 class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has no types
-    """`rollout.agent.agent_loop_manager_class` of the V1 trainer: verl's manager with `OutriderWorker`s."""
+    """verl's manager of agent loops, with `OutriderWorker`s. Set `rollout.agent.agent_loop_manager_class` of the V1
+    trainer to this class."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        settings_of(self.config)  # a wrong setting fails here once, and not in every rollout
+        settings_of(self.config)  # called so that a wrong setting raises here once, and not in every rollout
         self.agent_loop_workers_class = ray.remote(OutriderWorker)
 
 
 def settings_of(config: Any) -> VerlSettings:
-    """Return the settings in verl's whole config. Raises InvalidField."""
+    """Return the bridge's settings from verl's whole configuration. Raises InvalidField."""
     custom = config.actor_rollout_ref.rollout.get("custom")
     return verl_settings(OmegaConf.to_container(custom, resolve=True) if OmegaConf.is_config(custom) else custom)
 
@@ -203,8 +206,8 @@ async def roll_out(settings: VerlSettings, group: Mapping[str, Any], terms: Term
 
 
 async def with_address(settings: VerlSettings) -> VerlSettings:
-    """Return the settings with the service's address: $OUTRIDER_URL, else from the setting's Ray actor, else the
-    setting `url`. Raises InvalidField."""
+    """Return the settings with the service's address, which comes from $OUTRIDER_URL, else from the Ray actor in the
+    setting `actor`, else from the setting `url`. Raises InvalidField if there is no such actor."""
     if settings.actor is None or environment("OUTRIDER_URL"):
         return settings
     try:
@@ -228,23 +231,25 @@ def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
 
 
 def _step(row: Mapping[str, Any]) -> int:
-    """Return the trainer's step, which only the V1 trainer passes, else 0."""
+    """Return the trainer's step; 0 for the V0 trainer, which does not pass the step."""
     return int(row.get("global_steps", 0))
 
 
 class VerlGenerate:
-    """The `generate` function of a relay worker, on verl's own servers. It can be pickled, as its `client` can: an
-    LLMServerClient of verl.
+    """The `generate` function of a relay worker. It generates on verl's own servers. `client` is an LLMServerClient of
+    verl. It can be pickled, so this object can be pickled, too.
 
-    A generation that verl aborts to load new weights goes on as another request, after the ids sampled so far. The
-    tokens of a request come in one chunk, because verl does not stream. So each chunk has one version.
+    If verl aborts a generation to load new weights, another request continues after the ids sampled so far. verl does
+    not stream, so the tokens of a request come in one chunk, and all tokens of a chunk have the same version.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     async def __call__(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Generate. Raises ContextOverflow, EngineRejected, and EngineUnavailable for errors of verl's server."""
+        """Generate a reply, and yield its chunks. Raises ContextOverflow for a prompt that fills the context,
+        EngineRejected for a constraint, EngineUnavailable for errors of verl's server, and EngineError for missing
+        log-probabilities."""
         prompt = [int(token) for token in request.input_ids]
         rollout = self._client.config.actor_rollout_ref.rollout
         context = int(rollout.max_model_len or rollout.prompt_length + rollout.response_length)
@@ -279,7 +284,8 @@ class VerlGenerate:
                 ids=new,
                 logprobs=logprobs,
                 finish=FinishReason.LENGTH if len(ids) >= most else FinishReason.STOP,
-                # If a server did not report its version, the spans do not cover all tokens, and are left out.
+                # If a server did not report its version, the spans do not cover all tokens. Then the spans are left
+                # out.
                 versions=tuple(spans) if sum(span.end - span.start for span in spans) == len(ids) else (),
                 cached_tokens=output.extra_fields.get("num_cached_tokens"),
             )
@@ -287,8 +293,8 @@ class VerlGenerate:
 
     async def _attempt(self, session: str, prompt: list[int], params: dict[str, Any]) -> Any:
         client = self._client
-        # The client of verl's asynchronous trainers goes on after an abort by itself, but does not report at which
-        # position. So its base class is used, which returns after an abort.
+        # The client of verl's asynchronous trainers continues an aborted generation by itself, but does not report the
+        # position of the abort. So the method of the base class is used, which returns after an abort.
         generate = LLMServerClient.generate if isinstance(client, FullyAsyncLLMServerClient) else type(client).generate
         try:
             return await generate(client, session, prompt_ids=prompt, sampling_params=params)
@@ -298,11 +304,13 @@ class VerlGenerate:
 
 
 def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
-    """Return the sampling parameters for vLLM or SGLang, under the server's own names: verl passes them on unchanged.
-    Optional parameters with a neutral value are left out, because not every backend has them. Raises EngineRejected."""
+    """Return the sampling parameters for vLLM or SGLang (`backend`), under the names of this server, because verl
+    passes the parameters on unchanged. Optional parameters with a neutral value are left out, because not every backend
+    has them. Raises EngineRejected for a constraint."""
     if sampling.constraint is not None:
         raise EngineRejected("verl's servers cannot hold a reply to a form")
-    fields = {**msgspec.structs.asdict(sampling), "stop": list(sampling.stop)}  # the names are vLLM's
+    # our names of the fields are the same as vLLM's
+    fields = {**msgspec.structs.asdict(sampling), "stop": list(sampling.stop)}
     fields["stop_token_ids"] = list(sampling.stop_token_ids)
     del fields["max_tokens"]
     names = SGLANG_NAMES if backend == "sglang" else {}
@@ -319,13 +327,14 @@ class RelayActor:
         self._held.enter_context(worker.in_thread())
 
     def attached(self) -> bool:
-        """Return True. The call returns once the actor is made: after the service has accepted its worker."""
+        """Return True. Ray runs this method only after the constructor, so a caller that awaits the result knows that
+        the service has accepted the worker."""
         return True
 
 
 async def attach_servers(llm_client: Any, url: str, token: str | None, engine: str) -> None:
-    """Attach verl's servers to the service. One actor does so for the whole Ray job. The actor ends with the worker
-    that made it, and the next rollout makes another actor. Raises EngineUnavailable."""
+    """Attach verl's servers to the service by an actor, which is shared by the whole Ray job. If the verl worker that
+    made the actor ends, the actor also ends, and the next rollout makes another actor. Raises EngineUnavailable."""
     actor = _RELAYS.get((url, engine))
     if actor is None:
         options = {"name": f"outrider-relay-{engine}", "num_cpus": 0, "get_if_exists": True}
@@ -341,12 +350,12 @@ async def attach_servers(llm_client: Any, url: str, token: str | None, engine: s
 
 
 _RELAYS: dict[tuple[str, str], Any] = {}
-"""The relay actors of this process. Ray ends an actor when its maker drops the last handle, and no object of verl lives
-long enough to hold the handle."""
+"""The relay actors by URL and engine. The handles are in a module variable because Ray ends an actor when the process
+that made the actor drops the last handle, and no object of verl lives long enough to hold a handle."""
 
 
 class ServiceActor:
-    """Runs `outrider serve` in a process of its own, which ends when the actor ends."""
+    """Runs `outrider serve` in a child process, which ends when the actor ends."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._token = secrets.token_urlsafe(32)
@@ -356,15 +365,16 @@ class ServiceActor:
             "data": f"{self._folder.name}/data",
             "port": 0,
             "host": ray.util.get_node_ip_address(),
-            "tls": {"insecure": True},  # Ray's own traffic is not encrypted either, unless the cluster is set up for it
-            "plugins": {"allow": ["*"]},  # nobody but the trainer has the token
+            "tls": {"insecure": True},  # by default, Ray's own traffic is also not encrypted
+            "plugins": {"allow": ["*"]},  # safe, because only the trainer has the token
         }
         settings = {**own, **config, "token": self._token}
         env = {name: value for name, value in variables().items() if name != "OUTRIDER_URL"}
         for name, value in settings.items():
             env[f"OUTRIDER_{name.upper()}"] = value if isinstance(value, str) else json.dumps(value, default=str)
         command = [sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())", "serve"]
-        # The shell ends the service when the shell's input ends, however this process exits.
+        # The shell waits for the end of its standard input, and then ends the service. The input ends when this process
+        # exits, even if this process is killed.
         watch = '"$@" < /dev/null & child=$!; read -r _; kill "$child"; wait "$child"'
         with self._log.open("wb") as log_file:
             self._process = subprocess.Popen(
@@ -394,11 +404,11 @@ class ServiceActor:
         )
 
     def address(self) -> tuple[str, str]:
-        """Return the URL and the token, for AsyncClient."""
+        """Return the service's URL and token, for AsyncClient."""
         return self._url, self._token
 
     def stop(self) -> None:
-        """End the service. Its data folder is removed, unless `config` named another."""
+        """End the service, and wait for its end. The data folder is removed, unless `config` set another folder."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -406,9 +416,10 @@ class ServiceActor:
 
 
 def start_service(config: Mapping[str, Any], *, name: str = "outrider") -> Any:
-    """Run a service in a named Ray actor on this node, where `RemoteAgentLoop`s of the same Ray job find it. `config`
-    has the settings of `outrider serve`, such as model and engines. Returns the actor. Keep the actor, because the
-    service ends with it. Raises ServiceError, with the end of the service's log, if the service does not start."""
+    """Run a service in a named Ray actor on this node. `RemoteAgentLoop`s of the same Ray job find the actor by the
+    name. `config` has the settings of `outrider serve`, such as model and engines. Returns the handle of the actor.
+    Keep the handle, because the actor and the service end when the handle is dropped. Raises ServiceError, with the end
+    of the service's log, if the service does not start."""
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(ServiceActor).options(name=name, num_cpus=0, scheduling_strategy=here).remote(dict(config))
     try:

@@ -1,7 +1,7 @@
-"""The part of the verl bridge that does not need verl: its settings, the task of a dataset row, and a session's rows as
-the columns of verl's AgentLoopOutput.
+"""The part of the verl bridge that does not import verl: the settings, the conversion of a dataset row to a task, and
+the conversion of a session's rows to the columns of verl's AgentLoopOutput.
 
-Nothing here awaits. Invariant: a session that cannot be trained on raises; it never becomes a row.
+Nothing here awaits. Invariant: for a session that cannot be trained on, an error is raised and no row is returned.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from outrider.trajectory import LogprobKind
 SETTINGS = "actor_rollout_ref.rollout.custom.outrider"
 VARIABLE = "OUTRIDER_VERL"
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
-"""The sampling parameters that are taken from verl, because verl recomputes log-probabilities with them."""
+"""The sampling parameters that are taken from verl and not from the task, because verl uses them to recompute
+log-probabilities."""
 LABELS = ("uid", "index", "data_source", "global_steps")
-"""Columns of a row that become labels of its sessions, if the row has them."""
+"""Columns of a dataset row that become labels of the row's sessions. A row need not have them."""
 
 
 class VerlSettings(BridgeSettings):
-    """`rollout.custom.outrider`: the settings of all bridges, and these.
+    """The settings in `rollout.custom.outrider`: the settings of all bridges, and the following.
 
-    actor: the named Ray actor that runs the service, instead of `url`. relay: the name of the relay engine through
-    which verl's own servers generate. complete: whether "all" sessions of a prompt must succeed, or "any". Only the
-    manager uses `complete` and `evaluation_priority`: an agent loop gets a single trajectory, and not whether the
-    trajectory is for training or validation.
+    actor: the name of the Ray actor that runs the service, in place of `url`. relay: the name of the relay engine
+    through which verl's own servers generate. complete: with "all", a prompt fails if any of its sessions fails; with
+    "any", only if all fail. Only the manager uses `complete` and `evaluation_priority`, because an agent loop gets a
+    single trajectory, without the information whether the trajectory is for training or validation.
     """
 
     actor: Name | None = None
@@ -40,8 +41,8 @@ class VerlSettings(BridgeSettings):
 
 @dataclass(frozen=True)
 class Terms:
-    """verl's terms for a rollout: `rollout.prompt_length` and `.response_length` in tokens, whether log-probabilities
-    are required (`.calculate_log_probs`), and the sampling parameters."""
+    """verl's requirements for a rollout: `rollout.prompt_length` and `.response_length` in tokens, whether
+    log-probabilities are required (`.calculate_log_probs`), and verl's sampling parameters."""
 
     prompt_length: int
     response_length: int
@@ -50,8 +51,8 @@ class Terms:
 
 
 def verl_settings(custom: Mapping[str, Any] | None) -> VerlSettings:
-    """Return the settings in `rollout.custom`. Each call reads the settings anew, so that no two rollouts share a
-    nested value. Raises InvalidField."""
+    """Return the settings in `rollout.custom`. Each call reads the settings again, so rollouts do not share nested
+    values. Raises InvalidField."""
     return read_settings(VerlSettings, (custom or {}).get("outrider"), source=SETTINGS, variable=VARIABLE)
 
 
@@ -63,15 +64,16 @@ def verl_task(settings: VerlSettings, row: Mapping[str, Any], terms: Terms) -> d
     task = task_for(settings, row, prompt=row.get("raw_prompt"), sampling=sampling, labels=labels)
     limits = dict(task.get("limits") or {})
     own = limits.get("response_tokens")
-    if own is None or (isinstance(own, int) and own > terms.response_length):  # the service refuses other types
+    # any other type is left unchanged, because the service refuses it
+    if own is None or (isinstance(own, int) and own > terms.response_length):
         limits["response_tokens"] = terms.response_length
     return task | {"limits": limits}
 
 
 def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
-    """Set the seed of a task for one of `n` trajectories of a prompt, so that no two trajectories draw the same tokens.
-    (For a group of n sessions, the service does so.) `number` is the trajectory's number, None if verl does not pass
-    one. Raises InvalidField."""
+    """Change the seed of a task, if it has one, for one of the `n` trajectories of a prompt. Otherwise all trajectories
+    would draw the same tokens. (In a group of n sessions, the service changes the seeds.) `number` is the trajectory's
+    number, None if verl does not pass the number. Raises InvalidField for a seed without a number if `n` is above 1."""
     seed = task["sampling"].get("seed")
     if seed is None or (number is None and n == 1):
         return
@@ -85,13 +87,14 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[dict[str, Any]]:
-    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session that trains. The main
-    conversation's fields are last, because verl takes the last ones as the session's own. `step` is the version of
-    tokens whose engine reported no version. Raises the session's error.
+    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session that trains. The fields of
+    the main conversation are last, because verl treats the last fields as those of the session. `step` is used as
+    version if the engine reported no version. Raises the session's error, and EngineError if nothing in the session
+    trains within verl's lengths.
 
     The response columns have equal length, and at least one token has mask 1. `token_rewards` has a number for each
-    response id: the row's reward at the last id that trains, and the reward of a turn at the turn's end. The
-    `cut_tokens` of a row are those that would have trained, but lie behind verl's lengths.
+    response id: the row's reward at the last id that trains, and the reward of a turn at the turn's end. `cut_tokens`
+    is the number of tokens that would have trained but were cut off by verl's lengths or by `max_row_tokens`.
     """
     if trajectory.error is not None:
         raise trajectory.error
@@ -118,8 +121,8 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
             " compares them with its own, behind it",
             hint="have the engine report those of the sampling distribution, or set rollout.temperature=1.0",
         )
-    # Ids of a prompt behind prompt_length go to the response, with mask 0: so the prompt is not cut, and the sequence
-    # of ids is unchanged.
+    # The ids of a prompt after the first `prompt_length` ids become part of the response, with mask 0. So the prompt is
+    # not cut, and the sequence of ids is unchanged.
     start = min(row.start, terms.prompt_length)
     end = start + terms.response_length
     mask = row.mask[start:end]

@@ -1,7 +1,8 @@
-"""Publishes the weights of a policy in training to the engines of a service, through a folder that both can read.
+"""Publishes the weights of a policy in training to the engines of a service, through a folder that the trainer and the
+engines can read.
 
 The module is independent of the trainer. Invariant: each published version is higher than all earlier versions of the
-service, and has its own folder, which is complete before the service gets the folder's path.
+service, and has its own folder, which is complete before the folder's path is sent to the service.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class PolicyWeights:
         with PolicyWeights(client, model="models/tiny") as weights:
             weights.publish(model.named_parameters())
 
-    `folder`: the folder for weights; the engines must be able to read it under the same path. None makes a temporary
-    folder, for engines on this machine. `model`: the folder from which the model was loaded. Its configuration and
-    tokenizer are put beside each version's weights, for engines that load whole folders. `keep`: how many versions stay
-    on disk. `mode`: whether generations in flight "finish" before the engines load, or are cut off ("abort").
+    `folder`: the folder for weights, which the engines must be able to read under the same path. If None, a temporary
+    folder is made, for engines on this machine. `model`: the folder from which the model was loaded. Its configuration
+    and tokenizer are copied into each version's folder, for engines that load whole folders. `keep`: the number of
+    versions that stay on disk. `mode`: "finish" lets generations in flight finish before the engines load the weights;
+    "abort" cuts them off.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class PolicyWeights:
         if keep < 1:
             raise InvalidField(f"keep is {keep}; it must be at least 1", field="keep")
         self.version = -1
-        """The version that was published last, or that was passed to `begin_above`; -1 before."""
+        """The highest version that was published or passed to `begin_above`; -1 if there is none."""
         self._client = client
         self._folder = Path(folder) if folder is not None else None
         self._model = Path(model) if model is not None else None
@@ -79,15 +81,17 @@ class PolicyWeights:
         self._stack.close()
 
     def begin_above(self, version: int) -> None:
-        """Publish only versions above `version` from now on, whatever version the service has. A trainer that continues
-        from a checkpoint has tokens of this version, and the service may be new."""
+        """Publish only versions above `version` from now on, whatever version the service has. Needed by a trainer that
+        continues from a checkpoint: the trainer has tokens of this version, but the service may be new and start at a
+        lower version."""
         self.version = max(self.version, version)
 
     def publish(self, parameters: Iterable[tuple[str, Tensor]]) -> int:
-        """Write the parameters, have every engine load them, and return their version. Generations wait meanwhile.
+        """Write the parameters to disk, have every engine load them, and return the new version. Generations wait until
+        all engines have loaded the parameters.
 
-        Parameters have the names of the published model. Give tied parameters once. Raises InvalidField for the
-        parameters of an adapter, and the errors of the service.
+        Parameters must have the names of the published model. Tied parameters must be given once. Raises InvalidField
+        for the parameters of an adapter, and the errors of the service.
         """
         from safetensors.torch import save_file
 
@@ -99,8 +103,8 @@ class PolicyWeights:
                 hint="merge the adapter, and publish the merged model's parameters",
             )
         assert self._folder is not None, NOT_OPEN
-        # Folders of an earlier run, or of a failed publication, may exist. The new version is above theirs, so that no
-        # folder is written twice.
+        # Folders of an earlier run, or of a failed publication, may exist. The new version is higher than the versions
+        # of all existing folders, so no folder is written twice.
         there = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
         numbers = [int(number) for number in there if number.isdecimal()]
         version = 1 + max(self.version, self._client.policy().version, *numbers)
@@ -111,7 +115,7 @@ class PolicyWeights:
                 if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
                     shutil.copyfile(file, folder / file.name)
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        except BaseException:  # after any error, half a model must not stay on disk
+        except BaseException:  # after any error, also a cancellation, because half a model must not stay on disk
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._client.update_policy(version, mode=self._mode, weights=str(folder))
@@ -122,7 +126,7 @@ class PolicyWeights:
         return version
 
     def read(self, version: int) -> Mapping[str, Tensor] | None:
-        """Return the parameters of a version, None if they are no longer on disk."""
+        """Return the parameters of a version that this object published; None if they are no longer on disk."""
         from safetensors.torch import load_file
 
         if version not in self._written:

@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions, streamed and not. A session's memory holds its parsed tools."""
+"""The OpenAI Chat Completions dialect, with and without streaming. A session's `Memory` holds the parsed tools."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The replies of Chat Completions: whole, as a stream of server-sent events, and the list of models.
+"""Writes the replies of Chat Completions: whole replies, streams of server-sent events, and the list of models.
 
-Invariants: a streamed reply and a whole reply carry the same message; `return_token_ids` and `logprobs` report the
-engine's own numbers, position by position.
+Invariants: a streamed reply and a whole reply carry the same message; for `return_token_ids` and `logprobs`, the reply
+has the engine's own numbers, one for each token.
 
 Source: OpenAI API reference, "The chat completion object" and "The chat completion chunk object"; `prompt_token_ids`,
 `token_ids` and `max_model_len` as vLLM serves them.
@@ -31,7 +31,8 @@ MODEL = "/v1/models/"
 
 OWNER = "outrider"
 UNKNOWN_LOGPROB = -9999.0
-"""Stands for a log-probability without a JSON form, such as minus infinity; vLLM sends the same number."""
+"""Written in place of a log-probability that JSON cannot express, such as minus infinity. vLLM sends the same
+number."""
 
 
 def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
@@ -70,15 +71,17 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def finish_reason(completion: Completion) -> str:
-    """`tool_calls`, `stop` or `length`. A reply cut off by its limit or an abort is `length` even if it holds complete
-    calls: the dialect has no word for an abort, and clients read `stop` as a complete reply."""
+    """Return `tool_calls`, `stop` or `length`. The reason is `length` for a reply that was cut off by its limit or by
+    an abort, even if the reply has complete calls: the dialect has no value for an abort, and clients take a reply with
+    `stop` for complete."""
     if completion.finish is not FinishReason.STOP:
         return "length"
     return "tool_calls" if completion.reply.tool_calls else "stop"
 
 
 def usage(completion: Completion) -> dict[str, Any]:
-    """Token counts. The number of reasoning tokens is known only for a reply without reasoning: 0."""
+    """Return the token counts. Reasoning tokens are not counted separately, so their number is given only for a reply
+    without reasoning, as 0."""
     return {
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.completion_tokens,
@@ -95,10 +98,10 @@ def tool_call_object(call: ToolCall) -> dict[str, Any]:
 def logprob_entries(
     ids: Iterable[int] | None, logprobs: Iterable[float], pieces: Sequence[bytes]
 ) -> list[dict[str, Any]]:
-    """`logprobs.content`: one entry for each token. A token whose text is unknown is named by its id; if the id is
-    unknown, too, the text is empty.
+    """Return the value of `logprobs.content`: one entry for each token. If the texts of the tokens (`pieces`) are
+    unknown, each entry has the token's id as text; if the ids are also unknown, the texts are empty.
 
-    `top_logprobs` is always empty: engines return the log-probability of the sampled token alone.
+    `top_logprobs` is always empty, because engines return the log-probability of the sampled token only.
     """
     if not pieces and ids is not None:
         pieces = [b"token_id:%d" % number for number in ids]
@@ -114,16 +117,17 @@ def logprob_entries(
 
 
 def ids_json(ids: Ids | None) -> msgspec.Raw | None:
-    """Token ids as encoded JSON, or None if they are unknown."""
+    """Encode token ids as a JSON array. Returns None if the ids are unknown."""
     if ids is None:
         return None
-    # orjson writes the array itself: a prompt has too many ids for an intermediate list of Python integers.
+    # orjson encodes the array directly, because a prompt has too many ids to convert them to a list of Python integers
+    # first.
     packed = np.ascontiguousarray(ids, dtype=np.int32)
     return msgspec.Raw(orjson.dumps(packed, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 class ChatStream:
-    """`StreamWriter` of Chat Completions. A call of `delta` before `open` raises AttributeError."""
+    """Implements `StreamWriter` for Chat Completions. A call of `delta` before `open` raises AttributeError."""
 
     content_type = EVENT_STREAM
     ping = COMMENT
@@ -166,7 +170,7 @@ class ChatStream:
             if delta.text:
                 written += self._content_head + line(delta.text) + self._content_tail
             return written
-        # With log-probabilities or ids, one chunk has all tokens of the step, also if they add no text yet.
+        # With log-probabilities or ids, one chunk has all tokens of the step, even if these tokens add no text yet.
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -185,7 +189,7 @@ class ChatStream:
             for index, call in enumerate(completion.reply.tool_calls)
         ]
         chunks.append(self._chunk({}, finish=finish_reason(completion)))
-        if self._usage:  # a chunk of its own without choices, as the API documents `stream_options`
+        if self._usage:  # the usage is in a separate chunk without choices, as documented for `stream_options`
             chunks.append(self._head + b'],"usage":' + line(usage(completion)) + b"}\n\n")
         chunks.append(DONE)
         return b"".join(chunks)
@@ -202,7 +206,7 @@ class ChatStream:
         ids: list[int] | None = None,
         after: bytes = b"",
     ) -> bytes:
-        """One chunk event; `after` is encoded JSON after its choices."""
+        """Write one chunk event. `after` is encoded JSON that follows the chunk's choices."""
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         if ids is not None:
             choice["token_ids"] = ids
@@ -210,7 +214,7 @@ class ChatStream:
 
 
 def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
-    """The list of models, or the model that the path names. Raises NotFound."""
+    """Write the list of models, or the one model that the path names. Raises NotFound for an unknown model."""
     if not call.path.startswith(MODEL):
         listed = [model_object(*named) for named in contexts.items()]
         return msgspec.json.encode({"object": "list", "data": listed})
@@ -221,6 +225,6 @@ def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
-    """One model. `max_model_len` is absent if the size of the context is unknown."""
+    """Return the object of one model. `max_model_len` is absent if the size of the context is unknown."""
     context = {} if context_tokens is None else {"max_model_len": context_tokens}
     return {"id": name, "object": "model", "created": 0, "owned_by": OWNER, **context}

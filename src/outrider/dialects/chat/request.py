@@ -1,10 +1,11 @@
-"""The parser of a Chat Completions request body, which returns a `ModelRequest`.
+"""Parses a Chat Completions request body into a `ModelRequest`.
 
-Invariant: only needed data is parsed, so reading a request costs one scan of its bytes. Only `ChatMessages.parse`
-decodes messages.
+Invariant: reading a request costs one scan of its bytes, because only needed data is decoded. Messages are decoded
+later, by `ChatMessages.parse`.
 
-A tool of any type but `function` is hosted: nothing here runs such a tool, so its type is noted and the model does not
-see the tool. Only the type `custom` is refused: the client would run the tool, but a Chat reply could not call it.
+A tool of the type `custom` is refused: the client would run the tool, but a Chat reply could not call it. A tool of any
+other type but `function` is hosted: nothing here runs such a tool, so its type is noted and the model does not see the
+tool.
 
 Source: OpenAI API reference, "Create chat completion"; `reasoning` in messages and `return_token_ids` from vLLM,
 `reasoning` and `thinking` of the request from OpenRouter and Z.ai.
@@ -106,7 +107,7 @@ _BODY = BodyReader(_Body, CHAT)
 _MESSAGE = msgspec.json.Decoder(_Message)
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
-# `developer` is OpenAI's newer word for `system`. `function` was the role of a function's result before OpenAI's API
+# `developer` is OpenAI's newer name for `system`. `function` was the role of a function's result before OpenAI's API
 # had tools.
 _ROLES = {
     "system": Role.SYSTEM,
@@ -117,13 +118,14 @@ _ROLES = {
     "function": Role.TOOL,
 }
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Types of text parts. Clients that also use Responses send the types of that API here, too."""
+"""Types of text parts. Clients that also use the Responses API send the types of that API in Chat requests, too."""
 _TOOL_CHOICES = frozenset({"none", "auto", "required"})
 _REASONING_KEYS = frozenset({"effort", "enabled", "max_tokens", "exclude", "summary"})
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse the request in `body`. Raises RequestError. A malformed message raises later, when it is parsed."""
+    """Parse the request in `body`. Raises RequestError. A malformed message raises RequestError later, when the message
+    is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if not wire.messages:
@@ -132,8 +134,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     notes += [TOOL + kind for kind in tools.hosted]
     _check_tool_choice(wire.tool_choice, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
-    # Thinking can be switched in any of the clients' spellings: `reasoning.enabled` wins over an effort of `none`,
-    # which wins over `thinking` and the template's variables.
+    # Clients switch thinking on or off by different fields. If fields disagree, `reasoning.enabled` counts before an
+    # effort of `none`, and an effort of `none` before `thinking` and the template's variables.
     thinking = read_thinking(wire, wire.thinking, notes)
     reasoning = wire.reasoning or {}
     note_unknown("reasoning", reasoning, _REASONING_KEYS, notes)
@@ -146,7 +148,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         notes.append("reasoning.max_tokens")
     if isinstance(enabled := reasoning.get("enabled"), bool):
         thinking = enabled
-    # `max_tokens` is deprecated; clients that send both mean the newer field.
+    # `max_tokens` is deprecated: if a client sends both fields, the newer one counts.
     limit = wire.max_tokens if wire.max_completion_tokens is None else wire.max_completion_tokens
     sampling = read_sampling(
         wire,
@@ -171,7 +173,8 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _read_tools(raw: bytes) -> DeclaredTools:
-    """Parse the tools into OpenAI's form with their keys in the client's order; a bare function is wrapped."""
+    """Parse the tools into OpenAI's form, with the keys in the client's order. A function without the enclosing
+    `{"type": "function", "function": …}` gets it."""
     specs: list[ToolSpec] = []
     hosted: list[str] = []
     sent = decode(_TOOLS, raw, "tools") if raw else None
@@ -196,8 +199,8 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 
 def _check_tool_choice(choice: str | dict[str, Any] | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> None:
-    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted: nothing makes the model
-    call a tool."""
+    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted as without effect, because
+    nothing can force the model to call a tool."""
     if choice in (None, "none", "auto"):
         return
     notes.append("tool_choice")
@@ -214,7 +217,7 @@ def _check_tool_choice(choice: str | dict[str, Any] | None, tools: tuple[ToolSpe
 
 
 class ChatMessages:
-    """`WireMessages` over the raw JSON of each message."""
+    """Implements `WireMessages` with the raw JSON of each message."""
 
     __slots__ = ("_raws",)
 
@@ -238,7 +241,7 @@ class ChatMessages:
 
 
 def parse_message(raw: Raw | bytes, where: str) -> Message:
-    """Parse one message. `where` is its path for errors, such as `messages[3]`. Raises RequestError."""
+    """Parse one message. `where` is the message's path in the request, such as `messages[3]`. Raises RequestError."""
     wire = decode(_MESSAGE, raw, where)
     role = _ROLES.get(wire.role)
     if role is None:
@@ -257,7 +260,7 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     return Message(
         role=role,
         content=joined_text(parts),
-        # Clients send back the field they support: `reasoning_content` as it is served here, or vLLM's newer
+        # Clients send back the field that they support: `reasoning_content`, the field of our replies, or vLLM's newer
         # `reasoning`.
         reasoning=wire.reasoning_content or wire.reasoning or None,
         tool_calls=_tool_calls(wire, where),
@@ -281,7 +284,7 @@ def _part(part: _Part, where: str) -> Part:
 
 
 def _tool_calls(wire: _Message, where: str) -> tuple[ToolCall, ...]:
-    # In `function_call`, clients sent a single call without an id before OpenAI's API had tools.
+    # `function_call` is the field from before OpenAI's API had tools: a single call without an id.
     if wire.function_call is not None and not wire.tool_calls:
         arguments = arguments_from_text(wire.function_call.arguments, f"{where}.function_call.arguments")
         return (ToolCall("", wire.function_call.name, arguments),)

@@ -1,8 +1,9 @@
-"""Google generateContent, streamed and not. A session's memory holds its parsed tools and its
-`history.HistoryMemory`.
+"""The dialect of Google's generateContent, with and without streaming. A session's `Memory` holds the parsed tools and
+a `history.HistoryMemory`.
 
-The dialect's paths are all of `/v1beta/` and `/v1alpha/`, and the methods of models under `/v1/models/`. OpenAI's API
-has the routes of models in `/v1`, too: this dialect serves a client that sends its key in Google's header.
+The dialect serves all paths under `/v1beta/` and `/v1alpha/`, and the methods of models under `/v1/models/`. OpenAI's
+API also has `GET /v1/models` and `GET /v1/models/…`; this dialect serves such a call if the client sends its key in
+Google's header.
 """
 
 from __future__ import annotations

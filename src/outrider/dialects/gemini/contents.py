@@ -1,13 +1,14 @@
-"""The parser of one `Content` of the Google dialect: its parts, and the text, images, calls and tool results in them.
+"""Parses one `Content` of the Google dialect: the text, images, calls and tool results in its parts.
 
-The parser handles one content at a time; `history.py` assigns a tool's result to its call. Invariant: a part that
-cannot be shown to the model raises RequestError. Only the work of tools on Google's own servers (`WirePart.hosted`) is
-left out, and its kinds are added to the request's notes.
+The parser sees one content at a time; `history.py` assigns each tool result to its call. Invariant: a part that cannot
+be shown to the model raises RequestError. The only exceptions are parts with work of tools on Google's own servers
+(`WirePart.hosted`), which are left out; their kinds are added to the request's notes.
 
-The model sees a tool's result as text. `response` is an object on the wire, and clients with text alone put it under a
-single key. So an object with the single key `output`, `result` or `content` (and perhaps the tool's own `name` beside
-it) is shown as the value of that key: a string unchanged, any other value as JSON. Every other object, including
-`{"error": ...}`, is shown whole, as JSON: the model should see the error.
+The model sees a tool's result as text. `response` is an object on the wire, and clients whose tools return text put the
+text under a single key. So if an object has only the key `output`, `result` or `content` (and perhaps `name` with the
+tool's own name), the model sees the value of this key: a string unchanged, any other value as JSON. The model sees
+every other object whole, as JSON. So an object `{"error": ...}` is shown with its key, which marks the text as an
+error.
 
 Source: Google AI API reference, "Content", "Part", "FunctionCall", "FunctionResponse".
 """
@@ -36,15 +37,15 @@ from outrider.dialects.reading import (
 from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_url, message_of_parts
 
 SIGNED = b"outrider:"
-"""The prefix of our thought signatures, before the id of the call with the signature."""
+"""The prefix of our thought signatures. After the prefix, a signature has the id of its call."""
 
-# A role may be left out; older clients use `function` as the role of tool results.
+# A content without a role is the user's. Older clients use `function` as the role of tool results.
 _ROLES = {None: Role.USER, "": Role.USER, "user": Role.USER, "function": Role.USER, "model": Role.ASSISTANT}
 _TEXT_KEYS = frozenset({"output", "result", "content"})
 _SNAKE_CASE_KEY = re.compile(rb'_(?:signature|call|response|data|type|uri|code|result)"')
-"""The end of a part's key in snake_case. Most contents have no such key, and are decoded in one pass."""
+"""Matches the end of a part's key in snake_case. Most contents have no such key, and are decoded in one pass."""
 _INVALID_KEY = b'{"' + INVALID_JSON.encode()
-_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # each letter may be an escape
+_LONGEST_KEY = len(_INVALID_KEY) * len("\\u0041")  # long enough if each letter is written as an escape
 _URLSAFE = bytes.maketrans(b"-_", b"+/")
 
 
@@ -90,7 +91,7 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def hosted(self) -> tuple[str, ...]:
-        """The names of the fields with the work of a tool on Google's servers."""
+        """The names of the part's fields that hold work of a tool on Google's servers."""
         if not (self.executable_code or self.code_execution_result or self.tool_call or self.tool_response):
             return ()
         sent = {
@@ -103,8 +104,8 @@ class WirePart(msgspec.Struct, frozen=True, rename="camel", gc=False):
 
     @property
     def kinds(self) -> int:
-        """The number of kinds of data in the part. A part with more than 1 is refused. The number is 0 for a part with
-        a signature alone, and for hosted work."""
+        """The number of kinds of data in the part, without hosted work. A part with more than one kind is refused. A
+        part may have none, for example if it has only a signature."""
         others = (self.function_call, self.function_response, self.inline_data, self.file_data)
         return (1 if self.text else 0) + len(others) - others.count(None)
 
@@ -130,7 +131,7 @@ _STRING = msgspec.json.Decoder(str)
 
 
 def role_of(raw: Raw, where: str) -> Role:
-    """The role of a content, without parsing its parts. Raises RequestError."""
+    """Return the role of a content, without parsing the content's parts. Raises RequestError."""
     head = decode(_HEAD, raw, where)
     role = _ROLES.get(head.role)
     if role is None:
@@ -139,7 +140,7 @@ def role_of(raw: Raw, where: str) -> Role:
 
 
 def parts_of(raw: Raw, where: str) -> list[WirePart]:
-    """The parts of a content. Raises RequestError with the name of the part."""
+    """Return the parts of a content. Raises RequestError with the path of the wrong part."""
     data = bytes(raw)
     if (b"_" in data and _SNAKE_CASE_KEY.search(data)) or has_escaped_letters(data):
         wire = decode(_LOOSE_CONTENT, raw, where)
@@ -155,7 +156,8 @@ def parts_of(raw: Raw, where: str) -> list[WirePart]:
 
 
 def system_message(raw: Raw, where: str) -> Message:
-    """The system instruction: a text, a Content (of any role), or parts. Raises RequestError."""
+    """Return the system message for an instruction that is a text, a Content (of any role), or a list of parts. Raises
+    RequestError."""
     if is_text(raw):
         return Message(role=Role.SYSTEM, content=decode(_STRING, raw, where))
     texts: list[str] = []
@@ -174,14 +176,15 @@ def system_message(raw: Raw, where: str) -> Message:
 
 
 def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Message:
-    """The user message in `parts`. The first of them is part `start` of the content `where`. Raises RequestError."""
+    """Return the user message in `parts`. The first of these parts is part number `start` of the content at the path
+    `where`. Raises RequestError."""
     read: list[Part] = []
     for index, part in enumerate(parts, start):
         at = f"{where}.parts[{index}]"
         if part.function_call is not None:
             refuse(f"{at}.functionCall", "only a content of role 'model' has function calls")
-        # `history.py` makes separate messages of tool results, which it finds by the bytes of their key. A result that
-        # is found only here has a key that those bytes do not show.
+        # `history.py` searches the content's bytes for the key of tool results, and makes separate messages of the
+        # results. If a result appears only here, its key is written with escapes, and the search missed the key.
         if part.function_response is not None:
             refuse(f"{at}.functionResponse", "has a key that is written with escapes: write it in plain letters")
         if part.hosted:
@@ -194,7 +197,8 @@ def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Messa
 
 
 def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
-    """The tool message with the result of the call `call_id`; `where` is the path of its part. Raises RequestError."""
+    """Return the tool message with the result of the call `call_id`. `where` is the path of `part` in the request.
+    Raises RequestError."""
     answer = part.function_response
     assert answer is not None
     at = f"{where}.functionResponse"
@@ -203,7 +207,7 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
         value: Any = decode(_OBJECT, answer.response, f"{at}.response")
         name = answer.name
         keys = [key for key, inner in value.items() if inner is not None and not (key == "name" and inner == name)]
-        if len(keys) == 1 and keys[0] in _TEXT_KEYS:  # a client that has only text (module heading)
+        if len(keys) == 1 and keys[0] in _TEXT_KEYS:  # the tool returns text (see the module's heading)
             value = value[keys[0]]
         read.append(Text(value if isinstance(value, str) else msgspec.json.encode(value).decode()))
     for index, item in enumerate(items(answer.parts, f"{at}.parts")):
@@ -216,7 +220,7 @@ def tool_message(part: WirePart, where: str, call_id: str | None) -> Message:
 
 
 def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
-    """Raise RequestError for parts foreign to a model's reply."""
+    """Raise RequestError for parts that a model's reply cannot have: tool results, images and files."""
     for index, part in enumerate(parts):
         at = f"{where}.parts[{index}]"
         if part.function_response is not None:
@@ -226,7 +230,7 @@ def check_model_parts(parts: Sequence[WirePart], where: str) -> None:
 
 
 def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
-    """The assistant message of a content; `ids` are the ids of its calls, in order."""
+    """Return the assistant message of the model's parts; `ids` are the ids of its calls, in order."""
     calls = [part.function_call for part in parts if part.function_call is not None]
     return Message(
         role=Role.ASSISTANT,
@@ -239,27 +243,29 @@ def model_message(parts: Sequence[WirePart], ids: Sequence[str]) -> Message:
 
 
 def reply_text(parts: Sequence[WirePart]) -> str:
-    """The text of a model's parts, without its thoughts."""
+    """Return the text of a model's parts, without the thoughts."""
     return "".join([part.text for part in parts if part.text and not part.thought])
 
 
 def arguments_on_wire(arguments: str) -> bytes:
-    """A call's arguments as the JSON object that the dialect requires. Text that is no object is wrapped in an object,
-    and `arguments_from_wire` unwraps the text. An object that looks like the wrapper is wrapped, too."""
+    """Return a call's arguments as a JSON object, which the dialect requires. Text that is no JSON object is wrapped in
+    an object with the key INVALID_JSON, and `arguments_from_wire` unwraps the text. An object that looks like such a
+    wrapper is wrapped, too."""
     try:
         if not is_invalid_json_object(_OBJECT.decode(arguments)):
             return msgspec.json.format(arguments, indent=-1).encode()
     except (msgspec.DecodeError, ValueError, RecursionError):
-        pass  # not an object
+        pass  # the text is not a JSON object
     return msgspec.json.encode({INVALID_JSON: arguments.encode("utf-8", "replace").decode()})
 
 
 def arguments_from_wire(args: Raw) -> str:
-    """A call's arguments as JSON text, compact and otherwise unchanged. A wrapped text is unwrapped."""
+    """Return a call's arguments as JSON text, without white space and otherwise unchanged. A wrapped text is
+    unwrapped."""
     if is_absent(args):
         return "{}"
     compact = msgspec.json.format(bytes(args), indent=-1)
-    # Arguments can be long, and wrappers are rare: only arguments whose first key may be the wrapper's are decoded.
+    # Arguments can be long and wrappers are rare, so arguments are decoded only if their first key may be INVALID_JSON.
     key = compact[:_LONGEST_KEY].partition(b'":"')[0]
     if key == _INVALID_KEY or has_escaped_letters(key):
         value = _OBJECT.decode(compact)
@@ -269,12 +275,13 @@ def arguments_from_wire(args: Raw) -> str:
 
 
 def signature(call_id: str) -> str:
-    """A thought signature (base64) with the call's id, for clients that keep signatures and drop ids."""
+    """Return a thought signature (base64) that contains the call's id, for clients that send signatures back and drop
+    ids."""
     return base64.b64encode(SIGNED + call_id.encode("utf-8", "replace")).decode()
 
 
 def signed_id(sent: str | None) -> str | None:
-    """The id in one of our signatures, in either alphabet of base64; None for any other signature."""
+    """Return the call's id in one of our signatures; None for any other signature. Accepts both alphabets of base64."""
     if not sent:
         return None
     try:
@@ -285,7 +292,7 @@ def signed_id(sent: str | None) -> str | None:
 
 
 def _part(raw: Raw, where: str) -> WirePart:
-    """Parse one part, in either spelling of the keys."""
+    """Parse one part, with keys in camelCase or snake_case. Raises RequestError."""
     named = fields(raw, where)
     for name in ("inlineData", "fileData"):
         if name in named:
@@ -301,7 +308,8 @@ def _refuse_mixed_part(where: str) -> None:
 
 
 def _image(part: WirePart, where: str) -> Image | None:
-    """The image of a part; None for a part without an image."""
+    """Return the image of a part; None for a part without an image. Raises RequestError for data of another media
+    type."""
     if (blob := part.inline_data) is not None:
         at = f"{where}.inlineData"
         if blob.mime_type is None or not blob.mime_type.startswith("image/"):

@@ -1,26 +1,28 @@
-"""The messages of a Google request, and the assignment of ids to calls whose ids the client changed or dropped.
+"""Parses the contents of a Google request into messages, and assigns ids to calls whose ids the client changed or
+dropped.
 
-A content is read once per session. Of a user's content without tool results, only the role is decoded then. Invariant:
-a call made here keeps its original id, whatever the client does to ids; `raw(i)` contains the ids with which message
-`i` is parsed.
+A content is read once per session. If a user's content has no tool results, only its role is decoded at this point.
+Invariants: a call from one of our replies keeps its original id, whatever the client does to ids; `raw(i)` contains the
+ids with which message `i` is parsed.
 
-One content can be several messages (each tool result is a message). Adjacent contents of role `model` are one message:
-some clients keep a stream's chunks apart and send them back in the same way.
+One content can become several messages, because each tool result becomes a message. Adjacent contents of role `model`
+become one message, because some clients store the chunks of a stream as separate contents and send them back in this
+form.
 
-Clients keep our ids, drop them, put the tool's name in front, or replace them. The id of a call is therefore the first
-of these that exists:
+Clients send our ids back unchanged, put the tool's name before an id, or drop or replace ids. So the id of a call is
+the first of these ids that exists:
 
 1. the id in the request, if it is one of ours;
 2. the id in the call's thought signature;
-3. the id recorded for our reply at the same position of the history. A position is the digest of everything before the
-   message and of the message itself, without ids and thoughts;
-4. if no call of the message has an id in the request: the id in an earlier reply with the same text and calls. A reply
-   counts for one message of the request only;
-5. the id in the request, whoever made it;
-6. a number.
+3. the id recorded for our reply at the same position of the history. A position is identified by the digest of the
+   message and of everything before the message, without ids and thoughts;
+4. if no call of the message has an id in the request: the id in an earlier reply with the same text and calls. The ids
+   of one reply are used for one message of the request only;
+5. the id in the request, even if it is not one of ours;
+6. `call_` and a number.
 
-The ids chosen at a position do not change later. A tool result belongs to the call with the same id, else to the first
-call of the same name without a result.
+The ids chosen at a position do not change later. A tool result belongs to the call with the same id; without such a
+call, to the first call of the same name that has no result yet.
 """
 
 from __future__ import annotations
@@ -51,23 +53,24 @@ from outrider.dialects.reading import decode, is_absent, refuse
 from outrider.messages import Message, Role
 
 EXACT_INTEGER = 2**53
-"""A client may send the number 3.0 back as 3. Up to this integer a float is exact, and the two are taken to be the
-same."""
+"""The largest integer up to which 3.0 and 3 count as the same number, because a client may send 3.0 back as 3. Up to
+this integer, floats represent integers exactly."""
 
 KEPT_READERS = 64
-"""Maximum kept readers of a session. A request that continues the history of a kept reader costs only its new contents.
-The readers of the latest requests are kept, sub-agents' included."""
+"""Maximum number of readers stored for a session, for the latest requests of the agent and its sub-agents. If a request
+continues the history of a stored reader, only the request's new contents are read."""
 
 _FUNCTION = (b"unction", rb"\u006", rb"\u007")
-"""A content without any of these byte strings has no tool result. The first is part of `functionResponse` and
-`function_response`; the others begin the escapes of letters in these names."""
+"""A content without any of these byte strings has no tool result. The first string is part of the keys
+`functionResponse` and `function_response`; the others are the beginnings of JSON escapes of letters, because a key may
+be written with escapes."""
 
 digest = xxhash.xxh3_128_digest
 
 
 class _Call(msgspec.Struct, frozen=True, gc=False):
-    """A call in the history. `signed` is the id in the call's signature; `arguments` are as `_one_spelling` writes
-    them."""
+    """A call in the history. `signed` is the id in the call's thought signature. `arguments` are in the form of
+    `_one_spelling`."""
 
     name: str
     id: str | None
@@ -76,7 +79,8 @@ class _Call(msgspec.Struct, frozen=True, gc=False):
 
 
 class _PartRange(msgspec.Struct, frozen=True, gc=False):
-    """The parts [start, stop) of a user's content, which form one message. `name` and `id` belong to a tool result."""
+    """The parts [start, stop) of a user's content, which become one message; `stop` is None for the end of the content.
+    `is_answer` is True for a tool result, whose function name and call id are `name` and `id`."""
 
     start: int
     stop: int | None = None
@@ -86,9 +90,9 @@ class _PartRange(msgspec.Struct, frozen=True, gc=False):
 
 
 class _ReadContent(msgspec.Struct, frozen=True, gc=False):
-    """The data that the history keeps of a content: `ranges` for a user's content, all other fields for the model's.
-    `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` names the work of tools
-    on Google's servers."""
+    """The stored data of a content: `ranges` for a user's content, the fields after `ranges` for a content of the
+    model. `said` is the digest of the model's text and calls, without ids and thoughts. `hosted` names the work of
+    tools on Google's servers."""
 
     role: Role
     digest: bytes
@@ -100,8 +104,9 @@ class _ReadContent(msgspec.Struct, frozen=True, gc=False):
 
 
 class HistoryMemory:
-    """The history of one session: the ids of its calls (`given_ids`, `ids_by_path`, `ids_by_reply`), every decoded
-    content by its digest, and the readers of the latest requests by the digest of their contents."""
+    """The stored history of one session: the ids of calls (`given_ids`: all ids in our replies; `ids_by_path`: by
+    position; `ids_by_reply`: by the reply's text and calls), the data of each content by its digest, and the readers of
+    the latest requests by the digest of their contents."""
 
     def __init__(self) -> None:
         self.contents: dict[bytes, _ReadContent] = {}
@@ -112,8 +117,9 @@ class HistoryMemory:
 
 
 class _Span(msgspec.Struct, frozen=True, gc=False):
-    """A message: its contents and parts, and the ids of its calls. For a tool result, `ids` has the id of the call that
-    it belongs to. `key` determines all of these."""
+    """The position of a message in the request: `contents` are indexes of contents, and [start, stop) is the range of
+    parts. `ids` are the ids of the message's calls; for a tool result, the id of the call that the result belongs to.
+    `key` determines how the message is parsed."""
 
     key: bytes
     role: Role
@@ -124,9 +130,9 @@ class _Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class GeminiHistory:
-    """`WireMessages` over a system instruction (b"" for none) and contents. `hosted` names the work of tools on
-    Google's servers, which the model does not see. Raises RequestError for errors in new contents. The parts of a
-    user's content without tool results are checked later, by `parse`."""
+    """Implements `WireMessages` for a system instruction (b"" for none) and contents. `hosted` names the work of tools
+    on Google's servers, which the model does not see. Raises RequestError for errors in new contents. If a user's
+    content has no tool results, its parts are checked later, by `parse`."""
 
     __slots__ = ("_contents", "_decoded", "_memory", "_place", "_spans", "_system", "hosted")
 
@@ -161,7 +167,8 @@ class GeminiHistory:
             return system_message(self._system, "systemInstruction")
         parts: list[WirePart] = []
         for at in span.contents:
-            # The newest content stays decoded, because each tool result in it is a separate message.
+            # The content that was decoded last is stored, because each of its tool results is parsed by a separate call
+            # of this method.
             if self._decoded[0] != at:
                 self._decoded = (at, parts_of(self._contents[at], f"contents[{at}]"))
             parts += self._decoded[1]
@@ -175,7 +182,7 @@ class GeminiHistory:
                 return user_message(parts[span.start : span.stop], first, span.start)
 
     def answered(self, reply: Message) -> None:
-        """Record the reply to this request."""
+        """Record the ids of the calls in the reply to this request."""
         if not reply.tool_calls:
             return
         ids = tuple([call.id for call in reply.tool_calls])
@@ -190,15 +197,15 @@ class GeminiHistory:
 
 
 class _WaitingCall(msgspec.Struct, gc=False):
-    """A call without a result."""
+    """A call whose result was not read yet."""
 
     name: str
     id: str
 
 
 class _HistoryReader:
-    """Reads contents in order into spans. `place` is the digest of all contents so far, without the ids and thoughts of
-    the model's contents."""
+    """Reads contents in order, and makes a span for each message. `place` is the digest of all contents read so far,
+    without the ids and thoughts of the model's contents."""
 
     def __init__(self, memory: HistoryMemory) -> None:
         self.place = b""
@@ -214,7 +221,7 @@ class _HistoryReader:
 
     @classmethod
     def read(cls, memory: HistoryMemory, contents: Sequence[Raw]) -> _HistoryReader:
-        """Return the reader at the end of `contents`. Reading starts from a copy of the kept reader that covers the
+        """Return the reader at the end of `contents`. Reading starts from a copy of the stored reader that covers the
         most contents. Raises RequestError."""
         digests = [digest(raw) for raw in contents]
         paths = list(accumulate(digests, lambda path, one: digest(path + one)))
@@ -234,8 +241,8 @@ class _HistoryReader:
         if reader._model_run:
             reader._end_model_run(len(contents))
         else:
-            # Removing and inserting puts the latest request last in the dictionary. So the first is the oldest, and is
-            # dropped.
+            # Removing and inserting moves the latest request to the end of the dictionary. So the first entry is the
+            # oldest, and is dropped if there are too many.
             memory.readers.pop(paths[-1], None)
             memory.readers[paths[-1]] = reader._copy()
             if len(memory.readers) > KEPT_READERS:
@@ -243,8 +250,8 @@ class _HistoryReader:
         return reader
 
     def _copy(self) -> _HistoryReader:
-        """Return an independent copy. Valid only at the end of a user's content, where no run of the model's contents
-        is open."""
+        """Return an independent copy. To be called only after a user's content, when no run of the model's contents is
+        open."""
         other = _HistoryReader(self._memory)
         other.place, other._calls = self.place, self._calls
         other.spans, other._waiting = list(self.spans), list(self._waiting)
@@ -253,7 +260,8 @@ class _HistoryReader:
         return other
 
     def _end_model_run(self, stop: int) -> None:
-        """Make one message of the model's adjacent contents before `stop`."""
+        """Make one message of the open run of the model's adjacent contents, if there is one. The run ends before
+        content `stop`."""
         if not self._model_run:
             return
         run, self._model_run = self._model_run, []
@@ -275,10 +283,11 @@ class _HistoryReader:
         self.spans.append(_Span(key, Role.ASSISTANT, tuple(range(stop - len(run), stop)), ids=ids))
 
     def _ids_of(self, calls: Sequence[_Call], said: bytes) -> tuple[str, ...]:
-        """The ids of a message's calls, found in the order given in the module heading."""
+        """Return the ids of a message's calls, by the order in the module's heading. `said` is the digest of the
+        message."""
         memory = self._memory
         ours = [call.id if call.id in memory.given_ids else call.signed for call in calls]
-        # A client may put the first call's signature on all calls of a reply, so a repeated id counts only once.
+        # A client may attach the first call's signature to all calls of a reply, so a repeated id counts only once.
         ours = [None if call_id in ours[:index] else call_id for index, call_id in enumerate(ours)]
         if None not in ours:
             return tuple([call_id for call_id in ours if call_id is not None])
@@ -288,7 +297,7 @@ class _HistoryReader:
         ids: list[str] = []
         for index, (call, own) in enumerate(zip(calls, ours, strict=True)):
             found = own or (recorded[index] if recorded is not None else call.id)
-            if not found:  # no other call of this history may have the number
+            if not found:  # the number must differ from the numbers of all other calls in this history
                 number = self._calls + index
                 while f"call_{number}" in self._taken or f"call_{number}" in [*ours, *ids]:
                     number += 1
@@ -298,7 +307,7 @@ class _HistoryReader:
         return tuple(ids)
 
     def _add_user(self, content: _ReadContent, index: int) -> None:
-        """Make the messages of a user's content."""
+        """Make the messages of a user's content, which is content number `index`."""
         self.place = digest(self.place + content.digest)
         for one in content.ranges:
             if not one.is_answer:
@@ -322,7 +331,8 @@ def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
         data = bytes(raw)
         if not any(letters in data for letters in _FUNCTION):
             return _ReadContent(Role.USER, key, (_PartRange(0),))
-        # Each tool result is a message, and so is each run of other parts. Empty parts beside a result are dropped.
+        # Each tool result becomes a message, and each run of other parts becomes a message. Empty parts before a run
+        # are dropped.
         ranges: list[_PartRange] = []
         start: int | None = None
         for index, part in enumerate(parts_of(raw, where)):
@@ -355,7 +365,8 @@ def _read_content(raw: Raw, key: bytes, where: str) -> _ReadContent:
 
 
 def _reply_digest(text: str, calls: Sequence[tuple[str, bytes]]) -> bytes:
-    """The digest of the model's text and calls, without ids and thoughts; `calls` are names and arguments."""
+    """Return the digest of the model's text and calls, without ids and thoughts. `calls` are pairs of name and
+    arguments."""
     return digest(msgspec.json.encode([text.strip(), [[name, Raw(arguments)] for name, arguments in calls]]))
 
 
@@ -368,8 +379,8 @@ _NUMBERS: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, 
 
 
 def _one_spelling(arguments: Raw, where: str) -> bytes:
-    """Arguments in one spelling of keys and numbers, independent of the client's. Raises RequestError if they are not
-    an object."""
+    """Return arguments in a canonical form, with sorted keys and numbers written in one way, because clients may change
+    both. Raises RequestError if the arguments are not an object."""
     if is_absent(arguments):
         return b"{}"
     value = decode(_NUMBERS, arguments, where)

@@ -1,7 +1,8 @@
-"""JSON objects in the spelling of Google's clients: keys in camelCase or snake_case, lists that may be a single item.
+"""Decodes JSON objects as Google's clients write them: keys in camelCase or snake_case, and a list of one item perhaps
+as the bare item.
 
-The conversion needs no list of field names. Invariant: both spellings of a key have the same result, at one level of
-one object. Deeper levels are unchanged.
+The conversion needs no list of field names. It converts the keys of one object only, and leaves nested objects
+unchanged. Invariant: both spellings of a key have the same result.
 
 Source: the ProtoJSON format ("parsers accept both the lowerCamelCase name and the original proto field name").
 """
@@ -26,14 +27,14 @@ _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
 
 
 def fields(raw: bytes | Raw, where: str = "") -> Fields:
-    """The object's fields by their camelCase names, without null fields. Raises RequestError."""
+    """Return the object's fields by their camelCase names, without null fields. Raises RequestError."""
     return {camel_case(key): value for key, value in decode(_FIELDS, raw, where).items() if not is_absent(value)}
 
 
 def decode_object(decoder: msgspec.json.Decoder[T], raw: bytes | Raw, where: str = "") -> T:
     """Decode the object in `raw` with a decoder of camelCase keys. Raises RequestError."""
     data = bytes(raw)
-    # To change the spelling of keys costs a second pass, which is made only for data that may have a key in snake_case.
+    # Converting the keys costs a second pass, so only data that may have a key in snake_case is converted.
     if b"_" in data or has_escaped_letters(data):
         named = decode(_FIELDS, raw, where)
         if any("_" in key for key in named):
@@ -42,7 +43,8 @@ def decode_object(decoder: msgspec.json.Decoder[T], raw: bytes | Raw, where: str
 
 
 def items(raw: bytes | Raw, where: str = "") -> list[Raw]:
-    """The items of a list. Any other value counts as a single item; null has no items. Raises RequestError."""
+    """Return the items of a list. Any other value is returned as a single item, and null as no items. Raises
+    RequestError."""
     if is_absent(raw):
         return []
     if bytes(memoryview(raw)[:1]) == b"[":
@@ -51,7 +53,8 @@ def items(raw: bytes | Raw, where: str = "") -> list[Raw]:
 
 
 def has_escaped_letters(data: bytes) -> bool:
-    """Return True if letters or underscores are written as escapes, so that the bytes do not show the keys."""
+    """Return True if letters or underscores are written as escapes. A search of the bytes for a key may then miss the
+    key."""
     return b"\\u00" in data and _ESCAPED_LETTER.search(data) is not None
 
 

@@ -1,9 +1,9 @@
-"""The replies of Google's API: whole, streamed, errors, and models.
+"""Writes the replies of Google's API: whole replies, streams, errors, and the list of models.
 
 Invariants: a streamed reply and a whole reply carry the same message; a reply has at least one part, and no part is an
 empty object, because clients discard a turn without parts or with an empty part.
 
-Source: Google AI API reference, "GenerateContentResponse", "Model", "Status"; google.rpc.Code for the error words.
+Source: Google AI API reference, "GenerateContentResponse", "Model", "Status"; google.rpc.Code for the names of errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _STATUS = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""Status words by HTTP status. Any other status below 500 is `INVALID_ARGUMENT`, from 500 on `INTERNAL`."""
+"""Google's name of an error by HTTP status. Any other status below 500 is `INVALID_ARGUMENT`, and from 500 on
+`INTERNAL`."""
 
 
 def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
@@ -53,7 +54,7 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last chunk of a reply: its last parts, the finish reason, and the token counts."""
+    """Return a whole reply, or the last chunk of a stream: the parts, the finish reason, and the token counts."""
     return {
         "candidates": [
             {
@@ -69,19 +70,21 @@ def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[st
 
 
 def call_part(call: ToolCall) -> dict[str, Any]:
-    """A call with its id, and a signature that repeats the id: many clients drop ids and keep signatures."""
+    """Return the part of a call. Its signature repeats the call's id, because many clients send signatures back and
+    drop ids."""
     function = {"id": call.id, "name": call.name, "args": msgspec.Raw(arguments_on_wire(call.arguments))}
     return {"functionCall": function, "thoughtSignature": signature(call.id)}
 
 
 def finish_reason(completion: Completion) -> str:
-    """`STOP`, with calls and without, or `MAX_TOKENS` for a reply cut off by its limit or an abort."""
+    """Return `STOP`, with and without calls, or `MAX_TOKENS` for a reply that was cut off by its limit or by an
+    abort."""
     return "STOP" if completion.finish is FinishReason.STOP else "MAX_TOKENS"
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Token counts. `candidatesTokenCount` includes the tokens of thoughts, which are not counted separately. So
-    `thoughtsTokenCount` is given only for a reply without thoughts, as 0."""
+    """Return the token counts. `candidatesTokenCount` includes the tokens of thoughts, which are not counted
+    separately. So `thoughtsTokenCount` is given only for a reply without thoughts, as 0."""
     counts = {
         "promptTokenCount": completion.prompt_tokens,
         "candidatesTokenCount": completion.completion_tokens,
@@ -94,10 +97,10 @@ def usage(completion: Completion) -> dict[str, int]:
 
 
 def error_object(error: OutriderError) -> dict[str, Any]:
-    """`{"error": {"code", "message", "status", "details"}}`."""
+    """Return the object `{"error": {"code", "message", "status", "details"}}`."""
     status, message = error.http_status, error_text(error)
     if isinstance(error, ContextOverflow):
-        # Clients recognise an overflow by these words, not by the code.
+        # Clients recognise an overflow by this text, not by the code.
         message = f"The input token count exceeds the maximum number of tokens allowed: {message}"
     details: list[dict[str, Any]] = [{"@type": f"{TYPES}ErrorInfo", "reason": error.code.upper(), "domain": DOMAIN}]
     if error.field:
@@ -108,11 +111,11 @@ def error_object(error: OutriderError) -> dict[str, Any]:
 
 
 class GeminiStream:
-    """`StreamWriter` of streamGenerateContent: server-sent events for `alt=sse`, else one JSON array that grows. A call
-    of `delta` before `open` raises AttributeError."""
+    """`StreamWriter` of streamGenerateContent. Writes server-sent events for `alt=sse`, else one JSON array, item by
+    item. A call of `delta` before `open` raises AttributeError."""
 
-    # An empty line is white space in an array. The other dialects' ping, a comment of the event stream, does not work
-    # here: Google's Python client parses it as JSON and fails.
+    # An empty line is white space in a JSON array, and is skipped in an event stream. A comment, which the other
+    # dialects send, does not work here: Google's Python client parses the comment as JSON and fails.
     ping = b"\n"
 
     _text_head: bytes
@@ -125,7 +128,7 @@ class GeminiStream:
         self._begun = False
 
     def open(self, opening: Opening) -> bytes:
-        # The bytes around a delta's text are the same within a stream, and are made once.
+        # The bytes around a delta's text are the same for all deltas of a stream, so they are made once.
         about = line({"modelVersion": opening.model, "responseId": opening.id})
         tail = b'}],"role":"model"},"index":0}],' + about[1:]
         self._text_head = b'{"candidates":[{"content":{"parts":[{"text":'
@@ -154,7 +157,7 @@ class GeminiStream:
         return written if self._context.events else written + b"]"
 
     def _framed(self, chunk: bytes) -> bytes:
-        """A chunk, already one line, as an event or as the array's next item."""
+        """Write a chunk, which is JSON on one line, as an event or as the array's next item."""
         if self._context.events:
             return b"data: " + chunk + b"\n\n"
         before = b",\n" if self._begun else b"["
@@ -163,7 +166,7 @@ class GeminiStream:
 
 
 def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
-    """The list of models, or the model that the path names. Raises NotFound."""
+    """Write the list of models, or the one model that the path names. Raises NotFound for an unknown model."""
     if "/models/" not in call.path:
         return msgspec.json.encode({"models": [model_object(*named) for named in contexts.items()]})
     wanted = resource_of(call)
@@ -173,12 +176,12 @@ def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
-    """One model. Its limits are absent if the size of the context is unknown."""
+    """Return the object of one model. The limits are absent if the size of the context is unknown."""
     limits = {} if context_tokens is None else {"inputTokenLimit": context_tokens, "outputTokenLimit": context_tokens}
     return {
         "name": f"models/{name}",
         "baseModelId": name,
-        "version": "1",  # the API requires a version; models have none here
+        "version": "1",  # the API requires a version, and models here have none
         "displayName": name,
         "description": "",
         **limits,

@@ -1,10 +1,10 @@
-"""The parser of a generateContent, streamGenerateContent or countTokens body, which returns a `ModelRequest`.
+"""Parses the body of a generateContent, streamGenerateContent or countTokens call into a `ModelRequest`.
 
-This module parses the settings, `tools.py` the tools and `history.py` the contents. Invariant: a known history is
-scanned, not decoded, so reading a request costs one pass over its bytes plus its new contents. Only
-`GeminiHistory.parse` decodes messages.
+This module parses the settings, `tools.py` the tools and `history.py` the contents. Invariant: contents that are known
+from earlier requests are scanned, not decoded. So reading a request costs one pass over its bytes, and the decoding of
+its new contents. Only `GeminiHistory.parse` decodes messages.
 
-The treatment of each field is in `field_policy.GEMINI_BODY` and `GEMINI_GENERATION`.
+`field_policy.GEMINI_BODY` and `GEMINI_GENERATION` list the treatment of each field.
 
 Source: Google AI API reference, "models.generateContent", "models.countTokens", "GenerationConfig".
 """
@@ -76,8 +76,8 @@ class _Generation(msgspec.Struct, rename="camel"):
 
 
 class GeminiContext(msgspec.Struct, frozen=True):
-    """The request's data for the writer of the reply: the history, the flag to show thoughts, and the flag for
-    server-sent events instead of one JSON array."""
+    """The request's data for the writer of the reply: the history, whether the reply shows thoughts, and whether a
+    stream consists of server-sent events (otherwise of one JSON array)."""
 
     history: GeminiHistory
     thoughts: bool = False
@@ -93,7 +93,8 @@ _THINKING = msgspec.json.Decoder(_Thinking)
 
 
 def resource_of(call: WireCall) -> str:
-    """The model in the path of a call, and the method behind a colon. Some clients write `models/` twice."""
+    """Return the model in the path of a call, with the method after a colon if there is one. Some clients write
+    `models/` twice."""
     resource = call.path.partition("/models/")[2]
     return resource.removeprefix("models/")
 
@@ -121,7 +122,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     sampling = RequestedSampling(
         temperature=generation.temperature,
         top_p=generation.top_p,
-        top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens", which is -1 everywhere else
+        top_k=None if top_k is None else (int(top_k) or -1),  # 0 means "all tokens"; Outrider uses -1
         max_tokens=None if limit is None else int(min(limit, MAX_TOKENS)),
         seed=generation.seed,
         stop=tuple(generation.stop_sequences or ()),
@@ -148,12 +149,13 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _parse_count(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse a request to count tokens: contents alone, or a whole request to generate. Raises RequestError."""
+    """Parse a request to count tokens, whose body has contents only, or a whole request to generate. Raises
+    RequestError."""
     wire = fields(body)
     if "generateContentRequest" in wire:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
     history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
-    notes: list[str] = []  # these notes are dropped, because a count makes no turn
+    notes: list[str] = []  # the notes are dropped, because no turn is stored for a count
     tools = read_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
@@ -198,13 +200,14 @@ def _read_thinking(generation: _Generation, notes: list[str]) -> _Thinking:
 
 
 def _thinking_switch(thinking: _Thinking) -> bool | None:
-    """Return False for a budget of 0, which turns thinking off. Any other budget leaves thinking to the model: None."""
+    """Return False for a budget of 0, which turns thinking off. Returns None for any other budget, which leaves
+    thinking to the model."""
     return False if thinking.thinking_budget == 0 else None
 
 
 def _constraint(generation: _Generation) -> Constraint | None:
-    """The form of the reply: one of the schema's values for text/x.enum, JSON for another schema and for
-    application/json, else None."""
+    """Return the form of the reply: one of the schema's values for text/x.enum, JSON for any other schema and for
+    application/json, else None. Raises RequestError."""
     schema, mime = generation.response_schema, generation.response_mime_type
     if mime == _ENUM and schema is not None:
         values = schema.get("enum")

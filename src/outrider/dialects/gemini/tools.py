@@ -1,13 +1,13 @@
-"""Google's tool declarations in OpenAI's form.
+"""Converts Google's tool declarations to OpenAI's form.
 
-Invariant: the model sees the tools as declared by the client. `parametersJsonSchema` is passed on unchanged.
-`parameters`, Google's own dialect of OpenAPI, becomes JSON schema: types in lower case, `nullable` as a separate type,
-counts as numbers, and without keys for Google's servers alone (`propertyOrdering`, the format `enum`, unspecified
-types).
+Invariant: the model sees the tools as the client declared them. `parametersJsonSchema` is passed on unchanged.
+`parameters`, Google's own dialect of OpenAPI, becomes JSON schema: types are in lower case, `nullable` becomes the type
+`null` beside the other types, counts become numbers, and keys that only Google's servers use are dropped
+(`propertyOrdering`, the format `enum`, unspecified types).
 
 Tools that Google's servers would run (search, code execution, URL context) are noted and not passed to the model,
-because nothing here can run them. The mode NONE hides all tools. Any other choice of functions has no effect, and is
-noted.
+because nothing here can run them. The mode NONE hides all tools. Any other choice of functions is noted as without
+effect.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
 """
@@ -54,8 +54,8 @@ _CALLING = msgspec.json.Decoder(_Calling)
 
 
 def read_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools:
-    """Return the declared tools; no tools if the mode is NONE. Tools and choices that have no effect are added to
-    `notes`. Raises RequestError for a tool or a mode that cannot be read."""
+    """Return the declared tools; no tools if the mode is NONE. Adds the names of tools and choices that have no effect
+    to `notes`. Raises RequestError for a tool or a mode that cannot be read."""
     raw = bytes(body.get("tools", b""))
     tools = cached_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]
@@ -96,13 +96,13 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 
 def from_google_schema(schema: Any) -> Any:
-    """Convert Google's Schema to JSON schema. JSON schema stays unchanged."""
+    """Convert a schema in Google's form to JSON schema. A schema that is JSON schema already is returned unchanged."""
     if not isinstance(schema, dict):
         return schema
     named: dict[str, Any] = {}
     for key, value in schema.items():
         spelled = camel_case(key)
-        named[spelled if spelled in _TWO_SPELLINGS else key] = value  # a key of JSON schema keeps its underscores
+        named[spelled if spelled in _TWO_SPELLINGS else key] = value  # a key of JSON schema may have underscores
     converted = {key: _converted(key, value) for key, value in named.items() if key not in _GOOGLE_ONLY}
     if str(named.get("type")).upper() == "TYPE_UNSPECIFIED":
         del converted["type"]
@@ -120,7 +120,7 @@ def from_google_schema(schema: Any) -> Any:
 
 
 def _converted(key: str, value: Any) -> Any:
-    """Convert the value of one key of a schema."""
+    """Convert the value of one key of Google's Schema to the value of the same key of JSON schema."""
     if key == "type":
         return _lower(value)
     if key in _SCHEMAS_BY_NAME and isinstance(value, dict):

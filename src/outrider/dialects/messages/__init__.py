@@ -1,4 +1,4 @@
-"""Anthropic Messages, streamed and not. A session's memory holds its parsed tools."""
+"""The Anthropic Messages dialect, with and without streaming. A session's `Memory` holds the parsed tools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from outrider.dialects.messages.request import parse_request
 from outrider.dialects.reading import named_model
 
 _VERSION = b"anthropic-version"
-"""Anthropic's clients send this header with every call. OpenAI's API has the same routes of models."""
+"""The header that Anthropic's clients send with every call. It distinguishes calls of `/v1/models` from calls of
+OpenAI's clients, whose API has the same routes."""
 
 MESSAGES_DIALECT = Dialect(
     name="messages",

@@ -1,16 +1,18 @@
-"""The messages of an Anthropic request: the parser of content blocks, which returns our `Message`.
+"""Parses the messages of an Anthropic request, block by block, into our `Message`.
 
-A block is cut into the raw JSON of the fields that count. The block's other fields (`cache_control`, `signature`,
-`citations`) are neither parsed nor compared, so a moved cache marker does not change a message's bytes. Invariant: no
-content for the model is left out silently. An unsupported kind of block is a 400 with the name of the kind. Only the
-blocks in HOSTED_BLOCKS are left out, and their kinds are added to the request's notes.
+The parser stores the raw JSON of each block's relevant fields. The other fields (`cache_control`, `signature`,
+`citations`) are neither parsed nor compared, so a moved cache marker does not change the bytes of a message (`raw`).
+Invariant: no content for the model is left out silently. An unsupported kind of block is a 400 with the name of the
+kind. The only exceptions are blocks of the kinds in HOSTED_BLOCKS, which are left out; their kinds are added to the
+request's notes.
 
-A message on the wire can be several of our messages: each tool result of a user message is a message of its own, in
-its position among the message's other blocks. Adjacent assistant messages are one reply.
+One message on the wire can become several of our messages: each tool result in a user message becomes a separate
+message, in the order of the blocks. Adjacent assistant messages become one message.
 
-The model sees: the text blocks of one message with nothing between them; the text blocks of a system prompt on
+The model sees: the text blocks of one message, joined without a separator; the text blocks of a system prompt on
 separate lines; a document as its text between `<document>` tags; a tool result with `is_error` unchanged, with
-`TOOL_ERROR` on a line at its end. The model does not see redacted thinking, which no model served here wrote.
+`TOOL_ERROR` on a line at its end. The model does not see redacted thinking, because it was not written by a model that
+is served here.
 
 Source: Anthropic API reference, "Create a Message".
 """
@@ -39,8 +41,8 @@ from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_ur
 TOOL_ERROR = "[tool error]"
 """The line that the model sees at the end of a tool result with `is_error`."""
 BILLING = "x-anthropic-billing-header:"
-"""The beginning of an accounting line that Claude Code puts before its system prompt. The line differs between Claude
-Code's agents: if the line were kept, every agent would have a separate conversation."""
+"""The beginning of an accounting line that Claude Code puts before its system prompt. The line is removed, because it
+differs between Claude Code's agents, and their system prompts would otherwise never be equal."""
 
 _ROLES = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _IMAGE_TYPES = frozenset({"image/jpeg", "image/png", "image/gif", "image/webp"})
@@ -58,8 +60,8 @@ HOSTED_BLOCKS = frozenset(
         "container_upload",
     }
 )
-"""Blocks with the work of tools on Anthropic's servers, and files for these tools. Histories from another service
-contain them; the model does not see them."""
+"""Kinds of blocks with the work of tools on Anthropic's servers, or with files for these tools. Histories that began at
+another service can contain such blocks; the model does not see these blocks."""
 
 
 class Block(msgspec.Struct, gc=False):
@@ -89,7 +91,7 @@ class WireMessage(msgspec.Struct, gc=False):
 
 
 class _PlacedBlock(msgspec.Struct, frozen=True, gc=False):
-    """A block and its path in the request, for error messages."""
+    """A content block, and its path in the request for error messages."""
 
     block: Block
     where: str
@@ -104,8 +106,8 @@ class _Source(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """The position of one of our messages on the wire: messages [first, last), and within a user message blocks
-    [start, stop)."""
+    """The position of one of our messages on the wire. It is made from the wire's messages [first, last); within a user
+    message, only from the blocks [start, stop)."""
 
     role: Role
     first: int
@@ -123,8 +125,8 @@ _BYTES_OF: dict[str, Callable[[Block], tuple[bytes | Raw, ...]]] = {
     "document": lambda block: (b'"document"', block.source, block.title, block.context),
     "tool_reference": lambda block: (b'"tool_reference"', block.tool_name),
 }
-"""By kind of block, the bytes that determine how the block is parsed: JSON values, first the kind, then as many values
-as the kind has relevant fields."""
+"""For each kind of block, the bytes that determine how a block is parsed: the kind as JSON, then the raw JSON of the
+kind's relevant fields. The number of values is the same for all blocks of a kind."""
 
 _ROLE_BYTES = {role: role.encode() for role in Role}
 _NULLABLE = msgspec.json.Decoder(str | None)
@@ -135,9 +137,9 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class MessagesHistory:
-    """`WireMessages` over the messages on the wire, the system prompt first. `hosted` are the kinds of the blocks with
-    work of Anthropic's server-side tools. Raises RequestError for an unknown role, and for a system prompt that is not
-    text."""
+    """Implements `WireMessages` for the messages on the wire, with the system prompt as first message. `hosted` are the
+    kinds of the blocks that were left out (HOSTED_BLOCKS). Raises RequestError for an unknown role, and for a system
+    prompt that is not text."""
 
     __slots__ = ("_has_system", "_spans", "_wire", "hosted")
 
@@ -172,7 +174,7 @@ class MessagesHistory:
         return b"\n".join(self._pieces(self._spans[index]))
 
     def head(self, count: int) -> bytes:
-        # There is only one join, because this method runs on every call over the whole history.
+        # All pieces are joined at once, because this method runs over the whole history at every call.
         return b"\n".join([piece for span in self._spans[:count] for piece in self._pieces(span)])
 
     def size(self, index: int) -> int:
@@ -195,11 +197,13 @@ class MessagesHistory:
                 return _tool_message(blocks[0])
 
     def _pieces(self, span: _Span) -> list[bytes | Raw]:
-        """The bytes that determine a message: its role, then JSON values, none of which equals a role."""
+        """Return the bytes that determine a message: its role, then JSON values. No JSON value here equals a role, so
+        the pieces of several messages can be joined."""
         pieces: list[bytes | Raw] = [_ROLE_BYTES[span.role]]
         for message in self._wire[span.first : span.last]:
             content = message.content
-            if isinstance(content, str):  # has the bytes of a list of one text: clients switch between the two
+            # the same bytes as for a list of one text, because clients switch between the two forms
+            if isinstance(content, str):
                 pieces += (b'"text"', msgspec.json.encode(content))
                 continue
             for block in content[span.start : span.stop]:
@@ -209,7 +213,7 @@ class MessagesHistory:
 
 
 def _spans_of_user(index: int, content: list[Block]) -> Iterator[_Span]:
-    """Split a user message into spans: each tool result, and each run of other blocks."""
+    """Split a user message into spans: one for each tool result, and one for each run of other blocks."""
     start = 0
     for at, block in enumerate(content):
         if block.type == "tool_result":
@@ -222,7 +226,8 @@ def _spans_of_user(index: int, content: list[Block]) -> Iterator[_Span]:
 
 
 def _placed(content: Content | None, where: str, start: int = 0, stop: int | None = None) -> list[_PlacedBlock]:
-    """The blocks [start, stop) of a content, which may be a string or absent."""
+    """Return the blocks [start, stop) of a content at the path `where`. A string is one text block; an absent content
+    has no blocks."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -231,7 +236,8 @@ def _placed(content: Content | None, where: str, start: int = 0, stop: int | Non
 
 
 def _system_text(blocks: Sequence[_PlacedBlock]) -> str:
-    """The text of a system prompt without its billing line."""
+    """Return the text of a system prompt, without the billing line. Raises RequestError for a block that is not
+    text."""
     texts = []
     for at in blocks:
         if at.block.type != "text":
@@ -242,7 +248,7 @@ def _system_text(blocks: Sequence[_PlacedBlock]) -> str:
 
 
 def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
-    """A reply in a client's history."""
+    """Return the message of a reply in a client's history. Raises RequestError."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -269,9 +275,9 @@ def _assistant_message(blocks: Sequence[_PlacedBlock]) -> Message:
 
 
 def _arguments(raw: Raw, where: str) -> str:
-    """Return a call's arguments as JSON text. If the model once wrote arguments that are no JSON object, the reply put
-    their text into an object with the key INVALID_JSON. The client sends this object back, and the text is returned as
-    the model wrote it."""
+    """Return a call's arguments as JSON text. If the model wrote arguments that are no JSON object, the reply wrapped
+    their text in an object with the key INVALID_JSON. The text in such an object is returned as the model wrote it.
+    Raises RequestError."""
     if is_absent(raw):
         return "{}"
     value = decode(_ANY, raw, where)
@@ -283,7 +289,7 @@ def _arguments(raw: Raw, where: str) -> str:
 
 
 def _tool_message(at: _PlacedBlock) -> Message:
-    """The message of one `tool_result`."""
+    """Return the tool message for one `tool_result` block. Raises RequestError."""
     block, where = at.block, at.where
     content = optional(_CONTENT, block.content, f"{where}.content")
     parts = [_part(inner) for inner in _placed(content, f"{where}.content")]
@@ -294,7 +300,7 @@ def _tool_message(at: _PlacedBlock) -> Message:
 
 
 def _part(at: _PlacedBlock) -> Part:
-    """A block of a user message or a tool result."""
+    """Return the text or image for a block of a user message or a tool result. Raises RequestError."""
     block, where = at.block, at.where
     match block.type:
         case "text":
@@ -315,14 +321,16 @@ def _part(at: _PlacedBlock) -> Part:
             return image_from_url(source.url)
         case "document":
             return Text(_document(block, where))
-        case "tool_reference":  # the client's own search found the tool; the model sees all tools anyway
+        # names a tool found by the client's own tool search; the name is enough, because the model sees all tools
+        case "tool_reference":
             return Text(string(block.tool_name, f"{where}.tool_name"))
         case _:
             return _refuse_block(at, "the model reads text, images and documents of text")
 
 
 def _document(block: Block, where: str) -> str:
-    """A document for the model: the title and the context, if there are any, then the text."""
+    """Return the text of a document for the model: the title and the context, if there are any, then the document's
+    text, between `<document>` tags. Raises RequestError."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:

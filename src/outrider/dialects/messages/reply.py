@@ -1,8 +1,9 @@
-"""The replies of Anthropic Messages: whole, as a stream of server-sent events, errors, and the list of models.
+"""Writes the replies of Anthropic Messages: whole replies, streams of server-sent events, errors, and the list of
+models.
 
 Invariants: a streamed reply and a whole reply carry the same message; a reply that a client sends back is parsed as the
-same reply, whatever text the model wrote as tool arguments; at most one block of a stream is open, and block indexes
-rise.
+same reply, whatever text the model wrote as tool arguments; a stream has at most one open block, and the indexes of its
+blocks increase.
 
 Source: Anthropic API reference, "Create a Message", "Streaming Messages", "List Models" and "Errors".
 """
@@ -26,7 +27,7 @@ from outrider.trajectory import FinishReason
 MODELS = "/v1/models"
 
 UNKNOWN_TIME = "1970-01-01T00:00:00Z"
-"""The `created_at` that the API documents for a model with an unknown release date."""
+"""The value of `created_at` for a model with an unknown release date, as documented by the API."""
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -37,14 +38,15 @@ ERROR_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Error types by HTTP status. Any other status below 500 is `invalid_request_error`, from 500 on `api_error`."""
+"""Anthropic's error types by HTTP status. Any other status below 500 is `invalid_request_error`, and from 500 on
+`api_error`."""
 
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class Signer:
-    """Makes the signature of a thinking block from the block's text, in pieces or whole. The signature proves nothing:
-    clients expect a signature and send it back, and the request parser ignores it."""
+    """Makes the signature of a thinking block from the block's text, which is added whole or in pieces. The signature
+    proves nothing: clients expect one and send it back, and the request parser ignores it."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=24)
@@ -81,9 +83,9 @@ def message_head(id: str, model: str) -> dict[str, Any]:
 
 
 def stopped(request: ModelRequest, completion: Completion) -> dict[str, str | None]:
-    """The reason why the reply ended. An aborted reply is `max_tokens`: the dialect has no word for an abort, and
-    clients read `end_turn` as a complete reply. If the engine does not report which stop sequence ended the reply, the
-    reason is `end_turn`."""
+    """Return the fields for the reason why the reply ended. The reason is `max_tokens` also for an aborted reply,
+    because the dialect has no value for an abort, and clients take a reply with `end_turn` for complete. If the engine
+    does not report which stop sequence ended the reply, the reason is `end_turn`."""
     reason, sequence = "end_turn", None
     if completion.finish is not FinishReason.STOP:
         reason = "max_tokens"
@@ -95,8 +97,8 @@ def stopped(request: ModelRequest, completion: Completion) -> dict[str, str | No
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Token counts. `input_tokens` excludes cached tokens, as in the API: the three input counts add up to the
-    prompt."""
+    """Return the token counts. As in the API, `input_tokens` excludes cached tokens, so the sum of the three input
+    counts is the length of the prompt."""
     return usage_object(completion.prompt_tokens, completion.completion_tokens, cached=completion.cached_tokens)
 
 
@@ -122,25 +124,28 @@ def tool_use_object(call: ToolCall, input: msgspec.Raw) -> dict[str, Any]:
 
 
 def input_json(arguments: str) -> str:
-    """Arguments as the JSON object that the dialect requires: an object unchanged, `{}` for no text, and any other
-    text as an object with the text under `INVALID_JSON`. The request parser turns such an object back into the text."""
+    """Return a call's arguments as a JSON object, which the dialect requires: an object unchanged, `{}` for no text,
+    and any other text as an object with the text under `INVALID_JSON`. The request parser converts such an object back
+    to the text."""
     if not arguments.strip():
         return "{}"
     try:
         value = _ANY.decode(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = None
-    # A model's object in the form of the wrapper is wrapped once more. Otherwise the request parser would unwrap it.
+    # If the model itself wrote an object that looks like the wrapper, the object is wrapped: otherwise the request
+    # parser would unwrap it.
     if isinstance(value, dict) and not is_invalid_json_object(value):
         return arguments
     return msgspec.json.encode({INVALID_JSON: arguments}).decode()
 
 
 def error_object(error: OutriderError) -> dict[str, Any]:
-    """`{"type": "error", "error": {"type", "message"}, "request_id"}`. Requests have no ids here."""
+    """Return `{"type": "error", "error": {"type", "message"}, "request_id"}`. The request id is null, because requests
+    have no ids here."""
     status, message = error.http_status, error_text(error)
     if isinstance(error, ContextOverflow):
-        # Clients recognise an overflow by these words, and read the two numbers from them.
+        # Clients recognise an overflow by this text, and read the two numbers from the text.
         if error.overflow is not None:
             message = f"{error.overflow.prompt_tokens} tokens > {error.overflow.context_tokens} maximum"
         message = f"prompt is too long: {message}"
@@ -149,7 +154,7 @@ def error_object(error: OutriderError) -> dict[str, Any]:
 
 
 class _BlockKind(Enum):
-    """The kinds of blocks. A value is the type of the block's deltas without `_delta`."""
+    """The kinds of blocks. A kind's value is the type of its deltas without the ending `_delta`."""
 
     THINKING = "thinking"
     TEXT = "text"
@@ -157,7 +162,7 @@ class _BlockKind(Enum):
 
 
 class MessagesStream:
-    """`StreamWriter` of Anthropic Messages."""
+    """Implements `StreamWriter` for Anthropic Messages."""
 
     content_type = EVENT_STREAM
     ping = event({"type": "ping"}, b"ping")
@@ -201,7 +206,7 @@ class MessagesStream:
         return event(error_object(error), b"error")
 
     def _more(self, kind: _BlockKind, text: str) -> bytes:
-        """Add text to the open block if it is of the kind, else to a new block."""
+        """Add text to the open block if that block is of the kind, else to a new block."""
         started = b""
         if self._open is not kind:
             thinking = kind is _BlockKind.THINKING
@@ -217,7 +222,7 @@ class MessagesStream:
         self._index += 1
         name = kind.value.encode()
         field = b"partial_json" if kind is _BlockKind.TOOL else name
-        # The bytes before a delta's text are the same within a block, and are made once.
+        # The bytes before a delta's text are the same for all deltas of a block, so they are made once.
         self._delta_head = (
             b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
             b'"delta":{"type":"%b_delta","%b":' % (self._index, name, field)
@@ -245,7 +250,8 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
-    """The list of models, always in one page, or the model that the path names. Raises NotFound."""
+    """Write the list of models, always in one page, or the one model that the path names. Raises NotFound for an
+    unknown model."""
     if call.path == MODELS:
         page = {
             "data": [model_object(*named) for named in contexts.items()],
@@ -261,7 +267,7 @@ def models_reply(call: WireCall, contexts: Mapping[str, int | None]) -> bytes:
 
 
 def model_object(name: str, context_tokens: int | None) -> dict[str, Any]:
-    """One model. `max_input_tokens` is null if the size of the context is unknown."""
+    """Return the object of one model. `max_input_tokens` is null if the size of the context is unknown."""
     return {
         "type": "model",
         "id": name,

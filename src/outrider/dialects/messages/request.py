@@ -1,11 +1,12 @@
-"""The parser of an Anthropic Messages request body, which returns a `ModelRequest`: settings and tools.
+"""Parses an Anthropic Messages request body into a `ModelRequest`.
 
-Invariant: one scan of the body finds each message and each of its fields. Only `MessagesHistory.parse` (`content.py`)
-decodes messages.
+This module parses the settings and the tools, and `content.py` the messages. Invariant: one scan of the body finds each
+message and the fields of each message. Only `MessagesHistory.parse` decodes messages.
 
-Tools run by Anthropic's servers are noted and not passed to the model. Some tools are declared by type alone, because
-Anthropic's models were trained on their schema. Tools of this kind in `CLIENT_TOOLS` are passed to the model with the
-parameters from Anthropic's documentation. All other tools of this kind are noted and left out.
+Tools that Anthropic's servers run are noted and not passed to the model. Some tools that the client runs are declared
+by their type only, because Anthropic's models were trained on the tools' schemas. If such a tool is in `CLIENT_TOOLS`,
+it is passed to the model with the parameters from Anthropic's documentation. All other tools that are declared by type
+are noted and left out.
 
 Source: Anthropic API reference, "Create a Message" and "Count tokens in a Message".
 """
@@ -80,9 +81,9 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Tools that Anthropic's clients run and declare by type, listed without the date of the type: `bash_20250124` is
-`bash`. The dated versions of a tool do not differ in the parameters listed here. Source: Anthropic documentation,
-"Bash tool" and "Text editor tool"."""
+"""Tools that clients of Anthropic run and declare by type. A key is the type without its date: `bash_20250124` is
+listed as `bash`. The versions of a tool have the same parameters, as far as the parameters are listed here. Source:
+Anthropic documentation, "Bash tool" and "Text editor tool"."""
 
 
 class _ToolChoice(msgspec.Struct):
@@ -118,7 +119,7 @@ _TOOLS: msgspec.json.Decoder[list[_Tool] | None] = msgspec.json.Decoder(list[_To
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     """Parse the request in `body`, to generate or to count tokens. Raises RequestError. Most errors in a message are
-    raised later, when it is parsed."""
+    raised later, when the message is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if not wire.messages:
@@ -185,8 +186,8 @@ def _read_tools(raw: bytes) -> DeclaredTools:
 
 
 def _check_tool_choice(choice: _ToolChoice | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> None:
-    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted: nothing makes the model
-    call a tool."""
+    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted as without effect, because
+    nothing can force the model to call a tool."""
     if choice is None:
         return
     if choice.type not in _TOOL_CHOICES:

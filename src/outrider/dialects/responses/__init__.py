@@ -1,4 +1,5 @@
-"""OpenAI Responses, streamed and not. A session's memory holds its stored responses and its parsed tools.
+"""The OpenAI Responses dialect, with and without streaming. A session's `Memory` holds the stored responses and the
+parsed tools.
 
 A stored response can be continued (`previous_response_id`); it cannot be fetched or deleted.
 """

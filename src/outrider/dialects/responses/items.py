@@ -1,12 +1,12 @@
-"""The messages of a Responses request: the parser of a conversation's items, which returns our `Message`.
+"""Parses the items of a Responses conversation into our `Message`.
 
 Invariant: one scan of the body finds the relevant fields of each item. Only `ResponsesHistory.parse` decodes messages.
-Ids and states that clients and servers assign to items do not change a message's bytes, except the ids that connect a
-call with its output. No content for the model is left out silently: an unsupported item or part is a 400 with its kind.
-Only the items in HOSTED_ITEMS are left out, and their kinds are added to the request's notes.
+The ids and states of items are not part of a message's bytes, except the ids that connect a call with its output. No
+content for the model is left out silently: an unsupported item or part is a 400 with its kind. The only exceptions are
+items of the kinds in HOSTED_ITEMS, which are left out; their kinds are added to the request's notes.
 
-Items are smaller than messages: the reasoning, text and calls of a reply are separate items. Adjacent items of the
-assistant are one message, in which text follows text directly.
+Items are smaller than messages: the reasoning, the text and each call of a reply are separate items. Adjacent items of
+the assistant become one message, whose texts are joined without a separator.
 
 Source: OpenAI API reference, "Create a model response", input items.
 """
@@ -38,7 +38,7 @@ from outrider.dialects.responses.round_trip import (
 from outrider.messages import Image, Message, Part, Role, Text, ToolCall, joined_text, message_of_parts
 
 STORED = -1
-"""The position of an item from an earlier stored response."""
+"""The `position` of an item that comes from a stored response and not from `input`."""
 
 _ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
@@ -58,12 +58,12 @@ HOSTED_ITEMS = frozenset(
         "tool_search_output",
     }
 )
-"""Items with the work of tools on OpenAI's servers. Histories from another service contain them; the model does not
-see them."""
+"""Kinds of items with the work of tools on OpenAI's servers. Histories that began at another service can contain such
+items; the model does not see these items."""
 
 
 class Item(msgspec.Struct, gc=False):
-    """One item; a field missing from the request is empty. Messages and references may lack `type`."""
+    """One item; a field missing from the request is empty. `type` is optional for messages and references."""
 
     type: str | None = None
     role: str | None = None
@@ -84,8 +84,8 @@ class Item(msgspec.Struct, gc=False):
         return self.type or ("item_reference" if self.role is None else "message")
 
     def pieces(self) -> tuple[bytes | Raw, ...]:
-        """The JSON values that determine how the item is parsed: its kind, then as many values as the kind has relevant
-        fields."""
+        """Return the JSON values that determine how the item is parsed: its kind, then the kind's relevant fields. The
+        number of values is the same for all items of a kind."""
         kind = self.kind()
         bytes_of = _BYTES_OF.get(kind)
         return (msgspec.json.encode(kind),) if bytes_of is None else bytes_of(self)
@@ -109,12 +109,12 @@ _BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
     "local_shell_call_output": lambda item: (b'"local_shell_call_output"', item.call_id, item.id, item.output),
     "additional_tools": lambda item: (b'"additional_tools"', item.tools),
 }
-"""By kind of item, the JSON values that determine how the item is parsed: its kind, then its relevant fields. All kinds
-but additional tools are messages or parts of messages."""
+"""For each kind of item, the JSON values that determine how an item is parsed (`Item.pieces`). All these kinds are
+messages or parts of messages, except `additional_tools`."""
 
 
 class PlacedItem(msgspec.Struct, frozen=True, gc=False):
-    """An item, its kind and its position in `input`; the position of an item from an earlier response is STORED."""
+    """An item, its kind, and its position in `input`. The position of an item from a stored response is STORED."""
 
     item: Item
     kind: str
@@ -126,7 +126,7 @@ class PlacedItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Part(msgspec.Struct, gc=False):
-    """One part of a content, or of a tool's output."""
+    """One part of a message's content or of a tool's output."""
 
     type: str
     text: str | None = None
@@ -150,7 +150,7 @@ class _ShellAction(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    """One of our messages: items [first, last). The instructions are a span without items."""
+    """The range of items [first, last) that become one message. The instructions are an empty range."""
 
     role: Role
     first: int
@@ -164,8 +164,8 @@ _SHELL_ACTION = msgspec.json.Decoder(_ShellAction)
 
 
 class ResponsesHistory:
-    """`WireMessages` over the items of a conversation, the instructions first. `items` must not contain hosted items
-    or additional tools. Raises RequestError for an item of an unknown kind or role."""
+    """Implements `WireMessages` for the items of a conversation, with the instructions as first message. `items` must
+    not contain hosted items or additional tools. Raises RequestError for an item of an unknown kind or role."""
 
     __slots__ = ("_instructions", "_items", "_spans")
 
@@ -188,14 +188,15 @@ class ResponsesHistory:
     def raw(self, index: int) -> bytes:
         span = self._spans[index]
         if span.first == span.last:
-            # The letter distinguishes the instructions from an item whose kind equals their text.
+            # The letter is needed because an item of an unknown kind is represented by its kind alone, which could
+            # equal the instructions.
             return b"i" + msgspec.json.encode(self._instructions)
         return b"\n".join([piece for at in self._items[span.first : span.last] for piece in at.item.pieces()])
 
     def head(self, count: int) -> bytes:
         if count == 0:
             return b""
-        # There is only one join, because this method runs on every call over the whole history.
+        # All pieces are joined at once, because this method runs over the whole history at every call.
         instructions = [self.raw(0)] if self._instructions else []
         items = self._items[: self._spans[count - 1].last]
         return b"\n".join(instructions + [piece for at in items for piece in at.item.pieces()])
@@ -218,7 +219,8 @@ class ResponsesHistory:
 
 
 def _role(at: PlacedItem) -> Role:
-    """The role of an item's message. Raises RequestError for an item that cannot be shown to the model."""
+    """Return the role of the message that the item belongs to. Raises RequestError for an item that cannot be shown to
+    the model."""
     kind = at.kind
     if kind == "message":
         role = _ROLES.get(at.item.role or "")
@@ -227,7 +229,7 @@ def _role(at: PlacedItem) -> Role:
         return role
     if kind in _ASSISTANT_ITEMS:
         return Role.ASSISTANT
-    if kind == "agent_message":  # a message from another of Codex's agents; the text names the agent
+    if kind == "agent_message":  # Codex sends a message from another agent; the message's text names that agent
         return Role.USER
     if kind in _BYTES_OF:
         return Role.TOOL
@@ -235,7 +237,7 @@ def _role(at: PlacedItem) -> Role:
 
 
 def _assistant_message(items: Iterable[PlacedItem]) -> Message:
-    """A reply in a client's history."""
+    """Return the message of a reply in a client's history. Raises RequestError."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -259,8 +261,8 @@ def _assistant_message(items: Iterable[PlacedItem]) -> Message:
 
 
 def _reasoning(at: PlacedItem) -> str:
-    """An item's reasoning: the reasoning that we sealed, else the item's text, else its summary. Reasoning that another
-    provider encrypted is left out, because no model here wrote it."""
+    """Return an item's reasoning: the reasoning in our `encrypted_content`, else the item's text, else the item's
+    summary. Reasoning that another provider encrypted is left out, because no model here wrote it."""
     item, where = at.item, at.where
     sealed = optional(_NULLABLE, item.encrypted_content, f"{where}.encrypted_content")
     if sealed is not None and (own := unseal(sealed)) is not None:
@@ -302,13 +304,13 @@ def _tool_message(at: PlacedItem) -> Message:
 
 
 def _shell_call_id(at: PlacedItem) -> str:
-    # Shell calls have their id as `call_id`; their outputs may have it as `id`.
+    # A shell call has its id in `call_id`. The output of the call may repeat this id in `id` instead.
     call_id = optional(_NULLABLE, at.item.call_id, f"{at.where}.call_id")
     return call_id if call_id is not None else string(at.item.id, f"{at.where}.id")
 
 
 def _parts(raw: Raw, where: str) -> list[Part]:
-    """The text and images of a content, which may be a string or null."""
+    """Return the text and images of a content, which may be a string, a list of parts, or null. Raises RequestError."""
     if not raw:
         refuse(where, "is missing")
     content = decode(_CONTENT, raw, where)
@@ -324,7 +326,8 @@ def _parts(raw: Raw, where: str) -> list[Part]:
         elif part.type == "refusal":
             parts.append(Text(part.refusal or ""))
         elif part.type == "encrypted_content":
-            # Codex passes text between agents in this field. OpenAI would have encrypted the text; here it is plain.
+            # Codex passes text between agents in this field. OpenAI's servers encrypt such text; the text from this
+            # service is plain.
             parts.append(Text(part.encrypted_content or ""))
         elif part.type == "input_image":
             if part.image_url is None:

@@ -1,12 +1,13 @@
-"""The replies of the Responses API: whole, and as typed server-sent events with rising sequence numbers.
+"""Writes the replies of the Responses API: whole replies, and streams of typed server-sent events with increasing
+sequence numbers.
 
-Invariant: an item is the same whether it was streamed or not, and the model's reply can be parsed from its items to the
-character.
+Invariant: an item is the same in a streamed and in a whole reply, and parsing the items returns exactly the model's
+reply.
 
-A response has its reasoning, its text and its calls as items, in that order. A reply without calls has a text item
-even if the text is empty, so a client that keeps no reasoning still has a reply to send back. The number of reasoning
-tokens is not known, but `reasoning_tokens` is 0: the API requires a number, and clients with strict types refuse a
-usage without one. The other dialects allow null, or no field.
+The items of a response are its reasoning, its text and its calls, in this order. A reply without calls has a text item
+even if the text is empty: a client that drops reasoning then still has an item to send back. `reasoning_tokens` is
+always 0, although reasoning tokens are not counted, because the API requires a number and clients with strict types
+refuse a usage without it. In the other dialects the number is null or left out.
 
 Source: OpenAI API reference, "The response object" and "Streaming events".
 """
@@ -33,9 +34,9 @@ _PREFIX = "resp_"
 class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
     """The request's data for the writer of the reply.
 
-    `echo` are the fields repeated in the response, ready to encode. `table` is the tools by the model's name for each.
-    `keep` stores the response by its id and items; it is None if the response is not stored. `summary` and `encrypted`
-    select the forms of the reasoning.
+    `echo` are the fields of the request that the response repeats, ready to encode. `table` has the tools by the
+    model's names. `keep` is a function that stores the response, given the response's id and items; None if the request
+    has `store: false`. `summary` and `encrypted` select the forms of the reasoning (see `reasoning_item`).
     """
 
     echo: dict[str, Any]
@@ -46,7 +47,7 @@ class ResponsesContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of a response."""
+    """The part of a response that changes while the response is made: its status, and the results so far."""
 
     status: str = "in_progress"
     output: list[dict[str, Any]] = []
@@ -64,7 +65,7 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
 
 
 def response_object(context: ResponsesContext, about: Opening | Completion, outcome: ResponseOutcome) -> dict[str, Any]:
-    """The response in any state, ready to encode."""
+    """Return the response object in the state `outcome`, ready to encode."""
     return {
         "id": response_id(about.id),
         "object": "response",
@@ -81,8 +82,8 @@ def response_object(context: ResponsesContext, about: Opening | Completion, outc
 
 
 def finished(completion: Completion, output: list[dict[str, Any]]) -> ResponseOutcome:
-    """The state of a response whose call ended. An aborted response is `incomplete` as if by its limit: the dialect
-    has no word for an abort, and clients read `completed` as a complete reply."""
+    """Return the outcome of a response whose call ended. An aborted response is `incomplete` with the reason
+    `max_output_tokens`: the dialect has no value for an abort, and clients take a `completed` response for complete."""
     whole = completion.finish is FinishReason.STOP
     return ResponseOutcome(
         status="completed" if whole else "incomplete",
@@ -93,7 +94,7 @@ def finished(completion: Completion, output: list[dict[str, Any]]) -> ResponseOu
 
 
 def output_items(context: ResponsesContext, completion: Completion) -> list[dict[str, Any]]:
-    """The items of a whole reply, in order."""
+    """Return the items of a whole reply, in order."""
     reply, items = completion.reply, list[dict[str, Any]]()
     if reply.reasoning:
         items.append(reasoning_item(context, item_id("rs", completion.id, 0), reply.reasoning))
@@ -105,8 +106,8 @@ def output_items(context: ResponsesContext, completion: Completion) -> list[dict
 
 
 def reasoning_item(context: ResponsesContext, id: str, text: str) -> dict[str, Any]:
-    """The reasoning item: as a summary if the request has `reasoning.summary`, and also sealed if the request includes
-    encrypted content."""
+    """Return the reasoning item. The text is a summary if the request has `reasoning.summary`, else content. The item
+    also has the text as `encrypted_content` if the request includes this field."""
     item: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
     if context.summary:
         item["summary"] = [{"type": "summary_text", "text": text}]
@@ -122,18 +123,20 @@ def message_item(id: str, text: str, status: str) -> dict[str, Any]:
 
 
 def message_status(completion: Completion) -> str:
-    """The status of the text item: `incomplete` for a reply that was cut off and has no calls, else `completed`."""
+    """Return the status of the text item: `incomplete` for a reply that was cut off and has no calls, else
+    `completed`."""
     cut = completion.finish is not FinishReason.STOP and not completion.reply.tool_calls
     return "incomplete" if cut else "completed"
 
 
 def text_part(text: str) -> dict[str, Any]:
-    # The official client's type requires annotations.
+    # The official client's type for text requires the field `annotations`.
     return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
 
 
 def call_item(context: ResponsesContext, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
-    """A call under the client's name for the tool. A call of an unknown tool keeps its name."""
+    """Return the item of a call, with the client's name for the tool. For an unknown tool, the name is the one that the
+    model wrote."""
     tool = context.table.get(call.name)
     if tool is not None and tool.custom:
         sent = custom_call(call)
@@ -160,12 +163,13 @@ def call_item(context: ResponsesContext, completion_id: str, index: int, call: T
 
 
 def response_id(completion_id: str) -> str:
-    """The response's id. The prefix is not added twice: an engine that serves this API sends ids that have it."""
+    """Return the response's id. The prefix is not added to an id that already has it, because engines that serve this
+    API send such ids."""
     return completion_id if completion_id.startswith(_PREFIX) else _PREFIX + completion_id
 
 
 def item_id(kind: str, completion_id: str, index: int) -> str:
-    """The id of the item at `index` in the output."""
+    """Return the id of the item at position `index` of the output. `kind` is the prefix for the kind of item."""
     return f"{kind}_{completion_id.removeprefix(_PREFIX)}_{index}"
 
 
@@ -180,8 +184,8 @@ def usage(completion: Completion) -> dict[str, Any]:
 
 
 def failure(error: OutriderError) -> dict[str, Any]:
-    """The `error` of a failed response. Clients act on the code: they shorten their history after an overflow, and try
-    again after a server's error."""
+    """Return the `error` of a failed response. Clients react to the code: after an overflow they shorten their history,
+    and after a server's error they try again."""
     if isinstance(error, ContextOverflow):
         code = "context_length_exceeded"
     elif error.http_status == 429:
@@ -192,12 +196,12 @@ def failure(error: OutriderError) -> dict[str, Any]:
 
 
 _UNOPENED = Opening(id="unopened", created=0, model="")
-"""Stands for the opening in the response of a stream that fails at its start."""
+"""The opening used for the response of a stream that fails before `open`."""
 
 
 class _ItemForm(msgspec.Struct, frozen=True):
-    """The streaming form of one kind of items: the prefix of their ids, the key of a part's index, and the names of
-    their events."""
+    """How one kind of items is streamed: the prefix of the ids, the key of a part's index, and the names of the
+    events."""
 
     id_prefix: str
     index_key: str
@@ -214,7 +218,7 @@ _SUMMARY = _ItemForm("rs", "summary_index", "reasoning_summary_part", "response.
 
 
 class _OpenItem(msgspec.Struct, frozen=True):
-    """The open item of a stream; `said` are the pieces of its text."""
+    """The open item of a stream. `said` are the pieces of the item's text so far."""
 
     form: _ItemForm
     id: str
@@ -222,21 +226,21 @@ class _OpenItem(msgspec.Struct, frozen=True):
     said: list[str]
 
     def place(self) -> dict[str, Any]:
-        """The position fields in every event of the item."""
+        """Return the position fields of the item's events."""
         return {"item_id": self.id, "output_index": self.index, self.form.index_key: 0}
 
     def text_place(self) -> dict[str, Any]:
-        """The position fields in an event with text."""
+        """Return the position fields of the item's events with text."""
         return {**self.place(), "logprobs": []} if self.form is _TEXT else self.place()
 
     def delta_head(self) -> bytes:
-        """A delta's event up to its text."""
+        """Return the beginning of a delta event, up to the delta's text."""
         name = f"{self.form.delta}.delta"
         return b'event: %b\ndata: %b,"delta":' % (name.encode(), line({"type": name, **self.text_place()})[:-1])
 
 
 class ResponsesStream:
-    """`StreamWriter` of the Responses API."""
+    """Implements `StreamWriter` for the Responses API."""
 
     content_type = EVENT_STREAM
     ping = COMMENT
@@ -263,7 +267,7 @@ class ResponsesStream:
     def close(self, completion: Completion) -> bytes:
         status, calls = message_status(completion), completion.reply.tool_calls
         written = b""
-        # A reply without calls has a text item, also if its text is empty (see reply.py).
+        # A reply without calls has a text item, even if the text is empty (see the module's heading).
         if not calls and (self._open is None or self._open.form is not _TEXT):
             written += self._begin_item(_TEXT)
         written += self._end_item(status)
@@ -275,7 +279,8 @@ class ResponsesStream:
         return written + self._event(f"response.{outcome.status}", whole)
 
     def error(self, error: OutriderError) -> bytes:
-        """Write an `error`, at which the official clients raise, and the failed response, which Codex reads."""
+        """Write two events: an `error`, at which the official clients raise an exception, and the failed response,
+        which Codex reads."""
         told = openai_error(error)["error"]
         flat = {"code": told["code"], "message": told["message"], "param": told["param"]}
         outcome = ResponseOutcome(status="failed", output=self._items, error=failure(error))
@@ -283,7 +288,7 @@ class ResponsesStream:
         return self._event("error", {**flat, "error": told}) + self._event("response.failed", failed)
 
     def _say(self, form: _ItemForm, text: str) -> bytes:
-        """Add text to the open item if it has the form, else to a new item."""
+        """Add text to the open item if that item has the form, else to a new item."""
         before = b"" if self._open is not None and self._open.form is form else self._begin_item(form)
         item = self._open
         assert item is not None
@@ -297,7 +302,7 @@ class ResponsesStream:
         index = len(self._items)
         id = item_id(form.id_prefix, self._about.id, index)
         item = self._open = _OpenItem(form, id, index, [])
-        # The bytes before a delta's text are the same within an item, and are made once.
+        # The bytes before a delta's text are the same for all deltas of an item, so they are made once.
         self._delta_head = item.delta_head()
         begun: dict[str, Any] = {"id": id, "type": "reasoning", "summary": []}
         if form is _TEXT:
@@ -320,7 +325,7 @@ class ResponsesStream:
         )
 
     def _call(self, call: ToolCall) -> bytes:
-        """All events of one call. They are sent at once, because the arguments are known only when the call is
+        """Write all events of one call. All are sent together, because the arguments are known only when the call is
         complete."""
         index = len(self._items)
         item = call_item(self._context, self._about.id, index, call)

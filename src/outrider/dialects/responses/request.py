@@ -1,11 +1,12 @@
-"""The parser of a Responses request body, which returns a `ModelRequest`.
+"""Parses a Responses request body into a `ModelRequest`.
 
-This module parses the settings, `items.py` the items and `tools.py` the tools. Invariant: only needed data is parsed,
-so reading a request costs one scan of its bytes. Only `ResponsesHistory.parse` decodes messages.
+This module parses the settings, `items.py` the items and `tools.py` the tools. Invariant: reading a request costs one
+scan of its bytes, because only needed data is decoded. Messages are decoded later, by `ResponsesHistory.parse`.
 
-`instructions` are the first system message of this request only: a later request with `previous_response_id` has its
-own. Work of the API's own servers that has no counterpart here (background work, conversations and prompts kept by a
-server) is refused. Hosted tools, and their earlier work in the history, are noted and not passed to the model.
+`instructions` become the first system message, for this request only: a later request with `previous_response_id` does
+not inherit them. Features of OpenAI's servers that have no counterpart here (background work, stored conversations and
+stored prompts) are refused. Hosted tools, and the results of hosted tools in the history, are noted and not passed to
+the model.
 
 Source: OpenAI API reference, "Create a model response".
 """
@@ -83,7 +84,7 @@ _TURN_METADATA = msgspec.json.Decoder(_TurnMetadata)
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     """Parse the request in `body`, to generate or to count tokens. Raises RequestError. Most errors in an item are
-    raised later, when it is parsed."""
+    raised later, when the item is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if call.path != COUNT and wire.model is None:
@@ -150,7 +151,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
 
 
 def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> dict[str, Any]:
-    """The fields of the request that the response repeats, with the defaults that apply here."""
+    """Return the fields of the request that the response repeats, with the default values of this service."""
     form = text.format or {"type": "text"}
     choice = "auto" if wire.tool_choice is None else wire.tool_choice
     for name, value in (("text.format", form), ("tool_choice", choice)):
@@ -178,8 +179,8 @@ def _echo(wire: _Body, text: _TextFormat, reasoning: _Reasoning, tools: Raw) -> 
 
 
 def _caller(call: WireCall) -> Caller:
-    """The caller in the headers of Codex and OpenCode: ids of the agent and of its parent agent, and the purpose of a
-    call that is not an ordinary turn."""
+    """Return the caller named by the headers of Codex or OpenCode: the ids of the agent and of its parent agent, and
+    the purpose of a call that is not an ordinary turn."""
     opencode = opencode_caller(call)
     parent = call.header(b"x-codex-parent-thread-id") or opencode.parent_id
     own = call.header(b"thread-id") or opencode.agent_id
@@ -188,6 +189,6 @@ def _caller(call: WireCall) -> Caller:
         try:
             purpose = _TURN_METADATA.decode(call.header(b"x-codex-turn-metadata") or "{}").request_kind
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            purpose = None  # a header of an unknown form has no effect
+            purpose = None  # a header in an unknown format has no effect
         purpose = None if purpose == _ORDINARY_TURN else purpose
     return Caller(agent_id=own, parent_id=parent, purpose=purpose)

@@ -1,12 +1,13 @@
-"""Encodings for the round trip of a Responses reply through a client: reasoning, custom calls and names.
+"""Encodes the reasoning, the custom calls and the tool names of a Responses reply, and decodes them when the client
+sends the reply back.
 
-Each function has its inverse beside it; the inverse of a flat name is the table of `tools.py`. Invariant: a reply in a
-client's history is parsed as the model made it, to the character. Items that another service made are parsed as plain
-text.
+Each function is followed by its inverse, except `flat_name`, whose inverse is the table of `tools.py`. Invariant: a
+reply in a client's history is parsed exactly as the model wrote it, character by character. Items that another service
+made are parsed as plain text.
 
-The wire has calls without JSON (`custom_tool_call`, one string) and names within namespaces; the model sees functions
-only. A custom tool is a function with the single parameter `input`. The name of a tool in a namespace begins with the
-namespace's name.
+The wire format has calls whose input is one string and not JSON (`custom_tool_call`), and namespaces of tool names. The
+model sees functions only: a custom tool as a function with the single parameter `input`, and a tool of a namespace
+under a name that begins with the namespace's name.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ _SEAL = "outrider1:"
 """The prefix of our `encrypted_content`, which distinguishes it from content encrypted by another provider."""
 _JOIN = "__"
 _AS_JSON = "~json"
-"""The ending of a custom call's id that marks the call's input as the JSON of all its arguments."""
+"""The ending of a custom call's id if the call's input is the JSON of all arguments of the model's call."""
 _AS_TEXT = "~text"
-"""The ending added to the id of an ordinary custom call if the id already has one of these two endings."""
+"""The ending that is added to the id of any other custom call if the id already ends with `_AS_JSON` or `_AS_TEXT`."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def seal(reasoning: str) -> str:
-    """Encode reasoning as `encrypted_content`, which is not secret. Clients return this field unchanged, even if they
-    keep no other reasoning."""
+    """Encode reasoning as `encrypted_content`. The encoding is not secret. This field is used because clients send it
+    back unchanged, even if they drop all other reasoning."""
     return _SEAL + base64.b64encode(reasoning.encode("utf-8", "replace")).decode()
 
 
 def unseal(sealed: str) -> str | None:
-    """The reasoning in our `encrypted_content`; None for any other content."""
+    """Return the reasoning in our `encrypted_content`; None for content of another provider."""
     if not sealed.startswith(_SEAL):
         return None
     try:
@@ -51,7 +52,7 @@ def unseal(sealed: str) -> str | None:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The function name, for the model, of the tool `name` in `namespace`."""
+    """Return the model's name for the tool `name` in `namespace`."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith(_JOIN) else namespace + _JOIN + name
@@ -67,8 +68,8 @@ class CustomCall(msgspec.Struct, frozen=True):
 def custom_call(call: ToolCall) -> CustomCall:
     """Convert the model's call of a custom tool to the wire.
 
-    The model may send arguments other than `input`. The client then receives the JSON of the arguments as the input,
-    under a call id with an ending for this case. The client's tool refuses such an input, and the refusal shows the
+    The model may write arguments other than `input`. The client then receives the text of the arguments as the input,
+    and the call's id has the ending `_AS_JSON`. The client's tool refuses such an input, and the refusal shows the
     model its mistake.
     """
     try:
@@ -76,19 +77,20 @@ def custom_call(call: ToolCall) -> CustomCall:
     except (ValueError, RecursionError):
         value = None
     said = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
-    # Python's parser reads unpaired surrogates, which a reply cannot encode, so such an input is sent as JSON.
+    # Python's JSON parser accepts unpaired surrogates, which a reply cannot encode. An input with such a surrogate is
+    # sent as JSON.
     if not isinstance(said, str) or _SURROGATE.search(said):
         return CustomCall(call.id + _AS_JSON, call.arguments)
     return CustomCall(call.id + _AS_TEXT if call.id.endswith((_AS_JSON, _AS_TEXT)) else call.id, said)
 
 
 def arguments_of_custom_call(sent: CustomCall) -> str:
-    """The model's arguments of a call: the inverse of `custom_call`."""
+    """Return the model's arguments of a call on the wire: the inverse of `custom_call`."""
     if sent.call_id.endswith(_AS_JSON):
         return sent.input
     return msgspec.json.encode({INPUT: sent.input}).decode()
 
 
 def id_of_custom_call(sent: str) -> str:
-    """The model's id of a call: the inverse of `custom_call`."""
+    """Return the model's id of the call with the id `sent` on the wire: the inverse of `custom_call`."""
     return sent.removesuffix(_AS_JSON) if sent.endswith(_AS_JSON) else sent.removesuffix(_AS_TEXT)

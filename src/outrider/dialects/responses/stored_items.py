@@ -1,7 +1,8 @@
-"""The stored responses of a session: the items behind a later `previous_response_id` or item reference.
+"""Stores the responses of a session, so that later requests can refer to a response (`previous_response_id`) or to an
+item.
 
-This module handles no messages and no tokens. Invariant: equal items, and equal beginnings of conversations, are kept
-once, so storing a response costs its new items only.
+This module handles no messages and no tokens. Invariant: equal items, and equal beginnings of conversations, are stored
+once, so storing a response costs only memory for its new items.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _STRING = msgspec.json.Decoder(str)
 _ITEM = msgspec.json.Decoder(Item)
 
 MAX_STORED = 64 << 20
-"""Maximum bytes kept for a session. Above this size everything is dropped. Only a session that stores new items all the
-time reaches this size."""
+"""Maximum number of bytes stored for a session. Above this size everything is dropped. Only a session with an unusually
+large number of new items reaches this size."""
 
 ENTRY_BYTES = 256
-"""Approximate memory of an item, of its place in a conversation, of a response or of a reference, without the item's
-JSON."""
+"""Approximate memory, in bytes, of one entry in any of the store's dictionaries (responses, references, items,
+conversations), without the item's JSON."""
 
 
 class PreviousResponseNotFound(RequestError):
@@ -55,12 +56,12 @@ class StoredConversation(NamedTuple):
 
 
 class ResponseStore:
-    """The stored responses of one session. If everything is dropped while a response is being made, the response still
-    has its conversation and can be stored."""
+    """The stored responses of one session. A response can be stored even if everything was dropped while the response
+    was being made, because the caller of `keep` has the response's conversation."""
 
     def __init__(self) -> None:
         self._responses: dict[str, StoredConversation] = {}
-        """By a response's id, the conversation up to and with the response."""
+        """By response id, the conversation up to the response, which is included."""
         self._references: dict[str, Item] = {}
         self._items: dict[bytes, Item] = {}
         self._conversations: dict[bytes, StoredConversation] = {}
@@ -70,15 +71,15 @@ class ResponseStore:
         self, previous: str | None, items: Sequence[Item], *, stored: bool
     ) -> tuple[list[PlacedItem], StoredConversation | None]:
         """Return the whole conversation of a request: the previous response's conversation, then the new items, with
-        each reference replaced by its item. If `stored` is True, the response may be stored, and the second value is
-        the same conversation for `keep`; else None. Raises RequestError."""
+        each reference replaced by its item. If `stored` is True, the second value is the same conversation for a later
+        call of `keep`; otherwise it is None. Raises RequestError."""
         placed: list[PlacedItem] = []
         known: StoredConversation | None = None
         if previous is not None:
             known = self._responses.get(previous)
             if known is None:
-                # The message and the code are the API's own: clients check for them and send the whole conversation
-                # again.
+                # The message and the code are those of the API: clients check for these texts, and then send the whole
+                # conversation.
                 raise PreviousResponseNotFound(
                     f"Previous response with id {quoted(previous)} not found.", field="previous_response_id"
                 )
@@ -102,7 +103,8 @@ class ResponseStore:
         return placed, known if stored else None
 
     def keep(self, conversation: StoredConversation | None, response_id: str, output: Iterable[dict[str, Any]]) -> None:
-        """Store a response: the conversation before it and its own items, at least one."""
+        """Store a response. `conversation` is the conversation before the response, and `output` are the response's own
+        items, at least one."""
         references: dict[str, Item] = {}
         for item in output:
             said = _ITEM.decode(msgspec.json.encode(item))
@@ -114,7 +116,7 @@ class ResponseStore:
         self._responses[response_id] = conversation
 
     def _extended(self, before: StoredConversation | None, item: Item) -> StoredConversation:
-        """Return the kept conversation that has `item` after `before`. It is made if it is not kept yet."""
+        """Return the stored conversation `before` plus `item`. Stores the conversation if it is not stored yet."""
         raw = b",".join(item.pieces())
         key = xxhash.xxh3_128_digest(raw)
         digest = key if before is None else xxhash.xxh3_128_digest(before.digest + key)
@@ -129,7 +131,8 @@ class ResponseStore:
         return known
 
     def _make_room(self, size: int) -> None:
-        """Count `size` bytes that will be kept. Drops everything else if the total exceeds MAX_STORED."""
+        """Count `size` bytes that will be stored. If the total then exceeds MAX_STORED, drops everything stored so
+        far."""
         self._size += size
         if self._size > MAX_STORED:
             self._responses.clear()
@@ -140,6 +143,6 @@ class ResponseStore:
 
 
 def store_of(memory: Memory) -> ResponseStore:
-    """The session's store, made at its first request."""
+    """Return the session's store. It is made at the session's first request."""
     store: ResponseStore = memory.setdefault(_KEY, ResponseStore())
     return store

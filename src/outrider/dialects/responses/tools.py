@@ -1,16 +1,18 @@
-"""The tools of a Responses request in the model's form, and the table from the model's names back to the tools.
+"""Converts the tools of a Responses request to the model's form, and maps the model's names for tools back to the
+tools.
 
-Invariant: the client runs every tool in the table, and no two of its tools have the same name for the model.
+Invariant: the client runs every tool in the table (`Tools.table`), and no two tools in the table have the same name for
+the model.
 
 - A function is passed to the model in the nested form of Chat Completions, with its keys in the client's order.
 - A custom tool, whose call on the wire is one string and not JSON, is passed as a function with the single parameter
-  `input`. The grammar of a custom tool is put into the parameter's description; nothing enforces the grammar.
-- A tool of a namespace gets the namespace's name before its own. The namespace's description is put before the
-  description of the namespace's first tool.
+  `input`. If the tool has a grammar, the grammar is put into the parameter's description; nothing enforces the grammar.
+- The model's name for a tool of a namespace is the namespace's name followed by the tool's name. The namespace's
+  description is put before the description of the namespace's first tool.
 - All other tools are hosted: OpenAI's servers would run them, or only OpenAI's models were trained on their form (a
-  shell, a computer, patches without a schema). They are not passed to the model. Their kinds are added to the request's
-  notes. They are absent from the reply's `tools`, which lists the tools in force. A request that chooses a hosted tool
-  is refused with status 400.
+  shell, a computer, patches without a schema). Hosted tools are not passed to the model, and their kinds are added to
+  the request's notes. The reply's field `tools`, which lists the tools in force, does not contain hosted tools. A
+  request that chooses a hosted tool is refused with status 400.
 
 Source: OpenAI API reference, "Create a model response", tools.
 """
@@ -30,14 +32,15 @@ from outrider.messages import ToolSpec
 _SUPPORTED = frozenset({"function", "custom", "namespace"})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
-"""Keys for servers, which the model does not see. (`strict` promises that arguments follow their schema, but nothing
-here enforces the promise.)"""
+"""Keys of a function that only servers use; the model does not see these keys. (`strict` would guarantee that arguments
+follow the schema, but nothing here enforces it.)"""
 
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
 class ResponsesTool(msgspec.Struct, frozen=True):
-    """One tool: its specification for the model, and the client's name for it."""
+    """One tool: the specification for the model, and the client's name and namespace. `custom` is True for a custom
+    tool."""
 
     spec: ToolSpec
     name: str
@@ -46,9 +49,9 @@ class ResponsesTool(msgspec.Struct, frozen=True):
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """A request's tools: `table` has them by the model's name for each. `raw` is the bytes that determine the tools.
-    `in_force` is the JSON of the request's own list without hosted tools, which the reply repeats. `hosted` are the
-    kinds of the hosted tools."""
+    """A request's tools. `table` has the tools by the model's names. `raw` are the bytes that determine the tools.
+    `in_force` is the JSON of the request's own list (`ToolList.top`) without hosted tools, which the reply repeats.
+    `hosted` are the kinds of the hosted tools."""
 
     table: dict[str, ResponsesTool] = {}
     raw: bytes = b""
@@ -60,8 +63,8 @@ class Tools(msgspec.Struct, frozen=True):
 
 
 class ToolList(msgspec.Struct, frozen=True):
-    """One list of tools on the wire and its path. `top` is True for the request's own list, False for a list among its
-    items."""
+    """One list of tools on the wire and its path. `top` is True for the request's field `tools`, and False for a list
+    in an item of the input."""
 
     raw: msgspec.Raw
     where: str
@@ -75,8 +78,8 @@ def read_tools(lists: list[ToolList], memory: Memory) -> Tools:
 
 
 def check_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, notes: list[str]) -> None:
-    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted: nothing makes the model
-    call a tool."""
+    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted as without effect, because
+    nothing can force the model to call a tool."""
     if choice in (None, "none", "auto"):
         return
     notes.append("tool_choice")
@@ -110,7 +113,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
                 continue
             if part.top:
                 in_force.append(spec)
-            # Tools among the items may repeat a tool of the request. The last declaration of a tool counts.
+            # A list in an item may declare a tool of the request again. The last declaration of a tool counts.
             for tool in _tools_of(spec, where):
                 flat = tool.spec["function"]["name"]
                 known = table.get(flat)
@@ -123,7 +126,8 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
 
 
 def _tools_of(spec: dict[str, Any], where: str) -> Iterator[ResponsesTool]:
-    """The tools in one entry: the entry itself, or the tools of a namespace."""
+    """Yield the tools of one entry: the entry itself, or the tools of the namespace that it declares. Raises
+    RequestError."""
     if spec.get("type") != "namespace":
         yield _tool(spec, None, where)
         return

@@ -1,1 +1,1 @@
-"""The purpose of each turn of a finished session: main conversation, sub-agent, compaction or side call."""
+"""Decides the purpose of each turn of a finished session: main conversation, sub-agent, compaction or side call."""

@@ -1,8 +1,9 @@
-"""Finds relations between the segments of a session: the tool call that started a segment, a history replaced by a
-later summary, and a segment continued by another agent.
+"""Finds relations between the segments of a session: the tool call that started a segment, the earlier history that a
+segment replaces by a summary, and the segment that continues another agent's work.
 
-The kinds are decided by `classify.py`. The words in `LABELS`, `PURPOSES` and `TYPE_ARGUMENTS` come from real clients'
-prompts, headers and tools. Invariant: the source of a segment is a turn before the segment's first turn.
+`classify.py` decides the kinds of the segments from these relations. The words in `LABELS`, `PURPOSES` and
+`TYPE_ARGUMENTS` come from real clients' prompts, headers and tools. Invariant: the source of a segment is a turn before
+the segment's first turn.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from outrider.tokens.branches.segments import (
 from outrider.trajectory import BranchKind, ForkCause, Turn
 
 MIN_TOOL_TEXT = 8
-"""Minimum characters of a tool's argument that may be recognised as the prompt of a sub-agent."""
+"""Minimum number of characters of a tool's argument that can be recognised as the prompt of a sub-agent."""
 OPENING_SHARE = 0.5
-"""A tool's argument that makes up at least this fraction of a conversation's opening is certain to have started the
-conversation."""
+"""If a tool's argument is at least this fraction of a conversation's opening, the tool call is certain to have started
+the conversation."""
 
 LABELS: tuple[tuple[str, str], ...] = (
     ("quota", "quota"),
@@ -48,8 +49,9 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("web page", "web-page"),
     ("summar", "summary"),
 )
-"""Beginnings of words in a side call's system prompt, else in its question, and their labels. The first match in the
-text decides, because prompts for titles mention topics and prompts for topics mention titles."""
+"""Beginnings of words and the labels of side calls. Words are searched for in a side call's system prompt; if none is
+found, in the call's question. The word that comes first in the text decides, because prompts for titles mention topics,
+and prompts for topics mention titles."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -64,31 +66,31 @@ PURPOSES: dict[str, BranchKind] = {
     "summary": BranchKind.AUXILIARY,
     "quota": BranchKind.AUXILIARY,
 }
-"""The kind of a call by the client's own word for it; other words have no effect."""
+"""The kind of a call by the purpose that the client names; other purposes have no effect."""
 
 TYPE_ARGUMENTS = ("subagent_type", "agent_type", "agent_name", "agent", "role")
-"""Arguments with the type of agent, in calls of tools that start sub-agents."""
+"""Names of arguments that hold the type of agent, in calls of tools that start sub-agents."""
 
 MAX_TOOL_TEXTS = 1000
-"""Number of latest texts in tool arguments to compare with a conversation's opening."""
+"""Maximum number of texts from tool arguments, the newest ones, that are compared with a conversation's opening."""
 
 LOOK_BACK = 100
-"""Number of previous turns and segments that are compared with a shorter history. Few are enough, because clients go
-on from a summary at once."""
+"""Maximum number of previous turns, and of previous segments, that are compared with a segment to find the history that
+the segment continues in a shorter form. Few are enough, because clients continue from a summary at once."""
 
 
 class Continuation(msgspec.Struct, frozen=True):
-    """The history that a segment continues in a shorter form. `old` is the last turn of that history. `source` is the
-    turn that wrote the summary; None if the history was only cut."""
+    """The earlier history that a segment continues in a shorter form. `old` is the last turn of the earlier history.
+    `source` is the turn that wrote the summary; None if the segment has only the end of the history."""
 
     old: Turn
     source: Turn | None
 
 
 class Spawn(msgspec.Struct, frozen=True):
-    """The tool call that started a conversation, made in `turn`. `agent_type` is the requested type of agent, "" if
-    the call names none. `is_most_of_opening` is True if the call's text is at least OPENING_SHARE of the conversation's
-    opening."""
+    """The tool call that started a conversation. `turn` is the index of the turn that made the call. `agent_type` is
+    the requested type of agent, "" if the call names none. `is_most_of_opening` is True if the call's text is at least
+    OPENING_SHARE of the conversation's opening."""
 
     turn: int
     agent_type: str
@@ -97,7 +99,7 @@ class Spawn(msgspec.Struct, frozen=True):
 
 
 class AgentTurns:
-    """The turns of each agent named by clients."""
+    """Finds the turns of each agent that clients name."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns: dict[str, list[Turn]] = {}
@@ -112,7 +114,8 @@ class AgentTurns:
                 earlier.append(turn)
 
     def newest_outside(self, conversation: int, agent: str, index: int) -> Turn | None:
-        """The agent's last turn before `index` outside the conversation."""
+        """Return the agent's last turn before the turn `index` that is not in the conversation; None if there is
+        none."""
         turns = self._turns.get(agent, [])
         at = bisect_left(turns, index, key=lambda turn: turn.index)
         return self._outside(turns[at - 1], conversation) if at else None
@@ -122,13 +125,14 @@ class AgentTurns:
 
 
 def find_continuation(session: SegmentedSession, segment: Segment) -> Continuation | None:
-    """Find the earlier segment whose history the first request of `segment` replaces by a summary, or cuts to the
-    history's end. Summaries are tried first, newest first."""
+    """Find the earlier history that the first request of `segment` replaces by a summary, or cuts to the history's end.
+    Summaries are tried first, newest first. Returns None if there is no such history."""
     first = segment.first
     recent = session.segments[max(0, segment.number - LOOK_BACK) : segment.number]
     kin = []
     for other in recent:
-        # Kin are segments of the same conversation, or of the same agent, recognised by tools or system prompt.
+        # Kin are segments of the same conversation or of the same agent. Equal tools or an equal system prompt indicate
+        # the same agent.
         same_tools, same_system = other.first.tools == first.tools, other.system == segment.system
         if (
             other.first.conversation == first.conversation
@@ -140,8 +144,8 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     if not candidates:
         return None
     begins_anew = segment.starts_conversation and history_source(first) is None
-    # A message must be long enough to hold QUOTE_SHARE of the shortest summary. Tool results do not count, because they
-    # only repeat files.
+    # A message must be long enough to contain QUOTE_SHARE of the shortest summary. Tool results are left out, because
+    # they may repeat any text from a file.
     long_enough = QUOTE_SHARE * QUOTE_LENGTH
     fresh = [
         one for one in session.new_messages(first) if one.role is not Role.TOOL and len(one.content) >= long_enough
@@ -161,7 +165,7 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
 
 
 def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
-    """The last turn of a segment before `first` whose client received the reply."""
+    """Return the last turn of a segment before `first` whose reply the client received; None if there is none."""
     turn = segment.last_before(first.index)
     while turn is not None and turn.reply is None:
         turn = segment.last_before(turn.index)
@@ -171,18 +175,18 @@ def _newest_answered(segment: Segment, first: Turn) -> Turn | None:
 def _is_quoted(
     session: SegmentedSession, source: Turn, first: Turn, fresh: Sequence[Message], candidates: Sequence[Segment]
 ) -> bool:
-    """Return True if a fresh message quotes the reply of `source`, which must call no tool. An assistant message counts
-    only if the reply was given in another conversation, or if the message replaces the history before the reply.
-    Otherwise it may be the reply itself, which clients send back once."""
+    """Return True if a message in `fresh` quotes the reply of `source`. A reply with a tool call is never quoted. An
+    assistant message counts only if the reply was given in another conversation, or if the message replaces the history
+    before the reply. Otherwise the message may be the reply itself, which clients send back."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
         if not quotes(lines, message.content):
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
-        # The message replaces the history if no turn continues the reply, and nothing of the history is left before the
-        # message: neither the question that the reply answers, nor a reply from before this question. If a reply is
-        # merely sent back, at least one of the two is left.
+        # The message replaces the history if no turn continues the reply, and neither the question that the reply
+        # answers nor an earlier reply is left before the message. If the client only sent the reply back, at least one
+        # of the two would be left.
         was_shown_replies = source.parent is not None or session.replies_added(source)
         if not was_shown_replies or source.index in session.continued or first.parent is not None:
             continue
@@ -195,8 +199,8 @@ def _is_quoted(
 
 
 def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Segment]) -> Segment | None:
-    """The candidate that the reply of `source` summarises: the candidate with the most replies in the request of
-    `source`. None if this request shows no candidate's history, neither as messages nor as text."""
+    """Return the candidate that the reply of `source` summarises: the candidate with the most replies in the request of
+    `source`. Returns None if the request of `source` contains no candidate's history, either as messages or as text."""
     asked = opening_text(source.messages)
     if source.parent is None and all(message.role is not Role.ASSISTANT for message in source.messages):
         openings = (opening_text(other.first.messages) for other in candidates if other.starts_conversation)
@@ -220,8 +224,9 @@ def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
 
 
 def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
-    """For segments that start a conversation, by number: the earlier tool call whose text is the largest part of the
-    conversation's opening."""
+    """Return, by segment number, the earlier tool call that started the segment. Only segments that start a
+    conversation are examined. If texts of several tool calls are in the conversation's opening, the longest text
+    decides."""
     found: dict[int, Spawn] = {}
     given: dict[str, _ToolText] = {}
     starters = {segment.first.index: segment for segment in session.segments if segment.starts_conversation}
@@ -235,7 +240,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
                 found[segment.number] = Spawn(best.turn, best.agent_type, best.tool, is_most)
         for call in turn.reply.tool_calls if turn.reply else ():
             for one in _texts_given(turn.index, call):
-                given.pop(one.text, None)  # so that the text becomes the newest
+                given.pop(one.text, None)  # moves the text to the end of the dictionary, as the newest
                 given[one.text] = one
                 if len(given) > MAX_TOOL_TEXTS:
                     del given[next(iter(given))]
@@ -243,7 +248,7 @@ def find_spawns(session: SegmentedSession) -> dict[int, Spawn]:
 
 
 class _ToolText(msgspec.Struct, frozen=True):
-    """A text in a tool call's arguments."""
+    """A text in the arguments of a tool call. `turn`, `agent_type` and `tool` describe the call, as in `Spawn`."""
 
     text: str
     turn: int
@@ -252,7 +257,8 @@ class _ToolText(msgspec.Struct, frozen=True):
 
 
 def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
-    """Yield the arguments with the form of a sub-agent's prompt: texts of several words, also in lists."""
+    """Yield the arguments of a tool call that may be the prompt of a sub-agent: texts of at least two words and
+    MIN_TOOL_TEXT characters, also from lists."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -269,7 +275,7 @@ def _texts_given(turn: int, call: ToolCall) -> Iterator[_ToolText]:
 
 
 def find_label(segment: Segment) -> str:
-    """The label of a side call, from its words; "" if no word matches."""
+    """Return the label of a side call, from the words in its prompt; "" if no word matches."""
     asked = [message.content for message in segment.first.messages if message.role is Role.USER][-1:]
     for text in ("\n".join(segment.system).lower(), "\n".join(asked).lower()):
         if (word := _LABEL_WORD.search(text)) is not None:
@@ -278,9 +284,10 @@ def find_label(segment: Segment) -> str:
 
 
 def find_handovers(session: SegmentedSession, summaries: set[int], label: Callable[[Segment], str]) -> set[int]:
-    """The numbers of the segments that continue an earlier conversation with other tools or another system prompt.
-    Examples: an agent is resumed with one tool fewer, hands over to another agent, or must give its last reply
-    without tools. A side call about the history has the same form; only the later turns distinguish the two.
+    """Return the numbers of the segments that continue an earlier conversation with other tools or another system
+    prompt. Examples: an agent is resumed with one tool fewer, hands over to another agent, or must give its last reply
+    without tools. A side call about the history has the same form, and only the later turns distinguish a side call
+    from a handover.
 
     `summaries` are the turns that wrote a summary; `label` returns the label of a side call.
     """
@@ -294,10 +301,11 @@ class _Handovers:
         self._session = session
         self._summaries = summaries
         self._label = label
-        # By turn index, the index of the turn's last descendant. A turn that continues the history with other tools or
-        # another system prompt is a descendant, too.
+        # By turn index, the index of the turn's last descendant. Turns that continue the history with other tools or
+        # another system prompt are also descendants.
         self._until = [turn.index for turn in session.turns]
-        # By turn index, the turn's used continuations with the same tools and system prompt.
+        # By turn index, the turn's continuations with the same tools and system prompt, except unused replies and
+        # summaries.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
             source = history_source(turn)
@@ -309,12 +317,12 @@ class _Handovers:
                 self._own_next.setdefault(turn.parent, []).append(turn)
 
     def next_segment(self, source: int) -> Segment | None:
-        """Of the segments that take over the history of the turn `source`, return the segment in which the conversation
-        continues. None if the conversation ends, or continues without these segments.
+        """Return the segment in which the conversation continues, out of the segments that take over the history of the
+        turn `source`. Returns None if the conversation ends, or continues in none of these segments.
 
         The result is the last segment with a continuation, if all other continuations of the turn ended before this
-        segment began, because a caller goes on only after its sub-agent. If no segment has a continuation, the result
-        is the last segment, provided that nothing else continues the turn.
+        segment began: an agent that calls a sub-agent continues only after the sub-agent has ended. If no segment has a
+        continuation, the result is the last segment, provided that nothing else continues the turn.
         """
         turn = self._session.turns[source]
         candidates = [segment for segment in self._session.taken_over[source] if self._may_go_on(segment, turn)]
@@ -336,8 +344,8 @@ class _Handovers:
             return False
         if self._is_replied_to(segment):
             return True
-        # A question is a side call if it has a side call's words and goes to a model without tools, or with both other
-        # tools and another system prompt than the agent's. Such a model is not the agent, or cannot act like the agent.
+        # A question with the words of a side call is a side call if the model has no tools, or if both the tools and
+        # the system prompt differ from the agent's: then the model is not the agent, or cannot act as the agent.
         can_act = first.tools and first.cause is not ForkCause.TOOLS_AND_SYSTEM_CHANGED
         if first.messages[-1].role is not Role.TOOL and not can_act and self._label(segment):
             return False

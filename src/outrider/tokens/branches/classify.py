@@ -2,28 +2,29 @@
 
 A segment (`segments.py`) gets the kind of the first rule that applies to it (`RULES`):
 
-1. `main`: the segment starts the main conversation of a step of the task. This rule is first, because the other rules
+1. `main`: the segment starts the main conversation of a step of the task. This rule is first because the other rules
    compare segments with the main conversation.
 2. `continued`: the segment continues an earlier history that was replaced by a summary or cut to its end. This rule is
-   before `forked`, because such a request also looks like a rewritten history, and before `spawned`, because a summary
-   may quote a tool's argument. Only a tool call whose text is most of the opening is stronger evidence.
-3. `forked`: a later segment of a conversation, or a handover, has the kind of its origin.
-4. `purpose`: the client names the call's purpose. This rule is before the rules that infer the kind.
-5. `no tools`: the segment is one question to a model without tools, and nothing follows. This rule is before
-   `own agent` and `spawned`, because sub-agents also make side calls, under their own names.
+   before `forked` because such a request also looks like a rewritten history, and before `spawned` because a summary
+   may quote a tool's argument. The rule does not apply if the text of a tool call is most of the segment's opening,
+   which is stronger evidence for `spawned`.
+3. `forked`: a later segment of a conversation, or a handover to another agent, has the kind of its origin.
+4. `purpose`: the client names the call's purpose. This rule is before the rules that only infer the kind.
+5. `no tools`: the segment is one question to a model without tools, and has no follow-up. This rule is before `own
+   agent` and `spawned` because sub-agents also make side calls, under the sub-agents' names.
 6. `own agent`: the client names a parent of the agent, or the segment is the work of an agent other than the main one.
 7. `spawned`: the beginning of the segment has a text from an earlier tool call.
-8. `other tools`: the segment is one question with tools of its own, and nothing follows. This rule is after `spawned`,
-   because a sub-agent that replies at once looks the same.
-9. `other`: any other segment is a conversation of an agent that works by itself.
+8. `other tools`: the segment is one question with different tools than the main conversation, and has no follow-up.
+   This rule is after `spawned` because a sub-agent that replies at once looks the same.
+9. `other`: any other segment is a separate conversation of a sub-agent.
 
-Then a single turn can have another kind than its segment (`TURN_RULES`). It is `cut off` if the agent never received
-the reply, `asked again` if the agent used another reply to the same request, and a `summary` if a later history begins
-with the reply.
+A single turn can then have another kind than its segment (`TURN_RULES`): the turn is `cut off` if the agent never
+received the reply, `asked again` if the agent used another reply to the same request, and a `summary` if a later
+history begins with the reply.
 
-The evidence is the clients' requests and how the conversations went on. A client's own statements (`Turn.agent_id`,
-`purpose`) are hints. docs/branches.md prints both tables. The module is pure and deterministic, and independent of
-rewards and policy. Invariant: the parent of a segment is a turn before the segment's first turn.
+The evidence is the content of the requests, and the later course of the conversations. The client's own statements
+(`Turn.agent_id`, `purpose`) are only hints. docs/branches.md prints both tables. The module is pure and deterministic,
+and independent of rewards and policy. Invariant: the parent of a segment is a turn before the segment's first turn.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from outrider.tokens.branches.segments import Segment, SegmentedSession, history
 from outrider.trajectory import BranchKind, FinishReason, Turn
 
 SUMMARY = "summary"
-"""The label of a turn whose reply begins a later history."""
+"""The label of turns whose reply is a summary with which a later history begins."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
-    """The purpose of a turn. `parent` is the turn that the turn's segment comes from: the origin of a fork, the summary
-    or the caller. For a turn with another kind than its segment, `parent` is the turn before, or the turn whose reply
-    was used instead. `depth` is 0 in the main conversation. `rule` names the deciding rule. `main_line` is True in the
-    main conversation and in the segments that continue it from a summary or from its cut history."""
+    """The purpose of a turn. `parent` is the source of the turn's segment: the origin of a fork, the turn that wrote
+    the summary, or the caller. For a turn with another kind than its segment, `parent` is the parent turn, or the turn
+    whose reply was used instead. `depth` is 0 in the main conversation. `rule` names the deciding rule. `main_line` is
+    True in the main conversation and in the segments that continue it from a summary or from its cut history."""
 
     kind: BranchKind
     parent: int | None
@@ -63,7 +64,8 @@ class Lineage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The result of the rule called `rule` for a segment or a turn."""
+    """The result of the rules for a segment or a turn. `rule` is the name of the rule that applied; the other fields
+    are those of `Lineage`."""
 
     rule: str
     kind: BranchKind
@@ -72,7 +74,8 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Signals:
-    """The input of the rules. `lineages` are the lineages of the segments decided so far, by segment number."""
+    """The evidence on which the rules decide. `lineages` are the lineages of the segments decided so far, by segment
+    number."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.session = SegmentedSession(turns)
@@ -88,9 +91,9 @@ class Signals:
             key=self._main_rank,
         )
         self._mains: dict[int, Segment] = {}
-        """By the step of the task, the first segment of the main conversation."""
-        # By step and agent, the agent's highest-ranked conversation, which is the agent's own work in the step. The
-        # agent's other conversations are side calls.
+        """By step of the task, the first segment of the main conversation."""
+        # By step and agent, the first segment of the agent's highest-ranked conversation. This conversation is the
+        # agent's own work in the step; the agent's other conversations are side calls.
         self._work_of: dict[tuple[int, str | None], Segment] = {}
         for segment in ranked:
             step = segment.first.step
@@ -100,11 +103,11 @@ class Signals:
         self._main_line: list[Segment] = []
 
     def _main_rank(self, segment: Segment) -> tuple[int, ...]:
-        """Sort key: the most likely main conversation first. The order of arrival counts least, because a session often
-        begins with a request for a quota, a topic or a title. In order of weight, these segments come last:
-        continuations of a summary or a cut history; single questions without tools; segments of an agent named by the
-        client; segments started by a tool call; segments without a follow-up; segments without tools; segments with the
-        words of a side call; later segments."""
+        """Sort key that puts the most likely main conversation first. These segments are ranked lower, the strongest
+        criterion first: continuations of a summary or a cut history; single questions without tools; segments of an
+        agent that the client names; segments that a tool call started; segments without a follow-up; segments without
+        tools; segments with the words of a side call; later segments. The order of arrival is last, because a session
+        often begins with a request for a quota, a topic or a title."""
         first = segment.first
         followed_up = self.session.is_followed_up(first.conversation)
         return (
@@ -119,19 +122,20 @@ class Signals:
         )
 
     def main(self, segment: Segment) -> Segment:
-        """The first segment of the main conversation in the step in which `segment` began. If the step has no such
-        segment, because the agent continued an earlier conversation, the last earlier step with one counts."""
+        """Return the first segment of the main conversation in the step in which `segment` began. If the agent
+        continued an earlier conversation, the step has no such segment; then returns the segment of the last earlier
+        step that has one."""
         return next(self._mains[step] for step in range(segment.first.step, -1, -1) if step in self._mains)
 
     def label(self, segment: Segment) -> str:
-        """The label of a side call, from its words; "" if no word matches."""
+        """Return the label of a side call, from the words of its prompt; "" if no word matches."""
         found = self._labels.get(segment.number)
         if found is None:
             found = self._labels[segment.number] = find_label(segment)
         return found
 
     def is_side_question(self, segment: Segment) -> bool:
-        """Return True if the segment has no follow-up, and its tools or its system prompt are not the main
+        """Return True if the segment has no follow-up, and its tools or its system prompt differ from the main
         conversation's."""
         main = self.main(segment)
         unlike_main = (segment.first.tools, segment.system) != (main.first.tools, main.system)
@@ -143,13 +147,14 @@ class Signals:
         return agent not in (None, self.main(segment).first.agent_id) and segment is self._work_of.get((step, agent))
 
     def starter(self, segment: Segment) -> int | None:
-        """The turn whose tool call started the segment, else the segment's caller."""
+        """Return the turn whose tool call started the segment; without such a turn, the segment's `caller`."""
         spawned = self.spawned.get(segment.number)
         return spawned.turn if spawned else self.caller(segment)
 
     def caller(self, segment: Segment) -> int | None:
-        """The newest earlier turn in another conversation of the segment's agent, else of the agent's parent. Without
-        such a turn, the newest earlier turn of the main line."""
+        """Return the newest turn before the segment that belongs to another conversation of the segment's agent, else
+        of the agent's parent. Without such a turn, returns the newest turn of the main line before the segment; None if
+        there is none."""
         first = segment.first
         for agent in (first.agent_id, first.parent_agent_id):
             if agent is not None:
@@ -160,14 +165,15 @@ class Signals:
         return next((turn.index for turn in newest if turn is not None), None)
 
     def agent_name(self, segment: Segment) -> str:
-        """The type of agent in the tool call that started the segment, else the client's name for the agent, else the
-        name of the tool."""
+        """Return the type of agent named in the tool call that started the segment. Without one, returns the client's
+        name for the agent, else the name of the tool, else ""."""
         spawned = self.spawned.get(segment.number)
         agent_type, tool = (spawned.agent_type, spawned.tool) if spawned else ("", "")
         return agent_type or segment.first.agent_id or tool
 
     def origin(self, segment: Segment) -> int | None:
-        """The turn from which the segment forked. None if the segment starts a conversation and is no handover."""
+        """Return the turn from which the segment forked; None if the segment starts a conversation and is no
+        handover."""
         first, source = segment.first, history_source(segment.first)
         if segment.number in self._handovers:
             return source
@@ -177,14 +183,14 @@ class Signals:
             return first.parent
         if source is None and first.forked_from is not None and first.forked_from < first.index:
             return first.forked_from
-        # The turn of the fork is not recorded, or the segment is a side call about a history. So the origin is the
-        # first turn of the conversation's previous segment.
+        # In the other cases, the turn of the fork is not recorded, or the segment is a side call about a history. The
+        # origin is then the first turn of the conversation's previous segment.
         earlier = self.session.segments_in(first.conversation)
         return earlier[bisect_left(earlier, segment.number, key=lambda other: other.number) - 1].first.index
 
     def decide(self, segment: Segment, decision: Decision) -> None:
-        """Record the decision about a segment."""
-        # Depth counts from the segment that was forked or replaced, else from the caller's segment.
+        """Record the decision about a segment as the segment's lineage."""
+        # The depth is counted from the segment that was forked or replaced, else from the caller's segment.
         before_at = decision.parent
         continued = self.continued[segment.number]
         if decision.rule == "forked":
@@ -207,14 +213,15 @@ class Signals:
             self._main_line.append(segment)
 
     def used_instead(self, turn: Turn) -> int | None:
-        """The turn whose reply to the same request the agent used instead of this turn's reply. None if the agent used
-        this turn's reply or continued from it."""
+        """Return the turn whose reply to the same request the agent used instead of this turn's reply. Returns None if
+        the agent used this turn's reply."""
         used = self._used_answers.get(request_key(turn), turn.index)
         return None if used == turn.index or turn.index in self.session.continued else used
 
 
 class BranchRule(msgspec.Struct, frozen=True):
-    """A rule as docs/branches.md prints it; `kind` is the resulting kind of a segment or a turn."""
+    """The description of a rule, which docs/branches.md prints. `kind` is the kind of a segment or turn to which the
+    rule applies."""
 
     name: str
     kind: str
@@ -232,15 +239,15 @@ RULES = (
     BranchRule("other tools", "auxiliary", "one question with tools of its own, and nobody replies"),
     BranchRule("other", "subagent", "a conversation of its own that is none of these works by itself"),
 )
-"""Rules for segments, in the order of `_decide_segment`; the first match decides."""
+"""Rules for segments, in the order of `_decide_segment`. The first rule that applies decides."""
 
 TURN_RULES = (
     BranchRule("cut off", "aborted", "the agent never saw the answer"),
     BranchRule("asked again", "retry", "the agent went on with another answer to the same request"),
     BranchRule("summary", "compaction", "a later history begins with this answer, and nobody replied to it"),
 )
-"""Rules for single turns, in the order of `lineages`. The first match decides; a turn without a match has the lineage
-of its segment."""
+"""Rules for single turns, in the order of `lineages`. The first rule that applies decides. If no rule applies, a turn
+has the lineage of its segment."""
 
 
 def lineages(turns: Sequence[Turn]) -> list[Lineage]:
@@ -257,7 +264,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
         elif (instead := signals.used_instead(turn)) is not None:
             decision = Decision("asked again", BranchKind.RETRY, instead)
         elif (
-            turn.parent is not None  # a summary without a parent is decided as a segment
+            turn.parent is not None  # if a summary has no parent, the decision about its segment holds
             and turn.index in signals.summaries
             and turn.index not in signals.session.continued
         ):
@@ -279,7 +286,8 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
-    """The decision of the first matching rule in RULES; the module heading gives the reasons for their order."""
+    """Decide about a segment by the first rule of RULES that applies. The module's heading explains the order of the
+    rules."""
     main = signals.main(segment)
     if segment is main:
         return Decision("main", BranchKind.MAIN)
@@ -294,7 +302,8 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
     origin = signals.origin(segment)
     if origin is not None:
         before = signals.lineages[signals.session.segment_of(origin).number]
-        if before.kind is BranchKind.AUXILIARY:  # the parent of a side call is its caller, also if the call is repeated
+        # the parent of a side call is its caller, even if the call is a repetition
+        if before.kind is BranchKind.AUXILIARY:
             label = signals.label(segment) or before.label
             return Decision("forked", before.kind, signals.caller(segment), label)
         return Decision("forked", before.kind, origin, before.label)
@@ -319,8 +328,9 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Make compactions of the segments that are separate summary calls. Such a segment differs from other side calls
-    only in that a later history continues from its reply, so all segments must be decided before."""
+    """Change the kind of segments that are separate calls for a summary to compaction. Such a segment differs from
+    other side calls only because a later history continues from its reply. So this function runs after all segments are
+    decided."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

@@ -1,12 +1,13 @@
 """Cuts a session's turns into segments, and compares the turns of a session.
 
 A segment is a request with all turns that continue it. A new segment begins with each request without a parent turn,
-and with each request that has more assistant messages than its parent's conversation. A request sent again stays in its
-segment.
+and with each request that adds assistant messages to its parent's conversation. A repetition of a request belongs to
+the segment of the first.
 
-This module runs after the session, on its stored turns; `classify.py` decides the kind of a segment. Invariants: every
-turn is in exactly one segment, and a segment's turns are in the order of their indexes. Queries about all turns take
-time in proportion to their number (tests/tokens/test_long_sessions.py), because sessions may have thousands.
+The code runs after the session, on the stored turns; `classify.py` decides the kind of a segment. Invariants: every
+turn is in exactly one segment, and a segment's turns are in the order of their indexes. The time for queries about all
+turns is proportional to the number of turns (tests/tokens/test_long_sessions.py), because sessions may have thousands
+of turns.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from outrider.tokens.tree.canonical import PrintedFields, message_key
 from outrider.trajectory import HEAD_CHANGES, FinishReason, Turn
 
 RequestKey = tuple[int, int | None, bytes]
-"""The identity of a request within a session: the step of the task, the parent turn, and the packed ids after the
-parent's ids."""
+"""The key that identifies a request within a session: the step of the task, the parent turn, and the packed ids after
+the parent's ids."""
 
 QUOTE_LENGTH = 12
-"""The reappearance of a text counts only if the text has this many characters: any conversation may repeat "Done."."""
+"""Minimum number of characters of a text that counts as quoted. Shorter texts, such as "Done.", are repeated in many
+conversations."""
 QUOTE_SHARE = 0.8
-"""A summary is recognised if this fraction of it reappears, in characters of whole lines. Less than all is enough,
-because clients wrap summaries and leave parts out."""
+"""A summary is recognised if lines with at least this fraction of its characters reappear. The fraction is below 1
+because clients wrap summaries in other text and leave parts out."""
 
 STEPS_PER_TURN = 100
-"""Maximum turns that one `replies_read` visits, and that all `lacks_replies` together visit for each turn of a session.
-Without this limit, a session of many long histories would take time quadratic in its length."""
+"""Maximum number of turns that one call of `replies_read` visits. All calls of `lacks_replies` together visit at most
+this number for each turn of the session. Without this limit, the time for a session with many long histories would be
+quadratic in the number of turns."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
@@ -41,8 +44,8 @@ _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
 class Segment(msgspec.Struct, frozen=True):
     """A request with all turns that continue it. `number` counts the segments in the order of their first turns.
-    `starts_conversation` is True if the conversation begins with the segment. `system` are the system messages at the
-    beginning of the messages that the first turn added."""
+    `starts_conversation` is True if the segment is the first of its conversation. `system` are the texts of the system
+    messages at the beginning of the messages that the first turn added."""
 
     number: int
     first: Turn
@@ -55,18 +58,18 @@ class Segment(msgspec.Struct, frozen=True):
         return self.turns[-1]
 
     def last_before(self, index: int) -> Turn | None:
-        """The segment's last turn with a smaller index."""
+        """Return the segment's last turn before the turn `index`; None if there is none."""
         at = bisect_left(self.turns, index, key=lambda turn: turn.index)
         return self.turns[at - 1] if at else None
 
 
 class SegmentedSession:
-    """A session's segments; `turns[i].index` must be `i`.
+    """A session's segments, and comparisons of its turns; `turns[i].index` must be `i`.
 
     continued: the turns with a continuation (`continued_turns`).
     taken_over: by turn index, the segments that continue the turn's history with other tools or another system prompt.
 
-    The *body* of a reply is the digest by which replies are compared: without call ids and reasoning.
+    The *body* of a reply is the digest by which replies are compared. It does not depend on call ids and reasoning.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
@@ -130,7 +133,8 @@ class SegmentedSession:
         return found
 
     def replies_among(self, messages: Sequence[Message]) -> set[bytes]:
-        """The bodies of the assistant messages. Empty messages are left out, because any conversation may have one."""
+        """Return the bodies of the assistant messages. Empty messages are left out, because any conversation may have
+        an empty message."""
         return {
             self.body(message)
             for message in messages
@@ -138,7 +142,7 @@ class SegmentedSession:
         }
 
     def replies_added(self, turn: Turn) -> set[bytes]:
-        """The replies in the turn's added messages."""
+        """Return the bodies of the replies in the messages that the turn added."""
         found = self._replies_added.get(turn.index)
         if found is None:
             found = self._replies_added[turn.index] = self.replies_among(turn.messages)
@@ -155,8 +159,8 @@ class SegmentedSession:
         return self._ancestry.reply_given_by(turn.index, body)
 
     def lacks_replies(self, turn: Turn, old: Turn) -> bool:
-        """Return True if the turn's request lacks a reply of the history that ends with `old`. False if the session's
-        steps are used up (STEPS_PER_TURN)."""
+        """Return True if the turn's request lacks a reply of the history that ends with `old`. Returns False if the
+        session has used up its steps (STEPS_PER_TURN)."""
         at: int | None = old.index
         while at is not None and not (turn.parent is not None and self._ancestry.leads_to(at, turn.parent)):
             self._steps_left -= 1
@@ -176,7 +180,8 @@ class SegmentedSession:
         return at is not None
 
     def replies_read(self, turn: Turn) -> set[bytes]:
-        """The replies in the turn's request, from at most the STEPS_PER_TURN turns before it."""
+        """Return the bodies of the replies in the turn's request. Replies are taken from at most STEPS_PER_TURN turns
+        on the path before the turn."""
         found, parent = set(self.replies_added(turn)), turn.parent
         for _ in range(STEPS_PER_TURN):
             if parent is None:
@@ -186,8 +191,8 @@ class SegmentedSession:
         return found
 
     def answer_lines(self, turn: Turn) -> list[str]:
-        """The non-empty lines, stripped, of the turn's reply, or of the <summary> in it if there is one. An empty list
-        without a reply and for a reply that calls a tool."""
+        """Return the non-empty lines, stripped, of the turn's reply; if the reply has a <summary>, only the lines of
+        the summary. Returns an empty list if there is no reply, or if the reply calls a tool."""
         lines = self._answers.get(turn.index)
         if lines is None:
             lines = []
@@ -199,13 +204,13 @@ class SegmentedSession:
         return lines
 
     def new_messages(self, turn: Turn) -> list[Message]:
-        """The messages that a turn added and no earlier turn had added."""
+        """Return the messages that the turn added and that no earlier turn had added."""
         return [message for message in turn.messages if self._first_seen[message] == turn.index]
 
     def is_followed_up(self, conversation: int) -> bool:
-        """Return True if the conversation went on from any of its replies: a turn continues the reply, a segment with
-        other tools or another system prompt takes over the history with the reply, or a segment of the conversation
-        begins with a request that adds the reply."""
+        """Return True if the conversation continued after any of its replies: a turn continues the reply, a segment
+        with other tools or another system prompt takes over the history with the reply, or a segment of the
+        conversation begins with a request that adds the reply."""
         found = self._followed_up.get(conversation)
         if found is None:
             segments = self.segments_in(conversation)
@@ -219,7 +224,7 @@ class SegmentedSession:
 
 
 def opening_text(messages: Sequence[Message]) -> str:
-    """The user messages before the first assistant message."""
+    """Return the text of the user messages before the first assistant message."""
     texts = []
     for message in messages:
         if message.role is Role.ASSISTANT:
@@ -230,8 +235,8 @@ def opening_text(messages: Sequence[Message]) -> str:
 
 
 def quotes(lines: Sequence[str], within: str) -> bool:
-    """Return True if `within` contains QUOTE_SHARE of the lines, by their characters. False if all lines together have
-    fewer than QUOTE_LENGTH characters."""
+    """Return True if `within` contains lines that have at least QUOTE_SHARE of the characters of all lines. Returns
+    False if all lines together have fewer than QUOTE_LENGTH characters."""
     length = sum(map(len, lines))
     if length < QUOTE_LENGTH:
         return False
@@ -245,12 +250,13 @@ def quotes(lines: Sequence[str], within: str) -> bool:
 
 
 def request_key(turn: Turn) -> RequestKey:
-    """The key of the turn's request. Turns without ids are all separate requests."""
+    """Return the key of the turn's request. Each turn without ids counts as a separate request."""
     return turn.step, turn.parent, turn.prompt_delta or b"%d" % turn.index
 
 
 def history_source(turn: Turn) -> int | None:
-    """The turn whose history this turn continues with other tools or another system prompt."""
+    """Return the turn whose history this turn continues with other tools or another system prompt; None if there is
+    none."""
     return turn.forked_from if turn.cause in HEAD_CHANGES else None
 
 
@@ -260,8 +266,8 @@ def reached_agent(turn: Turn) -> bool:
 
 
 def continued_turns(turns: Sequence[Turn]) -> set[int]:
-    """The turns with a continuation that reached the agent, directly or through further continuations. A continuation
-    may have other tools or another system prompt."""
+    """Return the turns with a continuation that reached the agent, or that itself has such a continuation. A
+    continuation may have other tools or another system prompt."""
     found: set[int] = set()
     for turn in reversed(turns):
         if reached_agent(turn) or turn.index in found:
@@ -270,9 +276,9 @@ def continued_turns(turns: Sequence[Turn]) -> set[int]:
 
 
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
-    """For each request with several replies, the index of the turn whose reply the agent used. Replies that were cut
-    off do not count. The first choice is a reply with a continuation, then the last reply quoted by a later request,
-    then the last reply."""
+    """Return, for each request with several replies, the index of the turn whose reply the agent used. Replies that
+    were cut off do not count. The used reply is the first reply with a continuation, else the last reply that another
+    request contains, else the last reply."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:
@@ -288,10 +294,10 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
 
 
 class _Ancestry:
-    """Ancestor queries on the turns, and queries for replies on the path to a turn, in logarithmic time.
+    """Answers queries about the ancestors of turns, and about the replies on the path to a turn, in logarithmic time.
 
-    Turns are numbered depth first: the descendants of a turn are the turns entered between the turn's own entry and
-    its exit.
+    The turns are numbered by a depth-first walk. A turn and its descendants have the numbers [`_entered`, `_left`) of
+    the turn.
     """
 
     def __init__(self, turns: Sequence[Turn], said: Sequence[set[bytes]]) -> None:
@@ -325,10 +331,10 @@ class _Ancestry:
         return self._entered[one] <= self._entered[other] < self._left[one]
 
     def reply_given_by(self, index: int, body: bytes) -> bool:
-        """Return True if turn `index`, or a turn on the path to it, has the reply `body` as a message or as its own
-        reply. `_first_replies` has the turns with the reply that have no such turn before them on their path. So their
-        subtrees do not overlap: if any subtree has turn `index`, it is the subtree of the last of them entered up to
-        turn `index`."""
+        """Return True if the turn `index`, or a turn on the path to it, has the reply `body` as a message or as its own
+        reply. For each reply, `_first_replies` has the subtrees of the turns that are the first on their path with this
+        reply. These subtrees do not overlap. So it is enough to test the last subtree that begins at or before the turn
+        `index`."""
         entered, left = self._first_replies.get(body, ((), ()))
         at = bisect_right(entered, self._entered[index]) - 1
         return at >= 0 and self._entered[index] < left[at]

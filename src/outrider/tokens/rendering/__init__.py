@@ -1,7 +1,8 @@
-"""Messages to token ids, and sampled ids back to messages, by the rules of each model family.
+"""Converts messages to token ids, and sampled ids back to messages, by the rules of each model family.
 
-Importing this package imports `renderers` without the OpenAI SDK, which `renderers` has for an HTTP client that
-Outrider never calls. The SDK's 528 modules took 0.75 of the 1.7 s of processor time that a node process needs to start.
+This package imports `renderers` without the OpenAI SDK, which `renderers` uses only for an HTTP client that Outrider
+never calls. Without this trick, the import of the SDK's 528 modules took 0.75 s of the 1.7 s of processor time that the
+start of a node process needed.
 """
 
 import contextlib
@@ -14,9 +15,10 @@ def _import_renderers() -> None:
     if "openai" in sys.modules:
         return
     sys.modules["openai"] = openai = module_from_spec(ModuleSpec("openai", None))
-    vars(openai)["AsyncOpenAI"] = object  # `renderers` names the class in annotations only
+    vars(openai)["AsyncOpenAI"] = object  # enough, because `renderers` uses this class only in annotations
     try:
-        # Another version of `renderers` may need more of the SDK. Its importers then get the SDK.
+        # Another version of `renderers` may need more of the SDK, and then fails to import here. A later import of
+        # `renderers` then imports the real SDK.
         with contextlib.suppress(ImportError, AttributeError):
             import renderers  # noqa: F401
     finally:

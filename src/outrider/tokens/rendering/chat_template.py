@@ -1,8 +1,9 @@
-"""Conversations as input of chat templates: message dictionaries, and a model's own template (Jinja).
+"""Converts conversations to the dictionaries that chat templates take, and renders a model's own template (Jinja).
 
-Nothing here depends on the model family except the flag `late_system`. Invariant: a message that is not at the
-beginning becomes the same dictionary within a whole conversation and as a new message. Otherwise a bridged prompt would
-differ from a prompt rendered whole.
+The module is independent of the model family, except for the argument `late_system`: it is True if the family accepts a
+system message after other messages. Invariant: a message that is not at the beginning is converted to the same
+dictionary in a whole conversation and as a new message. Otherwise a bridged prompt would differ from a prompt that is
+rendered whole.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ MessageDict = dict[str, Any]
 
 
 def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
-    """The dictionaries of a whole conversation. Without `late_system`, several system messages at the beginning become
-    one, and later system messages become user messages. Raises RequestError for an image."""
+    """Convert a whole conversation to dictionaries. Without `late_system`, several system messages at the beginning
+    become one, and later system messages become user messages. Raises RequestError for an image."""
     if late_system:
         return [message_dict(message) for message in messages]
     leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
@@ -38,7 +39,7 @@ def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> lis
 
 
 def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
-    """The dictionaries of messages that follow other messages. Without `late_system`, system messages become user
+    """Convert messages that follow other messages to dictionaries. Without `late_system`, system messages become user
     messages. Raises RequestError for an image."""
     dicts = [message_dict(message) for message in messages]
     for message in dicts if not late_system else ():
@@ -48,8 +49,8 @@ def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list
 
 
 def message_dict(message: Message) -> MessageDict:
-    """The dictionary of one message. A call's arguments are an object if their text is a JSON object of bounded size
-    (`is_parsed_as_json`), else the text. Raises RequestError for an image."""
+    """Convert one message to a dictionary. A call's arguments become an object if their text is a JSON object of
+    bounded size (`is_parsed_as_json`); otherwise they stay text. Raises RequestError for an image."""
     if message.parts:
         raise RequestError(
             "this model is given text only: its engine takes token ids, and images have none",
@@ -81,8 +82,8 @@ def _object_or_text(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
         if isinstance(value, dict):
-            # JSON escapes can spell lone surrogates, which no template can print. For these the line below raises
-            # UnicodeEncodeError, a ValueError, and the arguments stay text.
+            # JSON escapes can express unpaired surrogates, which no template can print. For such arguments, the line
+            # below raises UnicodeEncodeError, which is a ValueError, and the arguments stay text.
             json.dumps(value, ensure_ascii=False).encode()
             return value
     except (ValueError, RecursionError):
@@ -91,11 +92,13 @@ def _object_or_text(arguments: str) -> Any:
 
 
 class ChatTemplate:
-    """A model's own chat template, rendered as in the model's training. It renders whole conversations only: later
-    turns are bridged by the family's renderer. `render` raises ValueError if the template refuses the conversation."""
+    """A model's own chat template, rendered in the same way as in the model's training. The template renders whole
+    conversations only; for later turns, new messages are appended by the family's renderer. `render` raises ValueError
+    if the template refuses the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
-        # These are the settings, filters and functions of `transformers`, for which published templates are written.
+        # The settings, filters and functions are the same as in `transformers`, because published templates are written
+        # for `transformers`.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -107,7 +110,7 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
         """Load the template from chat_template.jinja, else from tokenizer_config.json. Raises InvalidField if neither
-        has a template, or the text is not a template."""
+        file has a template, or if the template cannot be parsed."""
         settings = read_settings(folder)
         file = folder / "chat_template.jinja"
         source = file.read_text() if file.exists() else settings.get("chat_template")
@@ -139,7 +142,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter with the arguments and defaults of transformers: published templates use some of them."""
+    """Implement the template filter `tojson`, with the arguments and defaults of `transformers`, because published
+    templates use some of these arguments."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,8 +1,8 @@
 """Renders messages to token ids, and parses sampled ids back to a message, by the rules of one model family.
 
 Only this module uses the `renderers` package (pinned, 0.1.x). Invariant: the results of `bridge` and `bridge_rewritten`
-are appended to the existing ids, which never change. If the family cannot prove that the result shows the new messages,
-these two methods return None and the caller must fork.
+are appended to the existing ids, which never change. If the family cannot prove that the resulting ids represent the
+new messages, these two methods return None, and the caller must fork.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from outrider.tokens.rendering.tokenizer import SHORT_TEXT, Tokenizer
 from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
 
 History = Literal["recorded", "template"]
-"""With "recorded", earlier turns keep their recorded ids. With "template", they lose their reasoning where the chat
-template drops it."""
+"""How earlier turns appear in a prompt. "recorded": with their recorded ids. "template": without their reasoning, where
+the chat template drops the reasoning."""
 
 
 class Markup(msgspec.Struct, frozen=True):
-    """The family's markers of reasoning and tool calls in text. `call_open` begins a tool call: from there on text is
+    """A family's markers for reasoning and tool calls in text. Text from `call_open` on, which begins a tool call, is
     held back until the turn is parsed."""
 
     think_open: str
@@ -63,23 +63,26 @@ MARKUP: dict[str, Markup] = {
     "deepseek-v3": _DEEPSEEK,
     "deepseek-r1": _DEEPSEEK,
 }
-"""The families whose text is streamed. For any other family the client receives the text when the turn is complete."""
+"""The families with streaming, and their markers. For any other family, the client receives all text when the turn is
+complete."""
 
 WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
-"""Families that passed three checks (tests/tokens). Their bridge and parser look back no further than the last stop
-id, so the end of a prompt is enough for both. Their rendering joins the tokenizer's ids without inspecting them, so a
-placeholder can stand for the ids of a text. And only the end of a prompt switches thinking."""
+"""Families for which tests show three properties (tests/tokens). First, their bridge and parser use only the part of a
+prompt from the last stop id on, so the end of a prompt is enough. Second, their rendering concatenates the tokenizer's
+ids without inspecting them, so a placeholder can replace the ids of a text. Third, only the end of a prompt switches
+thinking."""
 
 UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError)
-"""The errors with which `renderers` and chat templates refuse a conversation."""
+"""The types of errors that `renderers` and chat templates raise for a conversation that they refuse."""
 
 CALL_STATUSES = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
-"""Statuses of well-formed calls. A call of an unknown tool is well-formed, too: the harness replies to it."""
+"""Statuses of well-formed calls. A call of an unknown tool is also passed to the harness, which replies with an
+error."""
 
 
 class ThinkingSwitch(msgspec.Struct, frozen=True):
-    """The end of a prompt that switches thinking against the family's default: the ids `switched_end` instead of
-    `usual_end`."""
+    """The end of a prompt that switches thinking to `thinking`: the ids `switched_end`. They replace `usual_end`, the
+    family's default end."""
 
     thinking: bool
     usual_end: list[int]
@@ -87,8 +90,8 @@ class ThinkingSwitch(msgspec.Struct, frozen=True):
 
 
 class ParsedCalls(msgspec.Struct, frozen=True):
-    """The parser's result for a turn: its well-formed calls, the half-open span of each in the output ids, and the
-    text of the malformed calls. `content` and `reasoning` are used for families without streaming."""
+    """The parser's result for a turn: the well-formed calls, the half-open span of each call in the output ids, and the
+    texts of the malformed calls. `content` and `reasoning` are used only for families without streaming."""
 
     calls: tuple[ToolCall, ...]
     spans: tuple[tuple[int, int], ...]
@@ -106,14 +109,14 @@ class SplitPrompt(msgspec.Struct, frozen=True):
 
 class Renderer:
     """The rules of one model family, from the `renderers` package. `template` replaces the family's rendering of whole
-    prompts, for models fine-tuned on a template of their own.
+    prompts, for models that were fine-tuned on a different template.
 
-    Ids are plain lists. `bridge`, `bridge_rewritten`, `parse` and `opens_reasoning` accept the tail of a prompt from
-    `tail_start` on. `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a conversation
-    outside the family's format. All methods are pure and may be called from any thread.
+    Ids are plain lists. `bridge`, `bridge_rewritten`, `parse` and `opens_reasoning` need only the tail of a prompt,
+    from `tail_start` on. `render`, `render_split`, `bridge` and `bridge_rewritten` raise RequestError for a
+    conversation that the family cannot render. All methods are pure and may be called from any thread.
 
-    If the family or the template refuses a system message that follows other messages, such a message is shown as a
-    user message, and several system messages at the beginning as one, both in rendering and in bridging.
+    If the family or the template refuses a system message after other messages, the model sees such a message as a user
+    message, and several system messages at the beginning as one. Rendering and bridging do the same.
     """
 
     def __init__(self, tokenizer: Tokenizer, family: str, *, template: ChatTemplate | None = None) -> None:
@@ -128,8 +131,8 @@ class Renderer:
         self._parser = _create(tokenizer, family, retention="all")
         self.stop_ids = tuple(self._recorded_family.get_stop_token_ids())
         self._stops = frozenset(self.stop_ids)
-        # No setting states whether the family and the template accept a system message after others, so a conversation
-        # with such a message is rendered as a test.
+        # No setting of the library states whether the family and the template accept a system message after other
+        # messages. So a conversation with such a message is rendered as a test.
         self._late_system = True
         roles = (Role.USER, Role.ASSISTANT, Role.SYSTEM, Role.USER)
         dicts = conversation_dicts([Message(role=role, content="x") for role in roles], late_system=True)
@@ -142,7 +145,7 @@ class Renderer:
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Convert the library's errors to RequestError."""
+        """Convert errors of the library and of templates (UNRENDERABLE) to RequestError."""
         try:
             yield
         except UNRENDERABLE as error:
@@ -155,7 +158,7 @@ class Renderer:
         return self._placeholders.fill(parts)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """The whole prompt, up to the point where the model's reply begins."""
+        """Return the ids of the whole prompt, up to the point where the model's reply begins."""
         dicts = conversation_dicts(messages, late_system=self._late_system)
         with self._refusals():
             if self._template is not None:
@@ -164,22 +167,23 @@ class Renderer:
             return self._fill(ids)[0]
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
-        """The prompt of `render`, cut before the first message that is not a system message. None if the prompt cannot
-        be cut there, has system messages only, or is rendered by a template."""
+        """Return the prompt of `render`, cut before the first message that is not a system message. Returns None if the
+        prompt cannot be cut there, has only system messages, or is rendered by a template."""
         leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         if self._template is not None or leading == len(messages):
             return None
         with self._refusals():
             dicts = conversation_dicts(messages, late_system=self._late_system)
             layout = self._recorded_family.render(dicts, tools=list(tools) or None, add_generation_prompt=True)
-            owners = np.asarray(layout.message_indices)  # the index of each id's message, -1 for none
+            # for each id, the index of its message; -1 if the id belongs to no message
+            owners = np.asarray(layout.message_indices)
             first = leading - (len(messages) - len(dicts))
             behind = np.flatnonzero(owners >= first)
             if not len(behind):
                 return None
             cut = int(behind[0])
             if np.any((owners[cut:] >= 0) & (owners[cut:] < first)):
-                return None  # the family prints a system message, or the tools, after other messages
+                return None  # the family renders a system message, or the tools, after other messages
             return SplitPrompt(*self._fill(layout.token_ids[:cut], layout.token_ids[cut:]))
 
     def bridge(
@@ -190,8 +194,8 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """The ids of the messages `new`, to append to prompt + output. None if the family cannot prove the result, or
-        if `new` is empty or includes an assistant message."""
+        """Return the ids of the messages `new`, which can be appended to prompt + output. Returns None if the family
+        cannot prove that the result is correct, or if `new` is empty or includes an assistant message."""
         if not new or any(message.role is Role.ASSISTANT for message in new):
             return None
         family = self._recorded_family if history == "recorded" else self._template_family
@@ -199,7 +203,7 @@ class Renderer:
         dicts = new_message_dicts(new, late_system=self._late_system)
         with self._refusals():
             bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None)
-            # The library is meant to append only. If it did not, sampled ids would change, so every bridge is checked.
+            # The library should only append ids. Every result is checked, because otherwise sampled ids would change.
             if bridged is None or list(bridged.token_ids[: len(before)]) != before:
                 return None
             return self._fill(bridged.token_ids[len(before) :])[0]
@@ -213,12 +217,13 @@ class Renderer:
         tools: Sequence[ToolSpec],
         history: History,
     ) -> list[int] | None:
-        """Like `bridge`, for `messages[covered:]`, which include assistant messages. Prompt + output show
-        `messages[:covered]`.
+        """Return the ids of `messages[covered:]`, which include assistant messages. Prompt + output are the ids of
+        `messages[:covered]`. Otherwise like `bridge`.
 
         The library bridges no assistant messages. So the messages before the first assistant message are bridged, and
-        the rest is taken from a rendering of the whole conversation, if bridge and rendering agree on the bridged
-        messages. None also with a model's own template, and for new user or system messages if `history` is "template".
+        the rest is taken from a rendering of the whole conversation. Returns None if bridge and rendering disagree on
+        the bridged messages, with a model's own template, and for new user or system messages if `history` is
+        "template".
         """
         new = messages[covered:]
         before_reply = next((at for at, message in enumerate(new) if message.role is Role.ASSISTANT), len(new))
@@ -236,19 +241,19 @@ class Renderer:
             merged = len(messages) - len(dicts)
             first, reply = covered - merged, covered + before_reply - merged
             if np.any(np.diff(owners[owned]) < 0) or owners[owned[-1]] < reply:
-                return None  # the family prints messages in another order, or leaves some out
+                return None  # the family renders messages in another order, or leaves some out
             first_at, reply_at = (int(owned[np.searchsorted(owners[owned], at)]) for at in (first, reply))
             ids, end = layout.token_ids, int(owned[-1]) + 1
             shown, added, opener = self._fill(ids[first_at:reply_at], ids[reply_at:], ids[end:])
-        # Bridge and rendering both end with `opener`, the ids that open the model's turn: the bridge after `shown`, the
-        # rendering after `added`.
+        # Both the bridge and the rendering end with `opener`, the ids that open the model's turn. In the bridge,
+        # `opener` follows `shown`; in the rendering, `added`.
         shown += opener
         if bridged[len(bridged) - len(shown) :] != shown:
             return None
         return [*bridged[: len(bridged) - len(opener)], *added]
 
     def tail_start(self, prompt: Sequence[int]) -> int:
-        """The start of the part of a prompt required for bridging and parsing."""
+        """Return the position in a prompt from which on bridging and parsing need the ids: the last stop id, or 0."""
         if self.family not in WINDOW_FAMILIES:
             return 0
         for index in range(len(prompt) - 1, -1, -1):
@@ -257,15 +262,16 @@ class Renderer:
         return 0
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Return True if the prompt itself opens the model's reasoning."""
+        """Return True if the prompt ends with the marker that opens reasoning, so that the model's output begins with
+        reasoning."""
         if self.markup is None:
             return False
         return self.tokenizer.decode(prompt[-self._opener_length :]).rstrip().endswith(self.markup.think_open)
 
     @cached_property
     def _opener_length(self) -> int:
-        """The number of ids, at the end of a prompt, that are searched for the marker that opens reasoning. They cover
-        the marker and the white space after it."""
+        """The number of ids at the end of a prompt that are searched for the marker that opens reasoning: enough for
+        the marker and for white space after the marker."""
         return 8 + (len(self.tokenizer.encode(self.markup.think_open)) if self.markup else 0)
 
     @property
@@ -274,14 +280,15 @@ class Renderer:
         return bool(self._switches)
 
     def thinking_switch(self, thinking: bool | None) -> ThinkingSwitch | None:
-        """The end of a prompt for `thinking`. None for the usual end, also if the family cannot switch thinking."""
+        """Return the end of a prompt for `thinking`. Returns None if the prompt has its default end: if `thinking` is
+        None or the default, or if the family cannot switch thinking."""
         found = self._switches.get(thinking) if thinking is not None else None
         return found if found is not None and found.switched_end != found.usual_end else None
 
     @cached_property
     def _switches(self) -> dict[bool | None, ThinkingSwitch]:
-        # A model's own template may switch thinking in another part of the prompt, so with a template the renderer
-        # offers no switch.
+        # A model's own template may switch thinking in another part of the prompt. So with a template there is no
+        # switch.
         if self.family not in WINDOW_FAMILIES or self._template is not None:
             return {}
         usual = _turn_opening(self._parser)
@@ -293,10 +300,11 @@ class Renderer:
         }
 
     def parse(self, prompt: Sequence[int], output: Sequence[int], tools: Sequence[ToolSpec]) -> ParsedCalls:
-        """The calls in a turn's output. Unparsable output is one malformed call."""
+        """Parse a turn's output. An output that cannot be parsed is returned as one malformed call."""
         try:
             parsed = self._parser.parse_response(list(output), tools=list(tools) or None, prompt_ids=list(prompt))
-        except (ValueError, TypeError, KeyError, RecursionError):  # raised for a number of 5,000 digits, or 2,000 "["
+        # raised, for example, for a number of 5,000 digits or for 2,000 nested "["
+        except (ValueError, TypeError, KeyError, RecursionError):
             whole = self.tokenizer.decode([token for token in output if token not in self._stops])
             return ParsedCalls((), (), (whole,), "", None)
         calls: list[ToolCall] = []
@@ -304,8 +312,8 @@ class Renderer:
         malformed: list[str] = []
         for found in parsed.tool_calls:
             start, end = found.token_span or (len(output), len(output))
-            # XML formats do not type their values, so a call stays a call if its arguments are not of the declared
-            # types.
+            # A call with arguments of other types than declared is also well-formed, because values in XML formats have
+            # no types.
             mistyped = found.status is ToolCallParseStatus.INVALID_JSON and isinstance(found.arguments, dict)
             if isinstance(found.name, str) and found.name and (mistyped or found.status in CALL_STATUSES):
                 calls.append(ToolCall(found.id or "", found.name, _arguments_text(found.arguments)))
@@ -316,7 +324,7 @@ class Renderer:
 
 
 def _turn_opening(family: Any) -> list[int]:
-    """The ids after a conversation, which open the model's turn."""
+    """Return the ids that follow a conversation and open the model's turn."""
     layout = family.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
     owned = np.flatnonzero(np.asarray(layout.message_indices) >= 0)
     return list(layout.token_ids[int(owned[-1]) + 1 :])
@@ -328,13 +336,13 @@ def _arguments_text(value: Any) -> str:
     text = json.dumps(value or {}, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which can only be sent to the client as a JSON escape
+    except UnicodeEncodeError:  # an unpaired surrogate, which can be sent to the client only as a JSON escape
         return json.dumps(value)
     return text
 
 
 class _Texts(threading.local):
-    """The texts behind the placeholders in a thread's current layout."""
+    """The texts that the placeholders in a thread's current layout replace."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -342,10 +350,11 @@ class _Texts(threading.local):
 
 class PlaceholderTokenizer:
     """The tokenizer for families of WINDOW_FAMILIES. It encodes a long text as one placeholder (a negative id); `fill`
-    replaces the placeholders when the layout is done.
+    replaces the placeholders by ids when the layout is done. A layout is a prompt as returned by the `renderers`
+    package.
 
-    The `renderers` package processes the ids of a prompt one by one, several times over, and most ids come from a few
-    long texts: with placeholders few ids are left to process. Each thread has layouts of its own.
+    The reason is speed: the `renderers` package processes the ids of a prompt one by one, several times, and most ids
+    come from a few long texts. Each thread has a separate list of texts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -361,7 +370,7 @@ class PlaceholderTokenizer:
         return len(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        """The ids of a short text; a placeholder for a longer one."""
+        """Return the ids of a short text, or a placeholder for a text of more than SHORT_TEXT characters."""
         if len(text) <= SHORT_TEXT:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         self._own.texts.append(text)
@@ -383,10 +392,11 @@ class PlaceholderTokenizer:
 
 
 def make_renderer(tokenizer: Tokenizer, name: str | None) -> Renderer:
-    """The renderer called `name`: a family, or `template:FAMILY`, which renders the first prompt by the folder's own
-    chat_template.jinja and everything after it by the family. If `name` is None, the family comes from the table of
-    model names in the `renderers` package. Raises InvalidField if the table has no family for the model, the family is
-    unknown, the tokenizer is not of the family, or the folder has no template that can be read."""
+    """Make the renderer called `name`: a family, or `template:FAMILY`. The latter renders whole prompts by the chat
+    template in the tokenizer's folder, and appends later messages by the rules of the family. If `name` is None, the
+    family comes from the table of model names in the `renderers` package. Raises InvalidField if the table has no
+    family for the model, the family is unknown, the tokenizer is not of the family, or the folder has no template that
+    can be read."""
     folder = Path(tokenizer.name_or_path)
     if name is None:
         table = renderers.base.MODEL_RENDERER_MAP
@@ -406,7 +416,8 @@ def make_renderer(tokenizer: Tokenizer, name: str | None) -> Renderer:
 
 @cache
 def _settings_of_families() -> TypeAdapter[Any]:
-    """The validator of all families' settings, which takes 5 ms to build and is needed for each renderer."""
+    """Return the validator of the families' settings. It is cached, because every renderer needs it and building it
+    takes 5 ms."""
     return TypeAdapter(renderers.RendererConfig)
 
 
@@ -418,8 +429,9 @@ def _create(
     layout: PlaceholderTokenizer | None = None,
     **settings: Any,
 ) -> Any:
-    """The package's renderer of a family. `retention` "all" keeps the reasoning of earlier turns; with None, the
-    family's template decides. Raises InvalidField for an unknown family, and for a tokenizer of another family."""
+    """Make the package's renderer of a family. If `retention` is "all", the reasoning of earlier turns is rendered; if
+    None, the family's template decides. Raises InvalidField for an unknown family, and for a tokenizer of another
+    family."""
     try:
         config = _settings_of_families().validate_python({"name": family, "thinking_retention": retention, **settings})
         return renderers.create_renderer(layout or tokenizer, config)

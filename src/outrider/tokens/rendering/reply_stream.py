@@ -1,8 +1,9 @@
-"""Turns sampled ids into a reply as they arrive: visible text and reasoning first, the whole message at the end.
+"""Converts sampled ids to a reply incrementally: returns visible text and reasoning while the ids arrive, and the whole
+message at the end.
 
-Text is held back only while it may still be part of a tool call, a stop string or a marker. Invariant: the reply's text
-and reasoning are the concatenation of the streamed pieces. So a reply that a client assembled from the stream is
-recognised when the client sends it back.
+Text is held back only while it may be part of a tool call, a stop string or a marker. Invariant: the reply's text and
+reasoning are the concatenation of the streamed pieces. So if a client assembles the reply from the stream and sends it
+back, the reply is recognised.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from outrider.tokens.rendering.renderer import ParsedCalls, Renderer
 
 
 class _State(Enum):
-    LEADING = auto()  # before any visible text: the marker that opens reasoning may follow
+    LEADING = auto()  # before any visible text, where the marker that opens reasoning may follow
     REASONING = auto()
     CONTENT = auto()
-    HELD = auto()  # after the marker of a tool call: all text waits until the turn is parsed
+    HELD = auto()  # after the marker of a tool call; all text is held back until the turn is parsed
     STOPPED = auto()  # after a stop string
 
 
@@ -33,8 +34,8 @@ NOTHING = ReplyPart("", "")
 
 
 class FinishedReply(msgspec.Struct, frozen=True):
-    """A finished reply. `malformed` is the number of unparsable tool calls, which became text. `rest` is the part of
-    the reply not yet returned by `push`."""
+    """A finished reply. `malformed` is the number of tool calls that could not be parsed and became text. `rest` is the
+    part of the reply that `push` has not returned."""
 
     message: Message
     malformed: int
@@ -42,23 +43,23 @@ class FinishedReply(msgspec.Struct, frozen=True):
 
 
 class _Ends:
-    """The markers that end a part of a reply, each with the state that follows."""
+    """The markers that end a part of a reply, each with the next state."""
 
     def __init__(self, states: dict[str, _State]) -> None:
         self.states = states
         self._openers = tuple({marker[:1] for marker in states})
 
     def may_begin_in(self, text: str) -> bool:
-        """Return True if a marker, or the beginning of a marker, can be in the text."""
+        """Return True if the text may contain a marker or the beginning of one. False is certain; True may be wrong."""
         return any(map(text.__contains__, self._openers))
 
 
 class ReplyStream:
-    """Reads one turn: `push` the ids as they arrive, then `finish` once.
+    """Reads one turn. Call `push` with the ids as they arrive, then `finish` once.
 
-    The reply ends before its first stop id (the family's or one of `stop_ids`) and before the first of the `stop`
-    strings. Without tools in the request, tool-call markup is plain text. With tools, markup
-    that is no well-formed call becomes text. A call without an id of its own gets an id made from `call_id`.
+    The reply ends before the first stop id (a stop id of the family, or one of `stop_ids`) or the first `stop` string,
+    whichever is earlier. If the request has no tools, the markup of tool calls is plain text. With tools, markup that
+    is not a well-formed call becomes text. A call that the model gave no id gets an id made from `call_id`.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class ReplyStream:
         self._decoder = renderer.tokenizer.stream()
         self._stops = frozenset((*renderer.stop_ids, *stop_ids))
         self._ids: list[int] = []
-        self._end: int | None = None  # the position of the first stop id
-        self._pending = ""  # decoded text, not emitted yet
+        self._end: int | None = None  # the position of the first stop id; None before
+        self._pending = ""  # decoded text that was not emitted yet
         self._held_from = _State.CONTENT
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -99,7 +100,7 @@ class ReplyStream:
             self._reasoning_ends = _Ends({self._think_close: _State.CONTENT, **content_ends})
 
     def push(self, ids: Sequence[int]) -> ReplyPart:
-        """Add ids. Returns the newly visible text and reasoning."""
+        """Add sampled ids. Returns the text and the reasoning that became visible."""
         known = len(self._ids)
         self._ids.extend(ids)
         if self._end is None:
@@ -113,7 +114,8 @@ class ReplyStream:
     def finish(self) -> FinishedReply:
         self._pending += self._decoder.finish()
         if self._renderer.markup is None:
-            # A family without markup is not streamed: the reply is the output of its parser.
+            # Without markup, nothing was emitted before: the reply is the result of the family's parser for the whole
+            # turn.
             parsed = self._renderer.parse(self._tail, self._ids, self._tools)
             unasked = () if self._tools else parsed.spans
             markup = (self._renderer.tokenizer.decode(self._ids[start:end]) for start, end in unasked)
@@ -147,9 +149,9 @@ class ReplyStream:
         return FinishedReply(message, malformed, rest)
 
     def _split(self, held: str, parsed: ParsedCalls) -> tuple[tuple[ToolCall, ...], str]:
-        """Split the held text into calls and the text around them. A call whose beginning was already shown as text
-        stays text. Such calls exist because the family's parser finds markers by their ids, but this stream finds them
-        by their text."""
+        """Split the held text into calls and the text around them. If the beginning of a call was already emitted as
+        text, the call stays text. Such a call is possible because the family's parser searches for the ids of markers,
+        and this stream for the text of markers."""
         decode = self._renderer.tokenizer.decode
         spoken = self._ids[: self._end]
         pieces: list[tuple[str, ToolCall | None]] = []
@@ -170,7 +172,7 @@ class ReplyStream:
         return tuple(calls), "".join(left)
 
     def _cut(self, text: str) -> str:
-        """The text before the first stop string."""
+        """Return the text before the first stop string."""
         for stop in self._stop:
             text = text.partition(stop)[0]
         return text
@@ -182,11 +184,11 @@ class ReplyStream:
         )
 
     def _drain(self, *, final: bool) -> ReplyPart:
-        """Move the pending text through the states and emit the text whose meaning can no longer change. With `final`,
-        no more text follows."""
+        """Process the pending text until the state stays the same, and emit the text that can no longer become part of
+        a marker or call. With `final`, no more text follows."""
         before = self._state
         part = self._step(final=final)
-        while self._state is not before:  # a step that stays in its state has done all it can with this text
+        while self._state is not before:  # if the state is the same after a step, another step has no effect
             before = self._state
             more = self._step(final=final)
             part = ReplyPart(part.text + more.text, part.reasoning + more.reasoning)
@@ -198,7 +200,7 @@ class ReplyStream:
                 return self._emit_to_marker(self._content_ends, final=final)
             case _State.REASONING:
                 return self._emit_to_marker(self._reasoning_ends, final=final)
-            case _State.LEADING:  # ends when the text shows whether the model itself opens reasoning
+            case _State.LEADING:  # this state ends when the text shows whether the model itself opens reasoning
                 stripped = self._pending.lstrip()
                 if stripped.startswith(self._think_open):
                     self._pending = stripped[len(self._think_open) :]
@@ -206,8 +208,7 @@ class ReplyStream:
                 elif final or (stripped and not self._think_open.startswith(stripped)):
                     self._state = self._first
             case _State.HELD if self._held_from is _State.REASONING:
-                # Text from the marker of a tool call on is reasoning after all if the marker that closes reasoning
-                # follows.
+                # If the marker that closes reasoning follows, the apparent tool call was part of the reasoning.
                 shown, close, behind = self._pending.partition(self._think_close)
                 if close:
                     self._state, self._pending = _State.CONTENT, behind
@@ -217,10 +218,10 @@ class ReplyStream:
         return NOTHING
 
     def _emit_to_marker(self, ends: _Ends, *, final: bool) -> ReplyPart:
-        """Emit the text up to the first marker and enter the marker's state. Without a marker, emit all but a possible
-        beginning of a marker."""
+        """Emit the text up to the first marker, and enter the marker's state. Without a marker, emit all text except an
+        end that may be the beginning of a marker."""
         state = self._state
-        if not ends.may_begin_in(self._pending):  # so for nearly all tokens
+        if not ends.may_begin_in(self._pending):  # the usual case, for nearly all tokens
             shown, self._pending = self._pending, ""
             return self._emit(state, shown, final=final)
         markers = ends.states
@@ -233,7 +234,8 @@ class ReplyStream:
             self._held_from = state
             return self._emit(state, shown, final=True)
         pending, keep = self._pending, 0
-        for marker in markers if not final else ():  # keep the longest end that may begin a marker
+        # hold back the longest end of the text that may be the beginning of a marker
+        for marker in markers if not final else ():
             for length in range(min(len(marker) - 1, len(pending)), keep, -1):
                 if pending.endswith(marker[:length]):
                     keep = length
@@ -242,8 +244,9 @@ class ReplyStream:
         return self._emit(state, shown, final=final)
 
     def _emit(self, state: _State, shown: str, *, final: bool) -> ReplyPart:
-        """Append to the text or the reasoning. White space at the beginning of either is dropped. White space at the
-        end waits for more text, and is dropped if none follows."""
+        """Append to the text or the reasoning, and return what was appended. White space at the beginning of the text
+        and of the reasoning is dropped. White space at the end is held back until more text follows, and is dropped if
+        none follows."""
         channel = self._reasoning if state is _State.REASONING else self._text
         if not channel:
             shown = shown.lstrip()

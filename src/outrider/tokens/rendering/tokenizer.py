@@ -1,12 +1,14 @@
-"""A model's tokenizer, loaded from its folder: text to ids, ids to text, and the bytes of single tokens.
+"""A model's tokenizer, loaded from the model's folder. Converts text to ids and ids to text, and returns the bytes of
+single tokens.
 
 `Tokenizer` implements the tokenizer interface of the `renderers` package (encode, decode, convert_tokens_to_ids,
-name_or_path, unk_token_id, eos_token_id) with the `tokenizers` library alone. Invariant: the ids equal those of the
-`tokenizers` library, also if `fastokens` computes them.
+name_or_path, unk_token_id, eos_token_id) with the `tokenizers` library. Invariant: the ids are the same whether
+`tokenizers` or `fastokens` computes them.
 
-`fastokens` encodes byte-level BPE twenty times faster, and encoding new text was the largest part of a turn's cost.
-The library is young, so it is used only if it agrees with `tokenizers` on a few thousand texts when a tokenizer is
-loaded, and only for ASCII, because the Unicode tables of the two libraries may be of different versions.
+`fastokens` encodes byte-level BPE twenty times faster than `tokenizers`, and without `fastokens`, encoding new text is
+the largest part of a turn's cost. `fastokens` is a young library. So it is used only if, when a tokenizer is loaded, it
+agrees with `tokenizers` on a few thousand texts. It is used for ASCII only, because the Unicode tables of the two
+libraries may be of different versions.
 """
 
 from __future__ import annotations
@@ -28,25 +30,28 @@ from tokenizers.decoders import DecodeStream
 from outrider.errors import InvalidField
 
 SHORT_TEXT = 24
-"""Maximum characters of a text whose ids are kept: role names and separators, which every prompt repeats."""
+"""Maximum number of characters of a text whose ids are cached. Such texts are role names and separators, which every
+prompt repeats."""
 MAX_REMEMBERED = 4096
-"""Maximum short texts whose ids are kept."""
+"""Maximum number of short texts whose ids are cached."""
 
 MAX_SLOW_TEXT = 2 << 20
-"""Maximum characters of a text for `tokenizers`, which uses 400 MB of memory for this length."""
+"""Maximum number of characters of a text for `tokenizers`, which uses 400 MB of memory for a text of this length."""
 MAX_FAST_TEXT = 5 << 20
-"""Maximum characters of a text for `fastokens`: a million tokens of ordinary text. The worst text of this length takes
-4 s and 150 MB; at three times the length the library panics."""
+"""Maximum number of characters of a text for `fastokens`, which is about a million tokens of ordinary text. The worst
+text of this length takes 4 s and 150 MB; at three times the length the library panics."""
 
 PROBES = 200
 PROBE_PARTS = 12
 MAX_PROBE_WORDS = 4096
-"""The texts on which the two libraries must agree: PROBES mixtures of PROBE_PARTS parts, and single words."""
+"""The two libraries must agree on these texts: PROBES mixtures of PROBE_PARTS parts each, and up to MAX_PROBE_WORDS
+single words of the vocabulary."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The set of token ids: the numbers below `end` without `holes`. A model may have more outputs than its tokenizer
-    has tokens, because outputs are padded to a round number; the numbers from `end` on are no tokens."""
+    """The set of a tokenizer's ids: all numbers from 0 up to `end` (exclusive), except those in `holes`. A model may
+    have more outputs than its tokenizer has tokens, because the number of outputs is rounded up; the numbers from `end`
+    on are no tokens."""
 
     end: int
     holes: frozenset[int] = frozenset()
@@ -61,17 +66,17 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return 0 <= token_id < self.end and token_id not in self.holes
 
     def contains_all(self, ids: list[int]) -> bool:
-        """Return True if all of `ids`, at least one, are token ids. The check has no Python loop, because prompts have
-        hundreds of thousands of ids."""
+        """Return True if all of `ids` are token ids. `ids` must not be empty. The check has no Python loop, because
+        prompts have hundreds of thousands of ids."""
         return min(ids) >= 0 and max(ids) < self.end and (not self.holes or self.holes.isdisjoint(ids))
 
 
 ANY_IDS = Vocabulary(1 << 31)
-"""Every id that fits into the int32 of stored turns, for use without a known tokenizer."""
+"""All ids that fit into int32, the type of ids in stored turns. Used if the tokenizer is not known."""
 
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""The files read from a model's folder."""
+"""The files that are read from a model's folder."""
 
 
 class Tokenizer:
@@ -85,7 +90,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Load from a folder. Raises InvalidField if the folder has no readable tokenizer.json."""
+        """Load the tokenizer from a model's folder. Raises InvalidField if the folder has no readable
+        tokenizer.json."""
         path = Path(folder)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -111,7 +117,8 @@ class Tokenizer:
         return list(ids)
 
     def can_encode(self, text: str) -> bool:
-        """Return True if the text can be encoded in bounded memory: `tokenizers` takes 180 bytes for each character."""
+        """Return True if the text is short enough to be encoded: the libraries need much memory for long texts
+        (MAX_SLOW_TEXT, MAX_FAST_TEXT)."""
         return len(text) <= MAX_SLOW_TEXT or self._is_fast(text)
 
     def _is_fast(self, text: str) -> bool:
@@ -120,8 +127,8 @@ class Tokenizer:
     def _encode_anew(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._fast is not None and not add_special_tokens and self._is_fast(text):
             return self._fast(text)
-        # `encode_batch_fast` does not compute character offsets, which take a third of the time. The library has the
-        # method for batches only.
+        # `encode_batch_fast` is used for a single text, because it does not compute character offsets, which take a
+        # third of the time, and the library has no such method for single texts.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
@@ -138,7 +145,8 @@ class Tokenizer:
         return TextStream(self)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; a token inside a multi-byte character has part of the character's bytes."""
+        """Return the bytes of one token. These may be only a part of a character's bytes. Returns b"" for an unknown
+        id."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -156,7 +164,8 @@ class Tokenizer:
     def without_special(self, text: str) -> str:
         """Insert a zero-width space into each special token of the text, so that the token is encoded as plain text."""
         for token in self._special:
-            while token in text:  # repeated, because the rest of a self-overlapping token may be a token again
+            # repeated, because occurrences of a token may overlap, and one call of `replace` leaves some
+            while token in text:
                 text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
         return text
 
@@ -180,8 +189,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Converts ids to text as they arrive. The bytes of an unfinished character wait for the rest of the
-    character."""
+    """Converts ids to text incrementally. An unfinished character is returned only when its last bytes have arrived."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
@@ -200,14 +208,14 @@ class TextStream:
         return "".join(texts)
 
     def finish(self) -> str:
-        """The remaining text after the last id: an unfinished character becomes U+FFFD."""
+        """Return the rest of the text. To be called after the last id. An unfinished character becomes U+FFFD."""
         left, self._undecoded = self._undecoded, []
         return self._tokenizer.decode(left) if left else ""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The contents of tokenizer_config.json, {} without the file. Raises InvalidField if the file cannot be
-    read."""
+    """Return the contents of tokenizer_config.json in the folder; {} if there is no such file. Raises InvalidField if
+    the file cannot be parsed."""
     file = folder / "tokenizer_config.json"
     if not file.exists():
         return {}
@@ -221,7 +229,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 class FastEncoder:
-    """Text to ids with `fastokens`, from any thread."""
+    """Converts text to ids with `fastokens`. May be called from any thread."""
 
     __slots__ = ("__weakref__", "_encode")
 
@@ -234,13 +242,15 @@ class FastEncoder:
 
 
 _VERIFIED: WeakValueDictionary[bytes, FastEncoder] = WeakValueDictionary()
-"""The encoders in use, by the digest of the tokenizer that they agree with. A service and the engines in its process
-load the same file and share one encoder, because making one for a large vocabulary takes seconds and much memory."""
+"""The encoders in use, by the digest of the tokenizer for which they were verified. A service and the engines in its
+process load the same tokenizer and share one encoder, because making an encoder for a large vocabulary takes seconds
+and much memory."""
 
 
 def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
-    """An encoder of ASCII texts of up to MAX_FAST_TEXT characters. Its ids agree with those of `backend`, also for
-    special tokens in the text. None if this cannot be shown: the file is not supported, or a probe's ids differ."""
+    """Return an encoder for ASCII texts of up to MAX_FAST_TEXT characters. The encoder returns the same ids as
+    `backend`, also for special tokens in the text. Returns None if the tokenizer is not supported, or if the ids of any
+    probe differ."""
     written = backend.to_str()
     digest = hashlib.sha256(written.encode()).digest()
     if (verified := _VERIFIED.get(digest)) is not None:
@@ -253,7 +263,7 @@ def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
         encoder = FastEncoder(settings)
         probes = _probes(settings)
         given = [encoder(probe) for probe in probes]
-    except Exception:  # the library has no error type of its own for unsupported files
+    except Exception:  # the library has no specific error type for unsupported tokenizers
         return None
     if given != [found.ids for found in backend.encode_batch_fast(probes, add_special_tokens=False)]:
         return None
@@ -262,7 +272,8 @@ def fast_encoder(backend: tokenizers.Tokenizer) -> FastEncoder | None:
 
 
 def _probes(settings: dict[str, Any]) -> list[str]:
-    """Texts of words of the vocabulary, ASCII characters and special tokens in random order, the same at every load."""
+    """Return the texts on which the libraries are compared: words of the vocabulary, and random sequences of words,
+    ASCII characters and special tokens. The random seed is fixed, so every load compares the same texts."""
     chance = random.Random(0)
     added = [token["content"] for token in settings.get("added_tokens", [])]
     spelled = {shown: chr(byte) for shown, byte in BYTE_OF_CHAR.items()}
@@ -276,4 +287,5 @@ def _probes(settings: dict[str, Any]) -> list[str]:
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_OTHERS)}
-"""The printable characters for bytes in byte-level BPE vocabularies: GPT-2's `bytes_to_unicode`, inverted."""
+"""The byte for each printable character that represents a byte in byte-level BPE vocabularies: the inverse of GPT-2's
+`bytes_to_unicode`."""

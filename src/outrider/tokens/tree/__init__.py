@@ -1,2 +1,2 @@
-"""The token tree of a session: equality of messages, and the point where each request joins the recorded
-conversation."""
+"""The token tree of a session: finds the point where each request joins the recorded conversation, and decides whether
+messages are equal."""

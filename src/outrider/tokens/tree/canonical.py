@@ -1,12 +1,13 @@
-"""Decides when a client's message equals a recorded one, and reduces messages to digests so that histories compare
-quickly.
+"""Decides whether a client's message equals a recorded message. To make the comparison of histories fast, messages are
+reduced to digests.
 
-Two messages are equal if the recorded ids may stand for both. `DIFFERENCES` lists the changes that clients make to a
-history when they send it back, and the effect of each change: a fork, or the recorded ids are kept. The effect of call
-ids, names and outer white space depends on the family's template (`PRINTED_FIELDS`).
+Two messages are equal if the recorded ids of one may be used for the other. `DIFFERENCES` lists the changes that
+clients make to a history when they send it back, and the effect of each change: a fork, or the use of the recorded ids.
+The effect of a change of call ids, names or outer white space depends on the model family's template
+(`PRINTED_FIELDS`).
 
 Invariant: equal messages have equal `MessageKey.body` digests. Reasoning has a separate digest, because a client that
-drops the reasoning or sends it twice does not change what the model thought.
+drops the reasoning, or repeats it, does not change what the model thought.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from outrider.messages import Image, Message, Role
 class Effect(StrEnum):
     SAME = "same"
     FORK = "fork"
-    FAMILY = "family"  # a fork for the families whose templates print it (PRINTED_FIELDS)
+    FAMILY = "family"  # a fork for the families whose templates print the changed field (PRINTED_FIELDS)
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A client's change, its effect, and the reason for the effect."""
+    """A change that a client makes to a message, the effect of the change, and the reason for the effect."""
 
     change: str
     effect: Effect
@@ -66,7 +67,8 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference("image replaced", Effect.FORK, "images are known by the digests of their bytes"),
     Difference("tools changed or reordered", Effect.FORK, "templates print them, in order, at the very beginning"),
 )
-"""docs/branches.md prints this table, and tests/tokens/test_differences.py has a case for each row."""
+"""All changes that are handled. docs/branches.md prints this table, and tests/tokens/test_differences.py has a case for
+each row."""
 
 
 class PrintedFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,25 +97,25 @@ PRINTED_FIELDS: Mapping[str, PrintedFields] = {
     "nemotron-3": _NO_IDS_OR_NAMES,
     "minimax-m2": _NO_IDS_OR_NAMES,
 }
-"""Families whose rendering was checked to be independent of the fields set to False
-(tests/tokens/test_differences.py). For any other family all fields count, which is always safe: the only possible
-effect is an unnecessary fork."""
+"""Families whose rendering was checked to be independent of the fields set to False (tests/tokens/test_differences.py).
+For any other family all fields are compared, which is always safe, because it can only cause an unnecessary fork."""
 
 MAX_EXACT_INTEGER = 2**53
-"""JavaScript has one kind of number, so a client may send 3.0 back as 3. Up to this integer a float is exact, and the
-two are taken to be the same."""
+"""The largest integer up to which 3.0 and 3 count as equal. JavaScript has only one type of number, so a client may
+send 3.0 back as 3. Up to this integer, floats represent integers exactly."""
 
 MAX_PARSED_SEPARATORS = 1 << 16
-"""Maximum lists, objects and commas in arguments for a comparison as JSON; larger arguments are compared as text. The
-JSON decoder cannot be interrupted and blocks every thread while it runs: 10 ms for this many."""
+"""Arguments with more than this number of lists, objects and commas together are compared as text and not as JSON. The
+JSON decoder cannot be interrupted and blocks every thread while it runs: 10 ms for this number."""
 
 
 class MessageKey(msgspec.Struct, frozen=True, gc=False):
-    """A message reduced to 16-byte digests.
+    """The digests of a message, 16 bytes each.
 
-    `body` covers all of the message that changes the model's input, except the reasoning. `reasoning` is None without
-    reasoning. If the reasoning is one text written twice, `reasoning_once` is the digest of the text written once.
-    `call_ids` is None without calls.
+    `body` covers every part of the message that changes the model's input, except the reasoning. `reasoning` is the
+    digest of the reasoning, None without reasoning. If the reasoning is a text that is repeated once, `reasoning_once`
+    is the digest of the text without the repetition. `call_ids` is the digest of the ids of the calls, None without
+    calls.
     """
 
     body: bytes
@@ -137,12 +139,14 @@ digest = xxhash.xxh3_128_digest
 
 
 def extend(prefix: bytes, body: bytes) -> bytes:
-    """The digest of the conversation with the digest `prefix` plus one message."""
+    """Return the digest of a conversation with one more message. `prefix` is the digest of the conversation before, and
+    `body` the digest of the message."""
     return digest(prefix + body)
 
 
 def tools_key(tools: Any) -> bytes:
-    """The digest of a request's tools. Their order and the order of their keys count, because templates print them."""
+    """Return the digest of a request's tools. The digest depends on the order of the tools and of their keys, because
+    templates print the tools in this order."""
     return digest(msgspec.json.encode(tools))
 
 
@@ -154,7 +158,8 @@ def message_key(message: Message, printed: PrintedFields = ALL_PRINTED) -> Messa
         for call in message.tool_calls
     ]
     answered = message.tool_call_id if printed.call_ids else None
-    # A recorded reply has no name, so a name added by the client is no difference.
+    # The name of an assistant message is not compared: recorded replies have no names, so only a client can have added
+    # the name.
     name = message.name if printed.names and not is_assistant else None
     body = _pack([message.role.value, text, calls, answered, name])
     for part in message.parts:
@@ -180,8 +185,8 @@ def is_parsed_as_json(arguments: str) -> bool:
 
 
 def _canonical_arguments(arguments: str) -> tuple[bool, str]:
-    """A flag and the arguments. The flag is True for JSON, whose spelling is then canonical. Other text, and JSON too
-    large to be parsed, is unchanged."""
+    """Return True and the arguments as canonical JSON, or False and the arguments unchanged if they are no JSON or too
+    large to be parsed."""
     if not arguments.strip():
         return True, "{}"
     if not is_parsed_as_json(arguments):
@@ -201,10 +206,10 @@ _DECODER = json.JSONDecoder(parse_float=_number)
 
 
 def _pack(value: Any) -> bytes:
-    """Distinct bytes for distinct lists of texts."""
+    """Encode lists of texts. Distinct values have distinct bytes."""
     try:
         return msgspec.msgpack.encode(value)
-    except UnicodeEncodeError:  # a lone surrogate, which JSON escapes can spell and msgpack cannot
+    except UnicodeEncodeError:  # an unpaired surrogate, which JSON can express by an escape and msgpack cannot encode
         return json.dumps(value).encode()
 
 

@@ -1,14 +1,14 @@
-"""Requests as the token tree sees them: the nodes that the tree keeps, and the digests of a new request.
+"""Defines the nodes of the token tree, and computes a new request's digests, for comparison with recorded requests.
 
-A node is a prompt for an engine, or a turn sampled from it. A node links to its parent, and stores only the ids after
-the parent's ids, packed. So the ids of a node are stored once, however many prompts continue the node. Invariant: a
-node's ids never change, and a prompt with a parent begins with all of the parent's ids.
+A node is a prompt for an engine, or a turn sampled from such a prompt. A node links to its parent, and stores only the
+ids after the parent's ids, packed. So the ids of a node are stored once, however many prompts continue the node.
+Invariant: a node's ids never change, and a prompt with a parent begins with all of the parent's ids.
 
-A new request is indexed: it gets a digest of each message and of each prefix of the conversation.
+To index a request means to compute the digest of each message and of each prefix of the conversation.
 
-A message is parsed once. Afterwards its digests are found by its bytes. The digests of the first messages of the newest
-long requests are kept together, so a request that begins with the same bytes costs only its new messages and one hash
-over the old messages.
+A message is parsed once; later its digests are found by its bytes. The digests of the first messages of the newest long
+requests are also stored together. So for a request that begins with the same bytes, only the new messages are indexed,
+and the old messages are hashed once.
 
 Invariant: the digests of a request depend on the request alone, never on earlier requests.
 """
@@ -27,41 +27,43 @@ from outrider.tokens.tree.canonical import MessageKey, PrintedFields, digest, ex
 from outrider.trajectory import ForkCause, Ids, unpack_ids
 
 MIN_REMEMBERED = 16
-"""Minimum messages of a kept prefix. Shorter requests are as fast to index again."""
+"""Minimum number of messages in a stored prefix. Shorter requests can be indexed again in the same time."""
 UNSTABLE_TAIL = 4
-"""Number of newest messages left out of a kept prefix: clients move their cache markers, which changes the bytes of
-these messages."""
+"""Number of newest messages that a stored prefix leaves out, because clients move their cache markers and so change the
+bytes of these messages."""
 REMEMBER_EVERY = 8
-"""Number of new messages after which a kept prefix is replaced by a longer prefix. To copy the prefix for every request
-would cost more than to index these messages again."""
+"""Number of new messages after which a stored prefix is replaced by a longer prefix. Copying the prefix for every
+request would cost more than indexing these messages again."""
 MAX_REMEMBERED = 4
-"""Maximum kept prefixes, one for each of a few concurrent agents."""
+"""Maximum number of stored prefixes: one for each of a few concurrent agents."""
 MAX_MESSAGE_KEYS = 1 << 14
-"""Maximum number of messages whose digests are kept. At this number all are dropped, and messages are parsed again."""
+"""Maximum number of messages whose digests are stored. At this number all digests are dropped, and messages are parsed
+again when they are needed."""
 MAX_TOOL_VALUES = 1 << 17
-"""Maximum lists, objects and commas in a request's tools. A chat template writes the tools as JSON in one call, which
-blocks all threads: 25 ms for this many."""
+"""Maximum number of lists, objects and commas together in a request's tools. A chat template writes the tools as JSON
+in one call, which blocks all threads: 25 ms for this number."""
 
 
 class PromptNode:
     """The prompt of a turn: the parent's ids, then `delta` (packed int32). `length` is in tokens.
 
     The request had `message_count` messages: `system_count` system messages at the beginning (`system_digest`), then a
-    history (`history_digest`). `tools_digest` is empty without tools; `prefix_digest` covers tools and all messages.
+    history (`history_digest`). `tools_digest` is empty without tools. `prefix_digest` covers the tools and all
+    messages.
 
-    matched: the turn whose conversation the request extends, also if the turn's ids could not be kept.
+    matched: the turn whose conversation the request extends, even if the prompt does not begin with the turn's ids.
     rendered_replies: positions and reasoning digests (None without reasoning) of the assistant messages whose ids were
         rendered and not sampled.
-    splice: the composition of the prompt, if its history's ids were recorded behind another head.
+    splice: how the prompt is composed if the ids of its history were recorded behind another head; None otherwise.
     thinking: True or False if the end of the prompt switches the model's reasoning on or off; None for the family's
-        usual end.
-    conversation: 0 for the session's first conversation; 1, 2, ... for conversations that began independently of
-        earlier ones, or with other tools or another system prompt.
-    fork: cause and source turn of the fork, if the tools or the system prompt changed.
-    first_turn: the first turn sampled from the prompt.
+        default end.
+    conversation: the number of the conversation. 0 is the session's first conversation; later conversations began
+        independently of earlier conversations, or with other tools or another system prompt.
+    fork: the cause and the source turn of the fork if the tools or the system prompt changed; None otherwise.
+    first_turn: the index of the first turn sampled from the prompt; None until there is one.
 
-    The class has `__slots__` and is no struct, because a session keeps one node per turn and bytes per turn are
-    measured (tests/tokens/test_cost.py).
+    The class has `__slots__` and is not a struct, in order to save memory: a session has one node per turn, and a test
+    limits the bytes per turn (tests/tokens/test_cost.py).
     """
 
     __slots__ = (
@@ -117,9 +119,9 @@ class PromptNode:
         self.first_turn: int | None = None
 
     def ids(self) -> Ids:
-        """The whole prompt, int32 of shape (length,)."""
-        # This walk and the walks below are loops, because sessions have thousands of turns and Python's recursion ends
-        # at a thousand calls.
+        """Return the ids of the whole prompt, int32 of shape (length,)."""
+        # All walks in this module are loops, because sessions have thousands of turns and Python limits recursion to a
+        # thousand calls.
         parts: list[bytes] = []
         prompt: PromptNode | None = self
         while prompt is not None:
@@ -133,10 +135,11 @@ class PromptNode:
         return unpack_ids(b"".join(parts))
 
     def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
-        """The end of the prompt that bridging and parsing need. `tail_start` is the renderer's method."""
+        """Return the end of the prompt, as far as bridging and parsing need it. `tail_start` is
+        `Renderer.tail_start`."""
         own: list[int] = unpack_ids(self.delta).tolist()
         start = tail_start(own)
-        # Start 0 may mean that the tail begins before this node's own ids, so all ids are searched.
+        # If the start is 0, the tail may begin before this node's own ids, so all ids are searched.
         if start > 0 or self.parent is None:
             return own[start:]
         whole: list[int] = self.ids().tolist()
@@ -144,9 +147,9 @@ class PromptNode:
 
 
 class TurnNode:
-    """A sampled reply. `output` is packed int32. `reply_digest`, `reasoning` and `call_ids` are digests of the reply as
-    the client received it, of the reply's reasoning and of the ids of its calls. All three are None if the client
-    received no reply. `children` is the number of prompts with this turn as parent."""
+    """A sampled reply. `output` is packed int32. `reply_digest`, `reasoning` and `call_ids` are the digests of the
+    reply as the client received it, of the reply's reasoning, and of the ids of the reply's calls. All three are None
+    if the client received no reply. `children` is the number of prompts with this turn as parent."""
 
     __slots__ = ("call_ids", "children", "index", "output", "prompt", "reasoning", "reply_digest")
 
@@ -161,20 +164,21 @@ class TurnNode:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output."""
+        """The number of tokens of prompt and output together."""
         return self.prompt.length + len(self.output) // 4
 
 
 class Splice(msgspec.Struct, frozen=True):
-    """The composition of a prompt whose history was recorded behind another head: its first `head` ids were rendered,
-    the others were taken from the record. `origin` is the first prompt of the recorded history, rendered whole."""
+    """The composition of a prompt whose history was recorded behind another head. The first `head` ids were
+    rendered; then follow the recorded ids of the history. `origin` is the first prompt of the recorded history,
+    rendered whole."""
 
     head: int
     origin: PromptNode
 
 
 def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
-    """The positions of all replies up to the turn's own reply, and the digests of their reasoning."""
+    """Return the positions of all replies up to the turn's own reply, each with the digest of the reply's reasoning."""
     found: list[tuple[int, bytes | None]] = []
     node: TurnNode | None = turn
     while node is not None:
@@ -184,8 +188,9 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: PromptNode | None) -> bool:
-    """Return True if the client sends back every reply on the path to `turn` with reasoning that may be an echo of the
-    recorded reasoning (`may_echo_reasoning`). The path up to the prompt `checked` has already been compared."""
+    """Return True if the client sends back every reply on the path to `turn` with reasoning that may be an echo of
+    the recorded reasoning (`may_echo_reasoning`). The path up to the prompt `checked` has already been compared and
+    agrees."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt
@@ -200,8 +205,8 @@ def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: Prompt
 
 
 def rendered_replies_agree(prompt: PromptNode, keys: Sequence[MessageKey]) -> bool:
-    """Return True if the reasoning agrees (`reasoning_agrees`) for the assistant messages rendered in the prompt
-    itself."""
+    """Return True if the request's reasoning may be an echo of the recorded reasoning for all assistant messages whose
+    ids were rendered, and not sampled, in this prompt."""
     return all(keys[index].may_echo_reasoning(recorded) for index, recorded in prompt.rendered_replies)
 
 
@@ -229,16 +234,17 @@ def parse_messages(messages: WireMessages) -> Steps[tuple[Message, ...]]:
 
 
 class IndexedRequest(msgspec.Struct, kw_only=True):
-    """A request with its digests, and the recorded part of its conversation in the tree.
+    """A request with its digests, and the part of its conversation that is recorded in the tree.
 
     prefixes: `prefixes[i]` is the digest of the tools and the first `i` messages.
-    keys: the digests of each message.
-    recalled: the number of first messages from a kept prefix.
+    keys: the digests of the messages.
+    recalled: the number of first messages whose digests come from a stored prefix.
     parsed: by position, the messages parsed so far.
-    sizes: bytes of the recalled messages together, then of each other message.
-    checked: a prompt up to which the request's reasoning was compared and agrees with the record.
+    sizes: the number of bytes of all recalled messages together, then of each other message.
+    checked: a prompt up to which the request's reasoning was compared with the recorded reasoning and agrees; None if
+        none was compared.
     matched: the turn whose conversation is the longest recorded prefix of the request: its first `covered` messages.
-    switch: the ids at the end of the prompt that switch thinking for this turn; None for the family's usual end.
+    switch: the ids at the end of the prompt that switch thinking for this turn; None for the family's default end.
     """
 
     messages: WireMessages
@@ -264,7 +270,7 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
 
     @property
     def system_count(self) -> int:
-        """The number of system messages at the beginning."""
+        """The number of system messages at the beginning of the request."""
         return next((at for at, key in enumerate(self.keys) if key.role is not Role.SYSTEM), len(self.keys))
 
     @property
@@ -281,19 +287,20 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         return prompt.thinking == self.thinking and self.has_messages_of(prompt)
 
     def has_messages_of(self, prompt: PromptNode) -> bool:
-        """Like `repeats`, but the thinking switches may differ."""
+        """Return True if this request has the messages of the request of `prompt`. Unlike in `repeats`, the thinking
+        switches may differ."""
         return prompt.matched is self.matched and rendered_replies_agree(prompt, self.keys)
 
     def parse_from(self, start: int) -> list[Message]:
-        """The messages from position `start` on. Raises RequestError for an unreadable message."""
+        """Return the messages from position `start` on. Raises RequestError for an unreadable message."""
         for index in range(start, len(self.messages)):
             if index not in self.parsed:
                 self.parsed[index] = self.messages.parse(index)
         return [self.parsed[index] for index in range(start, len(self.messages))]
 
     def size_from(self, start: int) -> int:
-        """Bytes of the messages from position `start` on. The recalled messages have only one size together, so all
-        messages are counted if `start` is among them."""
+        """Return the number of bytes of the messages from position `start` on. If `start` is among the recalled
+        messages, all messages are counted, because the sizes of single recalled messages are not known."""
         return sum(self.sizes[max(0, start - self.recalled + 1) :] if start >= self.recalled else self.sizes)
 
     def with_switch(self, added: list[int]) -> list[int]:
@@ -314,8 +321,8 @@ class IndexedRequest(msgspec.Struct, kw_only=True):
         splice: Splice | None = None,
         sampled: Sequence[tuple[int, bytes | None]] = (),
     ) -> PromptNode:
-        """The request's prompt: the ids of the parent, then `delta` (packed). `sampled` are the positions of assistant
-        messages whose ids in `delta` were sampled, with the digests of their recorded reasoning."""
+        """Make the request's prompt: the ids of the parent, then `delta` (packed). `sampled` are the positions of the
+        assistant messages whose ids in `delta` were sampled, each with the digest of the recorded reasoning."""
         first = self.covered if parent is not None else 0
         replies = {at: key.reasoning for at, key in enumerate(self.keys[first:], first) if key.role is Role.ASSISTANT}
         replies |= {at: reasoning for at, reasoning in sampled if at >= first}
@@ -349,8 +356,8 @@ def _extend_all(prefix: bytes, keys: Sequence[MessageKey]) -> bytes:
 
 
 class _RememberedPrefix(msgspec.Struct, frozen=True):
-    """The first messages of an earlier request. `last` is the digest of the last message's bytes, `head` the digest of
-    all messages' bytes, and `size` the number of these bytes."""
+    """The first messages of an earlier request. `last` is the digest of the bytes of the last of these messages, `head`
+    the digest of the bytes of all, and `size` the number of bytes of all."""
 
     last: bytes
     head: bytes
@@ -363,14 +370,16 @@ class _RememberedPrefix(msgspec.Struct, frozen=True):
         count = len(self.keys)
         return (
             count <= len(messages)
-            # The last message is quicker to compare than all messages, and mostly distinguishes other agents' requests.
+            # The last message is compared first, because this is quick and in most cases rules out the requests of
+            # other agents.
             and self.last == digest(messages.raw(count - 1))
             and self.head == digest(messages.head(count))
         )
 
 
 class RequestIndexer:
-    """Indexes the requests of a session: `index` first, then `remember` when the request has its prompt."""
+    """Indexes the requests of a session. Call `index` for a request, and then `remember` when the request has its
+    prompt."""
 
     def __init__(self, printed: PrintedFields) -> None:
         self._printed = printed
@@ -381,7 +390,7 @@ class RequestIndexer:
 
     def index(self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes) -> Steps[IndexedRequest]:
         """Index a request. Raises RequestError for an unreadable message, and TooLarge for too many tools."""
-        # A conversation's first prefix is the digest of its tools. No message has the same digest.
+        # The first prefix of a conversation is the digest of its tools.
         tools_digest = digest(tools_raw)
         start = self._tools.get(tools_digest)
         if start is None:
@@ -394,7 +403,8 @@ class RequestIndexer:
         for place, remembered in enumerate(self._remembered):
             if remembered.prefixes[0] == start and remembered.begins(messages):
                 before = remembered
-                self._remembered.insert(0, self._remembered.pop(place))  # the prefix is now the newest
+                # moved to the front, because the prefix is now the newest
+                self._remembered.insert(0, self._remembered.pop(place))
                 break
         prefixes = before.prefixes.copy() if before else [start]
         keys = before.keys.copy() if before else []
@@ -416,8 +426,8 @@ class RequestIndexer:
                 key = self._keys[raw_digest] = message_key(parsed[index], self._printed)
             keys.append(key)
             prefix = extend(prefixes[-1], key.body)
-            # The tree keeps every digest object that it gets. If the request before has an equal digest at this
-            # position, the object of that request is used, which saves 120 bytes a call.
+            # The tree stores every digest object. If the previous request has an equal digest at this position, the
+            # object of the previous request is used, which saves 120 bytes per call.
             if len(prefixes) < len(self._newest) and self._newest[len(prefixes)] == prefix:
                 prefix = self._newest[len(prefixes)]
             prefixes.append(prefix)
@@ -434,7 +444,8 @@ class RequestIndexer:
         )
 
     def remember(self, request: IndexedRequest, prompt: PromptNode) -> None:
-        """Keep the digests of the first messages of a request that is long enough. `prompt` is the request's prompt."""
+        """Store the digests of the first messages of a request that is long enough (MIN_REMEMBERED, REMEMBER_EVERY).
+        `prompt` is the request's prompt."""
         count = len(request.keys) - UNSTABLE_TAIL
         if count < max(MIN_REMEMBERED, request.recalled + REMEMBER_EVERY):
             return

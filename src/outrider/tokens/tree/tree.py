@@ -1,27 +1,28 @@
-"""The token tree of a session: stores each prompt as the ids after its parent's ids, and decides where each request
-joins the recorded conversation.
+"""The token tree of a session: stores each prompt as the ids that follow its parent's ids, and decides where each
+request joins the recorded conversation.
 
-A request whose history is recorded gets the recorded ids verbatim, sampled ids included. Only its new messages are
-rendered, so a turn costs its own tokens. The head of a request is its tools and the system messages at its beginning.
-The first matching rule applies:
+A request whose history is recorded gets the recorded ids unchanged, sampled ids included. Only its new messages are
+rendered, so the cost of a turn is proportional to the turn's own tokens. The head of a request is its tools and the
+system messages at its beginning. The first matching rule applies:
 
 1. A repeated request (same tools, messages and thinking) gets the same prompt again (`retry`), so all replies to the
    request are sampled from the same ids.
 2. More of the history is recorded behind another head than behind the request's own head, and the recorded part
    includes a reply: the new head is rendered and the recorded history ids follow it (`fork`: `tools_changed`,
-   `system_changed` or both). The model continues its own sampled ids, not another spelling of them. This requires proof
-   that the family lays out the history in the same way behind both heads. Without the proof, rules 3 and 4 give the
-   ids. The join is still a `fork` with this cause, because the request continues the recorded history.
-3. Part of the conversation is recorded: the turn with the longest such part is the parent, if the renderer can append
-   the other messages to the turn's ids without changing any id. The join is an `append`, unless the turn already has
-   another continuation (`fork`: `sibling`) or the other messages contain unrecorded replies (`fork`:
+   `system_changed` or both). So the model continues its own sampled ids, and not other ids for the same text. The rule
+   requires proof that the model family renders the history to the same ids behind both heads. Without this proof, the
+   ids come from rules 3 and 4. The join is then still a `fork` with this cause, because the request continues the
+   recorded history.
+3. Part of the conversation is recorded: the turn with the longest recorded part is the parent, if the renderer can
+   append the other messages to the turn's ids without changing any of these ids. The join is an `append`, unless the
+   turn already has another continuation (`fork`: `sibling`) or the other messages contain unrecorded replies (`fork`:
    `history_rewritten`).
-4. Every other request is rendered whole. The join is a `root` if the request has no more than tools and system
-   messages in common with earlier requests, because many agents have the same system messages. Else the join is a
-   `fork`, whose cause is the reason why the recorded ids could not be kept.
+4. Every other request is rendered whole. The join is a `root` if the request has no more than tools and system messages
+   in common with earlier requests, because many agents have the same system messages. Else the join is a `fork`, whose
+   cause is the reason why the recorded ids cannot be used.
 
 The tree calls no engine and no store, and awaits nothing. Long work is split into steps (`concurrency/offload.py`), so
-a session with a long history does not hold up other sessions. Invariant: a node's ids never change, and a prompt with a
+a session with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a
 parent begins with all of the parent's ids.
 """
 
@@ -50,13 +51,15 @@ from outrider.tokens.tree.request_index import (
 from outrider.trajectory import ForkCause, Ids, JoinKind, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
-"""A text of more characters is first measured in parts. To encode a text of many megabytes in one piece takes seconds
-and a hundred times the text's memory, for a prompt that is too long for the context anyway."""
+"""The tokens of a text with more than this number of characters are first counted in parts of this size. Encoding a
+text of many megabytes as a whole takes seconds and a hundred times the text's memory, and the prompt would be too long
+for the context anyway."""
 SEAM_TOKENS = 16
-"""Two adjacent parts of a text, encoded separately, have at most this many tokens more than if encoded together."""
+"""If two adjacent parts of a text are encoded separately, they have at most this many more tokens than if they are
+encoded together."""
 MAX_SEEN_PREFIXES = 1 << 16
-"""Maximum kept prefixes of requests, 10 MB. Above this number all are dropped. Requests from before are then not found
-as the origin of a fork, but the recorded ids of their turns still are."""
+"""Maximum number of stored prefixes of requests (10 MB). Above this number all prefixes are dropped. An earlier request
+is then not found as the origin of a fork, but the recorded ids of its turns are still found."""
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -64,9 +67,9 @@ class Joined(msgspec.Struct, frozen=True):
     parent; without a parent, all messages.
 
     `forked_from` is a turn: for a retry, the first turn of the prompt; for a fork, the turn whose request has the
-    longest history in common with this request. If the tools or the system prompt changed, it is the turn whose
-    history the request continues. `forked_from` is None for a root and an append, and if the earlier call left no
-    turn."""
+    longest history in common with this request; for a fork because the tools or the system prompt changed, the turn
+    whose history the request continues. `forked_from` is None for a root and for an append, and if the earlier call
+    failed and so has no turn."""
 
     kind: JoinKind
     cause: ForkCause | None
@@ -77,7 +80,8 @@ class Joined(msgspec.Struct, frozen=True):
 
 class _HistoryMatch(msgspec.Struct, frozen=True):
     """A turn that was recorded behind another head, and whose history and reply are in the request. `covered` is the
-    number of the request's messages up to this reply, the system messages at the beginning included."""
+    number of the request's messages up to this reply, including the system messages at the beginning. `cause` is the
+    difference between the two heads."""
 
     turn: TurnNode
     covered: int
@@ -86,8 +90,8 @@ class _HistoryMatch(msgspec.Struct, frozen=True):
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     """A request's ids: the ids of `parent`, then `delta` (packed). `match` is set if the history was recorded behind
-    another head. If the ids of that history are used, `splice` is set, too, and `sampled` has the positions of the
-    history's replies with the digests of their reasoning."""
+    another head. If the recorded ids of that history are used, `splice` is also set, and `sampled` has the positions of
+    the history's replies, each with the digest of the reply's reasoning."""
 
     parent: TurnNode | None
     delta: bytes
@@ -97,15 +101,16 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenTree:
-    """The tree of one session attempt. `join` a request, generate, then `commit` the sampled ids."""
+    """The tree of one session attempt. For each request, call `join`, generate, and then call `commit` with the sampled
+    ids."""
 
     def __init__(self, renderer: Renderer, history: History) -> None:
         self.forks: dict[ForkCause, int] = {}
         self._renderer = renderer
         self._history: History = history
         self._indexer = RequestIndexer(renderer.printed)
-        # The values are tuples, because nearly all have one element, and a list would take 70 bytes more for every turn
-        # of a session.
+        # The values are tuples and not lists, because nearly all values have one element, and a list would take 70
+        # bytes more for every turn of a session.
         self._prompts: dict[bytes, tuple[PromptNode, ...]] = {}
         self._turns: dict[bytes, tuple[TurnNode, ...]] = {}
         self._histories = _HistoryIndex()
@@ -122,11 +127,12 @@ class TokenTree:
         thinking: bool | None = None,
         context: int | None = None,
     ) -> Steps[Joined]:
-        """Find or make the request's prompt. `thinking` switches the model's reasoning for this turn alone.
+        """Find or make the request's prompt. `thinking` switches the model's reasoning on or off for this turn only;
+        None leaves the family's default.
 
         Raises RequestError for an unreadable or unrenderable message and for thinking that cannot be switched here,
-        TooLarge for a text too long to encode and for too many tools, and ContextOverflow for a prompt without room in
-        `context` tokens. The tree is then unchanged.
+        TooLarge for a text too long to encode and for too many tools, and ContextOverflow for a prompt that leaves no
+        token for a reply in a context of `context` tokens. If an error is raised, the tree is unchanged.
         """
         request = yield from self._index(messages, tools, tools_raw, thinking)
         repeated = self._repeated(request)
@@ -135,9 +141,9 @@ class TokenTree:
             layout = yield from self._lay_out(request)
             joined = self._place(request, layout)
         else:
-            yield request.size_from(0)  # the added messages are parsed again: the tree does not keep them
+            yield request.size_from(0)  # the added messages are parsed again, because the tree does not store messages
             if repeated.first_turn is None and repeated.fork is not None:
-                # The first call with this prompt failed, so no turn records the fork yet.
+                # The earlier call with this prompt failed, so no turn records the fork yet.
                 joined = Joined(JoinKind.FORK, repeated.fork[0], repeated, repeated.fork[1])
             else:
                 joined = Joined(JoinKind.RETRY, None, repeated, repeated.first_turn)
@@ -157,8 +163,8 @@ class TokenTree:
     def measure(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, *, thinking: bool | None = None
     ) -> Steps[int]:
-        """The length in tokens of the prompt that `join` would give the request. Nothing is recorded. Raises the errors
-        of `join` except ContextOverflow."""
+        """Return the length, in tokens, of the prompt that `join` would make for the request. Nothing is recorded.
+        Raises the errors of `join` except ContextOverflow."""
         request = yield from self._index(messages, tools, tools_raw, thinking)
         if (repeated := self._repeated(request)) is not None:
             return repeated.length
@@ -167,8 +173,8 @@ class TokenTree:
         return (layout.parent.length if layout.parent is not None else 0) + len(layout.delta) // 4
 
     def commit(self, prompt: PromptNode, output: Sequence[int] | Ids, reply: Message | None) -> TurnNode:
-        """Record a turn's sampled ids. `reply` is the message that the client received. It is None if the client
-        disconnected before; then no request can continue the turn."""
+        """Record a turn's sampled ids. `reply` is the message that the client received. `reply` is None if the client
+        disconnected before the reply; no request can then continue the turn."""
         key = message_key(reply, self._renderer.printed) if reply is not None else None
         turn = TurnNode(self._next_turn, prompt, pack_ids(output), key)
         self._next_turn += 1
@@ -194,13 +200,13 @@ class TokenTree:
         return request
 
     def _repeated(self, request: IndexedRequest) -> PromptNode | None:
-        """The prompt of an identical earlier request, or None."""
+        """Return the prompt of an identical earlier request; None if there is no such request."""
         prompts = self._prompts.get(request.prefixes[-1], ())
         return next((prompt for prompt in prompts if request.repeats(prompt)), None)
 
     def _check_long_texts(self, request: IndexedRequest, context: int | None) -> Steps[None]:
-        """Raise ContextOverflow if the long texts of new messages do not fit even without the rest of the prompt, and
-        TooLarge for a text too long to encode."""
+        """Raise ContextOverflow if the long texts of new messages alone exceed the context, and TooLarge for a text too
+        long to encode."""
         tokens = 0
         for message in request.parsed.values():
             for text in (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls)):
@@ -233,7 +239,7 @@ class TokenTree:
                 break
             shared, count = sharing, count + 1
         if count <= request.system_count:
-            shared = None  # many agents have the same system messages: this request begins a conversation of its own
+            shared = None  # many agents have the same system messages, so this request begins a new conversation
         before = parent.prompt if parent is not None else shared
         prompt.conversation = before.conversation if before is not None else self._conversations
         if match is not None:
@@ -245,10 +251,10 @@ class TokenTree:
         if parent is not None:
             forked_from = parent.index if forked_from is None else forked_from
             return Joined(JoinKind.FORK, ForkCause.HISTORY_REWRITTEN, prompt, forked_from)
-        # The reason why a request with a partly recorded history is rendered whole.
+        # Find the reason why a request with a partly recorded history is rendered whole.
         new_roles = {key.role for key in request.keys[request.covered :]}
         if any(request.has_messages_of(other) for other in self._prompts.get(request.prefixes[-1], ())):
-            cause = ForkCause.SIBLING  # the same messages with thinking switched
+            cause = ForkCause.SIBLING  # the messages are the same, and only thinking is switched
         elif request.matched is None or request.is_rewritten or not new_roles:
             cause = ForkCause.HISTORY_REWRITTEN
         elif self._history == "template" and new_roles & {Role.USER, Role.SYSTEM}:
@@ -258,7 +264,7 @@ class TokenTree:
         return Joined(JoinKind.FORK, cause, prompt, forked_from)
 
     def _lay_out(self, request: IndexedRequest) -> Steps[_Layout]:
-        """The request's ids, by rules 2 to 4."""
+        """Return the request's ids, by rules 2 to 4 of the module's heading."""
         match = self._histories.find(request)
         if match is not None:
             yield request.size_from(0)
@@ -276,13 +282,13 @@ class TokenTree:
         return _Layout(parent=None, delta=self._rendered(request), match=match)
 
     def _rendered(self, request: IndexedRequest) -> bytes:
-        """The request's whole prompt, packed."""
+        """Return the ids of the request's whole prompt, packed, without recorded ids."""
         return pack_ids(request.with_switch(self._renderer.render(request.parse_from(0), request.tools)))
 
     def _spliced(self, request: IndexedRequest, match: _HistoryMatch) -> _Layout | None:
-        """The request's own head, then the ids of the history recorded behind another head, then the messages after
-        this history. None unless the history's first messages have the same layout behind both heads, and the messages
-        after the history can be appended."""
+        """Return the prompt that has the request's own head, then the ids of the history recorded behind another head,
+        then the messages after this history. Returns None if the first messages of the history have different ids
+        behind the two heads, or if the messages after the history cannot be appended."""
         turn = match.turn
         origin = turn.prompt
         while origin.parent is not None:
@@ -310,16 +316,17 @@ class TokenTree:
             splice=Splice(len(split.head), origin),
             sampled=[(at + shift, reasoning) for at, reasoning in recorded_reasoning(turn)],
         )
-        # Two agents may share a history and take over from each other. If the ids begin with those of the agent's own
-        # last turn, the prompt continues this turn, so that the agent's ids stay one append-only row.
+        # Two agents may work in turn on the same history. If the ids begin with the ids of the agent's own last turn,
+        # the prompt continues this turn. So the agent's ids remain one row, to which ids are only appended.
         own = request.matched
         if own is not None and ids.startswith(before := own.prompt.ids().tobytes() + own.output):
             return msgspec.structs.replace(layout, parent=own, delta=ids[len(before) :])
         return layout
 
     def _continued(self, tail: Sequence[int], output: bytes, request: IndexedRequest, covered: int) -> list[int] | None:
-        """The ids of the messages from position `covered` on, to append to the ids of the earlier messages: a prompt
-        that ends with `tail`, then `output` (packed). None if the renderer cannot prove that no earlier id changes."""
+        """Return the ids of the messages from position `covered` on. These ids can be appended to the ids of the
+        earlier messages, which are a prompt that ends with `tail`, then `output` (packed). Returns None if the renderer
+        cannot prove that appending changes no earlier id."""
         sampled: list[int] = unpack_ids(output).tolist()
         if any(key.role is Role.ASSISTANT for key in request.keys[covered:]):
             messages = request.parse_from(0)
@@ -327,7 +334,7 @@ class TokenTree:
         return self._renderer.bridge(tail, sampled, request.parse_from(covered), request.tools, self._history)
 
     def _record(self, request: IndexedRequest, joined: Joined) -> None:
-        """Add a new prompt to the tree."""
+        """Add a request's new prompt to the tree."""
         prompt = joined.prompt
         self._conversations = max(self._conversations, prompt.conversation + 1)
         self._indexer.remember(request, prompt)
@@ -336,8 +343,8 @@ class TokenTree:
         if len(self._first_with_prefix) > MAX_SEEN_PREFIXES:
             self._first_with_prefix.clear()
         for prefix in reversed(request.prefixes):
-            # A prefix that is present was recorded with all shorter prefixes. So the loop ends here, and a long history
-            # costs only its new messages.
+            # If a prefix is present, all shorter prefixes are present. So the loop ends here, and its cost depends only
+            # on the new messages.
             if self._first_with_prefix.setdefault(prefix, prompt) is not prompt:
                 break
         if prompt.parent is not None:
@@ -347,7 +354,7 @@ class TokenTree:
 
 
 class _HistoryIndex:
-    """A session's turns by the digest of history and reply, whatever the head."""
+    """Finds a session's turns by the digest of their history and reply, independent of the head."""
 
     def __init__(self) -> None:
         self._turns: dict[bytes, list[TurnNode]] = {}
@@ -358,13 +365,13 @@ class _HistoryIndex:
             self._unindexed.append(turn)
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
-        """Find the turn whose history and reply are the longest beginning of the request's history. None unless this
-        beginning is longer than the part recorded behind the request's own head."""
+        """Find the turn whose history and reply are the longest beginning of the request's history. Returns None if
+        more of the history, or as much, is recorded behind the request's own head."""
         if not request.is_rewritten:
             return None
-        # Indexing is deferred to this point, because most sessions have no request with replies unrecorded behind its
-        # own head. Turns are taken one by one, because the event loop may commit a turn while this method runs in the
-        # worker thread.
+        # Indexing is deferred to this point, because in most sessions every request has only replies that are recorded
+        # behind the request's own head. Turns are taken one by one, because the event loop may commit a turn while this
+        # method runs in the worker thread.
         while self._unindexed:
             turn = self._unindexed.popleft()
             assert turn.reply_digest is not None
@@ -387,15 +394,16 @@ class _HistoryIndex:
 
 
 def _newest_agreeing(turns: Sequence[TurnNode], request: IndexedRequest, checked: PromptNode | None) -> TurnNode | None:
-    """Choose one of several turns with equal conversations. A turn qualifies if the reasoning in the request may come
-    from the reasoning recorded on the turn's path. Returns the newest qualifying turn whose call ids are in the
-    request. If there is none, because clients may replace call ids, returns the newest qualifying turn. None if no turn
-    qualifies."""
+    """Return one of several turns with equal conversations. A turn qualifies if the request's reasoning may be an echo
+    of the reasoning recorded on the path to the turn (`reasoning_agrees`). Returns the newest qualifying turn whose
+    call ids are in the request. If there is none, which happens because clients may replace call ids, returns the
+    newest qualifying turn. Returns None if no turn qualifies."""
     agreeing: list[tuple[TurnNode, list[MessageKey]]] = []
     for turn in reversed(turns):
         keys, system_count = request.keys, turn.prompt.system_count
         if system_count != request.system_count:
-            # The number of system messages differs, so the history's keys are moved to their positions in the turn.
+            # The number of system messages differs, so the keys of the history are moved to the positions that they
+            # have in the turn. The keys of the system messages are not compared.
             keys = [*(keys[:1] * system_count), *keys[request.system_count :]]
         if reasoning_agrees(turn, keys, checked):
             agreeing.append((turn, keys))
