@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,7 +189,7 @@ def test_tojson_takes_what_published_templates_pass() -> None:
 
 def test_templates_cannot_reach_out() -> None:
     unsafe = ChatTemplate("{{ messages.__class__.__mro__ }}", special={})
-    with pytest.raises(ValueError, match="unsafe"):
+    with pytest.raises(jinja2.TemplateError, match="unsafe"):
         unsafe.render([], [])
 
 

@@ -1,4 +1,5 @@
-"""Encodes the replies of control calls: msgspec structs and errors as JSON."""
+"""Encodes the replies of control calls: msgspec structs, and errors as JSON with the status of the error's class
+(`errors.py`)."""
 
 from __future__ import annotations
 

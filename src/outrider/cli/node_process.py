@@ -25,7 +25,7 @@ from outrider.cli.long_running import LogFormatter
 from outrider.concurrency.chores import Failures
 from outrider.config import Config
 from outrider.errors import OutriderError
-from outrider.nodes.messages import TO_NODE, TO_PROCESS, Join, LeaveService, NodeSetup, Ready
+from outrider.nodes.messages import MAX_MESSAGE, TO_NODE, TO_PROCESS, Join, LeaveService, NodeSetup, Ready
 from outrider.nodes.service_proxy import ServiceProxy
 from outrider.nodes.spawning import END_SECONDS
 from outrider.sandbox.rootfs.store import ImageStore
@@ -64,7 +64,7 @@ def _end_with_the_service(end: int) -> None:
 
 
 async def _serve(end: socket.socket) -> None:
-    pipe = await Pipe.over(end)
+    pipe = await Pipe.over(end, MAX_MESSAGE)
     told = TO_PROCESS.decode(await pipe.receive())
     if isinstance(told, NodeSetup):
         sys.path[:] = told.path

@@ -1,8 +1,8 @@
 """Installs a preset's program on this node: one folder for each program and version, mounted read-only in sandboxes.
 
 Programs are stored below `environment.cache_home()/harnesses`. All facts about a program come from its preset.
-Invariant: a folder returned by `installed` is complete and has the versions pinned in the preset. All functions here
-block: call them in a thread.
+Invariant: a folder returned by `installed` is complete and has the versions pinned in the preset (`build_in_place.py`
+holds the lock and removes unfinished folders). All functions here block: call them in a thread.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Each process runs sandboxes, agents, the model gateway, token trees, and generations on engines with a URL. The
 service's process has the queue, the store, the policy, and engines that run inside the process. `remote_node.py`
-handles the messages. Invariants: a process that exits is started again; no process outlives the service.
+handles the messages. Invariants: a process that exits is started again (`spawning.py` decides when);
+no process outlives the service.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.retries import RetryPolicy
 from outrider.environment import variables
 from outrider.errors import described
+from outrider.nodes.messages import MAX_MESSAGE
 from outrider.wire.pipe import Pipe
 
 log = logging.getLogger("outrider.node")
@@ -48,7 +49,7 @@ class NodeProcess:
     @classmethod
     async def start(cls) -> Self:
         ours, theirs = socket.socketpair()
-        pipe = await Pipe.over(ours)
+        pipe = await Pipe.over(ours, MAX_MESSAGE)
         # Variables with this prefix configure the service. A node gets its settings over the socket, without secrets.
         kept = {name: text for name, text in variables().items() if not name.startswith(PREFIX) or name == HOME}
         try:

@@ -1,6 +1,6 @@
 """The caller of the control API, for routes and the service.
 
-`tokens.py` authenticates the caller.
+`tokens.py` authenticates the caller. `Store.create_group` refuses a group beyond `max_queued`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Repeats work on the store until the database accepts it: a failing database delays sessions, but ends none.
 
-Invariant: `retry_store` returns only after the work has succeeded.
+Before that, `store/postgresql.py` tries each transaction again for `PATIENCE_SECONDS`. Invariant: `retry_store` returns
+only after the work has succeeded.
 """
 
 from __future__ import annotations

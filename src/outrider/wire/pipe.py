@@ -10,22 +10,21 @@ from typing import Self
 from outrider.wire.link import Disconnected
 
 LENGTH_BYTES = 4
-MAX_FRAME = 1 << 30
-"""Maximum bytes of a frame between two processes of one machine."""
 BUFFER = 1 << 20
 
 
 class Pipe:
-    """A `wire.link.Socket` over a stream."""
+    """A `wire.link.Socket` over a stream. A peer that sends a frame of more than `max_frame` bytes is disconnected."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_frame: int) -> None:
         self._reader = reader
         self._writer = writer
+        self._max_frame = max_frame
 
     @classmethod
-    async def over(cls, end: socket.socket) -> Self:
+    async def over(cls, end: socket.socket, max_frame: int) -> Self:
         """Make a pipe over one end of a socket pair. The pipe owns this end, and closes it."""
-        return cls(*await asyncio.open_unix_connection(sock=end, limit=BUFFER))
+        return cls(*await asyncio.open_unix_connection(sock=end, limit=BUFFER), max_frame)
 
     async def send(self, frame: bytes) -> None:
         try:
@@ -38,7 +37,7 @@ class Pipe:
     async def receive(self) -> bytes:
         try:
             size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
-            if size > MAX_FRAME:
+            if size > self._max_frame:
                 raise Disconnected(1009, f"a message of {size} bytes")
             return await self._reader.readexactly(size)
         except (OSError, asyncio.IncompleteReadError) as error:

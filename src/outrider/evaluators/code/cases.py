@@ -65,6 +65,10 @@ class Case(msgspec.Struct, frozen=True):
     given: Any
     accepted: tuple[Any, ...]
 
+    def accepts(self, answer: Any) -> bool:
+        """Return True if `answer` is right. Raises RecursionError for a deeply nested value."""
+        return any(answer == right for right in self.accepted)
+
 
 def lines(text: str) -> list[str]:
     """Return the lines of an output, without trailing blanks and trailing empty lines."""

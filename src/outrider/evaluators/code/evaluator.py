@@ -89,9 +89,9 @@ class CodeEvaluator:
                     answer: Any = await candidate.printed(case.given)
                 else:
                     answer = await candidate.called(self._options.fn_name, case.given)
-                if not any(answer == right for right in case.accepted):
+                if not case.accepts(answer):
                     raise WrongAnswer(f"wrong answer: {answer!r:.{QUOTED}}")
-            except (WrongAnswer, RecursionError) as error:  # RecursionError: from comparing a deeply nested value
+            except (WrongAnswer, RecursionError) as error:
                 reason = reason or f"case {number} of {self._cases}: {error}"
                 if self._options.reward == "all" or candidate.broke_sandbox:
                     break

@@ -37,7 +37,7 @@ async def certify(
     subject: Subject,
     rows: Sequence[CertificationRow],
     *,
-    agent_seconds: float = 180,
+    agent_seconds: float,
     watch: Callable[[RowVerdict], None] = lambda _: None,
 ) -> Certificate:
     """Run and judge every row. `watch` is called with each verdict as it comes.

@@ -3,7 +3,8 @@
 A body with too many bytes or too many JSON values is refused before it is parsed, so a body that cannot fit the model's
 context costs at most a count of its bytes and values. The checks do not depend on dialects, because JSON's separators
 are the same in all dialects. Invariant: the bytes held for calls are bounded for each session and, for LARGE bodies,
-over all sessions. A body's bytes count from the first byte to the end of the call.
+over all sessions. A body's bytes count from the first byte to the end of the call. The number of a session's calls is
+limited in `api/gateway.py`.
 
 Concurrent calls of a session share the session's tokens (`Allowance`). Before a call begins, some tokens are promised
 to the call, and other calls cannot use these tokens. While too few tokens are free and other calls run, a new call

@@ -93,8 +93,8 @@ def _object_or_text(arguments: str) -> Any:
 
 class ChatTemplate:
     """A model's own chat template, rendered in the same way as in the model's training. The template renders whole
-    conversations only; for later turns, new messages are appended by the family's renderer. `render` raises ValueError
-    if the template refuses the conversation."""
+    conversations only; for later turns, new messages are appended by the family's renderer. `render` raises
+    jinja2.TemplateError if the template refuses the conversation."""
 
     def __init__(self, source: str, *, special: dict[str, str]) -> None:
         # The settings, filters and functions are the same as in `transformers`, because published templates are written
@@ -127,12 +127,9 @@ class ChatTemplate:
             raise InvalidField(f"cannot read the chat template of {folder}: {error}", field="model.renderer") from error
 
     def render(self, messages: list[MessageDict], tools: list[dict[str, Any]]) -> str:
-        try:
-            return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=True, **self._special
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(str(error)) from error
+        return self._template.render(
+            messages=messages, tools=tools or None, add_generation_prompt=True, **self._special
+        )
 
 
 def _tojson(

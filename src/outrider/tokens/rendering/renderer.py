@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
 import msgspec
 import numpy as np
 import renderers
@@ -72,7 +73,7 @@ prompt from the last stop id on, so the end of a prompt is enough. Second, their
 ids without inspecting them, so a placeholder can replace the ids of a text. Third, only the end of a prompt switches
 thinking."""
 
-UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError)
+UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError, jinja2.TemplateError)
 """The types of errors that `renderers` and chat templates raise for a conversation that they refuse."""
 
 CALL_STATUSES = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})

@@ -26,7 +26,8 @@ the server busy."""
 
 
 class Capture:
-    """Keeps the beginning and the end of a stream, `cap` / 2 bytes each. After `take`, nothing more is kept."""
+    """Keeps the beginning and the end of a stream, `cap` / 2 bytes each. After `take`, nothing more is kept. The host
+    sends `cap`: `MAX_OUTPUT` of `sandbox/runtimes/base.py`."""
 
     def __init__(self, cap: int) -> None:
         self.half = max(1, cap // 2)
