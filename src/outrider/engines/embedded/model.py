@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family (Llama, Qwen2), in plain torch.
 
-The model is independent of requests: attention is a callable given to `hidden`, so that the same module serves (over a
-cache) and trains (over the sequence itself). Invariant: parameters are float32,
-with query, key and value fused into one matrix, and gate and up into another.
+The model is independent of requests: attention is a callable given to `hidden`, so the same module serves (with
+attention over a cache) and trains (with attention over the whole sequence). Invariant: parameters are float32, query,
+key and value are fused into one matrix, and gate and up into another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FAMILIES = ("llama", "qwen2")
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model, from its config.json. `context` is the longest sequence in tokens that the model was made
-    for."""
+    """The sizes of a model, from its config.json. `context` is the length in tokens of the longest sequence that the
+    model supports."""
 
     vocab: int
     hidden: int
@@ -76,17 +76,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attend(Protocol):
-    """Attention of one layer: query (batch, heads, tokens, dim), key and value (batch, kv heads, tokens, dim), all of
-    the new tokens only. The result has query's shape."""
+    """Attention of one layer. The shape of query is (batch, heads, tokens, dim), and of key and value (batch, kv heads,
+    tokens, dim). All three hold only the new tokens. The result has query's shape."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Grouped-query attention that copies no keys: the heads that share a key are rows of one matrix.
+    """Compute grouped-query attention without copying keys: the heads that share a key are rows of one matrix.
 
-    query (batch, heads, tokens, dim), key and value (batch, kv heads, length, dim), mask None or boolean of shape
-    (batch or 1, 1, heads / kv heads * tokens, length) from `grouped_mask`, True where allowed.
+    The shape of query is (batch, heads, tokens, dim), and of key and value (batch, kv heads, length, dim). mask is
+    None, or a boolean tensor from `grouped_mask` of shape (batch or 1, 1, heads / kv heads * tokens, length) that is
+    True where attention is allowed.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
@@ -111,14 +112,14 @@ class CausalAttention:
 
 
 class CachedAttention:
-    """Attention of new tokens over the keys and values of `cache`, which afterwards holds those of the new tokens, too.
-    `mask` (rows, columns) is 0 for padding."""
+    """Attention of new tokens over cached tokens and themselves. The attribute `cache` is a copy of the argument, to
+    which each call adds the keys and values of the new tokens. `mask`, of shape (rows, columns), is 0 for padding."""
 
     def __init__(self, shape: ModelShape, mask: Tensor, tokens: int, cache: list[tuple[Tensor, Tensor]]) -> None:
         self.cache = list(cache)
         columns = mask.shape[1]
         own = torch.arange(columns) - torch.arange(columns - tokens, columns)[:, None]
-        allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)  # padding attends to itself: an empty row gives NaN
+        allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)  # padding attends to itself: empty rows give NaN
         self._mask = grouped_mask(allowed, shape.heads // shape.kv_heads)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
