@@ -182,8 +182,8 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the final states (batch, tokens, hidden) of `ids` (batch, tokens) at `positions` (batch or 1,
-        tokens)."""
+        """Return the hidden states after the last layer and norm, of shape (batch, tokens, hidden). The shape of `ids` is
+        (batch, tokens), and of `positions` (batch or 1, tokens)."""
         x = self.embed(ids)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.layers):
@@ -191,13 +191,13 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         return functional.rms_norm(x, (self.shape.hidden,), self.norm, self.shape.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (..., vocab) of final states (..., hidden)."""
+        """Return the logits, of shape (..., vocab), for the result of `hidden`, of shape (..., hidden)."""
         weight = self.embed.weight if self.head is None else self.head.weight
         return functional.linear(hidden, weight)
 
     def extend(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """See `batch.Forward`."""
+        """Compute the logits of the next tokens over a cache, as specified by `batch.Forward`."""
         attend = CachedAttention(self.shape, mask, ids.shape[1], cache)
         return self.logits(self.hidden(ids, positions, attend)[:, -1]), attend.cache
