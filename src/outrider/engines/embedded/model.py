@@ -182,8 +182,8 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the hidden states after the last layer and norm, of shape (batch, tokens, hidden). The shape of `ids` is
-        (batch, tokens), and of `positions` (batch or 1, tokens)."""
+        """Return the hidden states after the last layer and norm, of shape (batch, tokens, hidden). The shape of `ids`
+        is (batch, tokens), and of `positions` (batch or 1, tokens)."""
         x = self.embed(ids)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.layers):

@@ -103,8 +103,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     chosen = logits.argmax(dim=-1)
     if any(state.params.temperature != 0 for state in states):
         temperatures = _column([state.params.temperature for state in states])
-        # For rows with temperature 0 the likeliest token is chosen below. The lower bound of the temperature only avoids
-        # a division by zero in these rows.
+        # For rows with temperature 0 the likeliest token is chosen below. The lower bound of the temperature only
+        # avoids a division by zero in these rows.
         weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
         if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
             weights = _truncate(weights, [state.params for state in states])
