@@ -137,9 +137,9 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     label_route = "/model_info"
     session_header = "X-SMG-Routing-Key"  # for routers, which drop the body's field `routing_key`
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
-    """"finish" maps to `abort`, because our generations have ended before the server is paused. "keep" maps to
-    `retract` and not to `in_place`, because the server exits if its cache is flushed while any generation is in flight,
-    such as a health check's."""
+    """The server's name for each pause mode. "finish" maps to `abort`, because our generations have ended before the
+    server is paused. "keep" maps to `retract` and not to `in_place`, because the server exits if its cache is flushed
+    while any generation is in flight, such as a health check's."""
     gated = frozenset({"finish", "abort"})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
