@@ -39,7 +39,7 @@ TOKENS_PER_REQUEST = 16384
 in flight uses computing time, and a session between two requests still uses memory of the engine's cache."""
 
 Load = tuple[bool, float, int]
-"""Sort key for placement: suspect engines come last; equal engines are sorted by load, then by number of sessions."""
+"""Sort key for placement: suspect engines last, then by load, then by number of sessions."""
 
 EngineTask = Literal["probe", "trial", "check", "question"]
 """The kinds of background work on an engine.
