@@ -48,12 +48,13 @@ FAILOVERS = 3
 the maximum is the number of engines in the pool, if that number is larger."""
 
 CHARACTERS_PER_TOKEN = 4
-"""A rough ratio for estimating the tokens of a chat request. The estimate is used for the engine's load and for the time
-that the reply may take."""
+"""A rough ratio for estimating the tokens of a chat request. The estimate is used for the engine's load and for the
+time that the reply may take."""
 
 
 class PoolReply(Generic[T]):
-    """An async iterator over the checked chunks of one generation. Close it like a generator (`contextlib.aclosing`)."""
+    """An async iterator over the checked chunks of one generation. The consumer must close it like a generator, with
+    `contextlib.aclosing`."""
 
     def __init__(self, chunks: Callable[[PoolReply[T]], AsyncGenerator[T, None]]) -> None:
         self.serving: ServingEngine | None = None

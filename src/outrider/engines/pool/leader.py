@@ -1,4 +1,4 @@
-"""The leading pool's part of a pool in several processes. The service's pool leads, and pools of other processes follow.
+"""The leading pool's part of a pool in several processes: the service's pool leads, pools of other processes follow.
 
 The leading pool manages the list of engines, probes the engines and changes their weights. Followers (`follower.py`)
 generate. `outrider.nodes` connects the processes.
