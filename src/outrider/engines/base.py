@@ -20,7 +20,8 @@ from outrider.spec import EngineSpec
 from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode, VersionSpan
 
 PauseMode = Literal["finish", "abort", "keep"]
-"""The effect of a pause on generations in flight: run to their end, end now with their tokens so far, or freeze."""
+"""The effect of a pause on generations in flight: "finish" lets them run to their end, "abort" ends them with their
+tokens so far, and "keep" freezes them until the resume."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,7 +262,7 @@ class LoadsWeights(Protocol):
 
 
 def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, None]] | None:
-    """Return the engine's `update_weights`; None for an engine that cannot load weights at present."""
+    """Return the engine's `update_weights`, None if the engine cannot load weights at present."""
     return (
         engine.update_weights if isinstance(engine, LoadsWeights) and getattr(engine, "loads_weights", True) else None
     )

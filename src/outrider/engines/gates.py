@@ -61,7 +61,7 @@ class PauseGate:
         self._open.clear()
 
     async def drained(self, seconds: float | None = None) -> None:
-        """Return once nothing is in flight, or after `seconds` (None: no limit)."""
+        """Wait until no generation is in flight, but at most `seconds` (None for no limit)."""
         await wait_for_event(self._idle, seconds)
 
     def cut_off(self) -> None:
@@ -232,7 +232,7 @@ class PolicyGate:
         return min(waits, default=None)
 
     def paused_seconds(self) -> float:
-        """Return the total seconds for which the gate has been closed until now, by the event loop's clock."""
+        """Return the total time in seconds during which the gate was closed, including the current closing."""
         if self.mode is None:
             return self._closed_for
         return self._closed_for + asyncio.get_running_loop().time() - self._closed_at

@@ -152,7 +152,7 @@ class OpenAIEngine:
         return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self.versions.served)
 
     async def set_version(self, version: int) -> None:
-        """Record the version of the server's weights, for replies that do not report a version."""
+        """Record the version of the server's weights. Replies that do not report a version get this version."""
         self.versions = self.versions.with_version(version, 0)
 
     def _body(self, request: ChatRequest, model: str) -> dict[str, Any]:

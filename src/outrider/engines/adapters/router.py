@@ -186,8 +186,8 @@ SGLANG_ROUTER = partial(Router, "sglang")
 
 
 async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
-    """Return the workers that a router lists; None if the server is no router. Raises EngineUnavailable and
-    StatusFailure."""
+    """Return the workers that a router lists, None if the server is not a router. Raises EngineUnavailable, and
+    StatusFailure for a transient status or a refused key."""
     try:
         return msgspec.convert(await http.get("/workers"), _WorkerList).workers
     except StatusFailure as failure:

@@ -148,7 +148,7 @@ def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def bias_json(sampling: SamplingParams) -> dict[str, float]:
-    """Return the bias with ids as strings, because the keys of a JSON object are strings."""
+    """Return `logit_bias` with the token ids as strings, because the keys of a JSON object are strings."""
     return {str(token): bias for token, bias in sampling.logit_bias.items()}
 
 

@@ -231,7 +231,7 @@ class ServerEngine(Generic[ReplyT]):
                 elif not reply.begun and (other := self.other_route(route, error, reply)) is not None:
                     route = other
                     continue
-                # A connection that breaks after the finish is no failure: all tokens have arrived.
+                # A connection that breaks after the finish is not an error, because all tokens have arrived.
                 elif not (reply.finished and isinstance(error, EngineUnavailable)):
                     if (unsent := reply.unsent()) is not None:
                         yield unsent
@@ -265,7 +265,8 @@ class ServerEngine(Generic[ReplyT]):
         return None
 
     def note(self, last: Chunk, reply: ReplyT) -> None:
-        """Record a property of the server that only a reply shows, such as how the server streams."""
+        """Record properties of the server that only a reply shows, such as how the server streams. Called after each
+        reply. The default does nothing."""
 
     async def health(self) -> EngineHealth:
         try:

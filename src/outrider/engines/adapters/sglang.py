@@ -254,7 +254,7 @@ def _body(request: GenerateRequest, salt: str, attempt: int) -> list[Buffer]:
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # a number above max_new_tokens is an error
+        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # larger values cause an error
         ("logit_bias", bias_json(sampling)),
     ):
         if value:

@@ -238,7 +238,7 @@ def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[floa
     if given.token_logprobs is not None:
         return checked_logprobs(ids, given.token_logprobs, engine)
     entries = given.content or []
-    if len(entries) == len(ids) == 1:  # a shortcut for nearly every event of a stream
+    if len(entries) == len(ids) == 1:  # a shortcut, because most events have one token
         value = entries[0].logprob
         if entries[0].token_id == ids[0] and value is not None and value > MISSING_LOGPROB:
             return [value]

@@ -23,7 +23,7 @@ from outrider.engines.embedded.sequence import TokenSequence
 from outrider.trajectory import Ids, VersionSpan
 
 Cache = list[tuple[Tensor, Tensor]]
-"""The keys and values of each layer, of shape (rows, heads, columns, size)."""
+"""The keys and values of each layer. Each tensor has the shape (rows, heads, columns, head size)."""
 
 
 class Forward(Protocol):
@@ -66,8 +66,8 @@ class RowBatch(Generic[RowT]):
         """Sample one token for each row, new rows included, with the weights of `version`. `stale` is True if the
         weights have changed since the previous step. Returns the chunk of each row. A row whose chunk has a `finish`
         has left the batch."""
-        # no_grad and not inference_mode: a model may keep buffers computed here, and training cannot use inference
-        # tensors.
+        # The decorator is no_grad and not inference_mode, because a model may store buffers computed here, and training
+        # cannot use inference tensors.
         self._keep([place for place, row in enumerate(self.rows) if not row.gone])
         if stale:
             self._left.clear()

@@ -78,10 +78,10 @@ class FunctionEngine:
         self._changed_version()
 
     async def start(self) -> None:
-        """Do nothing: there is nothing to open."""
+        """Do nothing, because a function has no resources to open."""
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because a function has no resources to close."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         spans: list[VersionSpan] = []
@@ -111,7 +111,7 @@ class FunctionEngine:
     async def health(self) -> EngineHealth:
         try:
             trouble = "" if self._healthy is None else await self._healthy()
-        except Exception as error:  # `healthy` may raise any error; a health report never raises
+        except Exception as error:  # `healthy` may raise any error, and `health` must not raise
             trouble = f"{type(error).__name__}: {error}"
         return EngineHealth(
             ok=not trouble,

@@ -96,7 +96,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 def grouped_mask(mask: Tensor, group: int) -> Tensor:
-    """Tile a (batch, tokens, length) mask for `group` heads per key."""
+    """Repeat a mask of shape (batch, tokens, length) for the `group` query heads of each key head. Returns the shape
+    (batch, 1, group * tokens, length), as `attention` needs it."""
     return mask[:, None].repeat(1, 1, group, 1)
 
 
@@ -166,7 +167,7 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
 
 
 class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
-    """The model. Its weights are uninitialised until they are loaded (weights.py) or initialised by a trainer."""
+    """The whole model. Its weights are arbitrary until they are loaded (weights.py) or initialised by a trainer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

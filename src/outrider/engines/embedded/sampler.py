@@ -69,7 +69,7 @@ class SamplingState:
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raise EngineRejected, with the parameter's name, if a sampling parameter is out of range."""
+    """Check that all sampling parameters are in range. Raises EngineRejected with the name of a wrong parameter."""
     legal = {
         "max_tokens": params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
@@ -119,7 +119,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 
 
 def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Set to zero the weights cut off by min_p, then top_k, then top_p. The likeliest token always stays."""
+    """Return the weights, set to zero for tokens excluded by min_p, top_k or top_p. top_p is applied to the tokens that
+    remain after the other two. The likeliest token always remains."""
     vocab = weights.shape[-1]
     ordered, tokens = weights.sort(dim=-1, descending=True, stable=True)
     min_p = _column([each.min_p for each in params])

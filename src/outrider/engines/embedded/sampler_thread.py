@@ -32,7 +32,7 @@ class QueuedRow(Row):
     def __init__(self, checker: RequestChecker, request: GenerateRequest) -> None:
         super().__init__(checker.check(request))
         self._loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # bounded by max_tokens
+        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # its size is limited by max_tokens
 
     def give(self, item: Chunk | EngineUnavailable) -> None:
         with contextlib.suppress(RuntimeError):  # raised if the loop is closed, when no consumer is left
@@ -152,8 +152,8 @@ class SamplerThread:
             if self._threads is not None:
                 torch.set_num_threads(self._threads)
             while self._step():
-                """Each step samples one token for each running generation."""
-        except Exception as error:  # waiting generations must receive any error of the model
+                """Do nothing more: each step samples one token for each running generation."""
+        except Exception as error:  # the model may raise any error, which waiting generations must receive
             end = f"the model failed: {type(error).__name__}: {error}"
         with self._state:
             self.end = end

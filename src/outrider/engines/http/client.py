@@ -43,7 +43,7 @@ class Cut:
 
     def __init__(self) -> None:
         self.begun = False
-        """Set by the client when the first event has arrived."""
+        """True once the first event has arrived. Set by the client."""
         self._made = asyncio.Event()
         self._response: Response | None = None
 
@@ -64,7 +64,7 @@ class Cut:
         self._response = response
 
     async def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or once `now` has taken effect."""
+        """Wait for `seconds`, or until `now` takes effect."""
         await wait_for_event(self._made, seconds)
 
 

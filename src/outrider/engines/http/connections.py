@@ -29,7 +29,7 @@ Buffer = bytes | memoryview
 LARGE = 1 << 16
 """Requests of more bytes are sent piece by piece, because joining the pieces would copy a long prompt."""
 HIGH_WATER = 128 << 10
-"""Unread bytes of a response above which the connection stops reading from its socket."""
+"""While more than this number of bytes of a response are unread, the connection does not read from its socket."""
 
 
 class Connections:
@@ -98,7 +98,7 @@ class Connections:
         self._idle.clear()
 
     def give_back(self, connection: _Connection) -> None:
-        """Take back a connection after its exchange: keep the connection for reuse, or close it."""
+        """Store a connection for reuse after its exchange, or close the connection if it cannot be reused."""
         self._busy.discard(connection)
         if connection.reusable and not self._closed:
             connection.idle_since = asyncio.get_running_loop().time()
@@ -260,7 +260,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self.complete:  # bytes without a request would be taken for the response to the next request
+        if self.complete:  # unrequested bytes must not become part of the next response
             self.abort()
             return
         self._unread += len(data)
@@ -288,13 +288,13 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         sized = self.headers.keys() & {b"content-length", b"transfer-encoding"}
         if self._head_complete and not self.complete and error is None and not sized:
-            self.complete = True  # a response without a length ends with the connection
+            self.complete = True  # a response without a length ends when the connection is closed
         self._lose(error or ConnectionResetError("the server closed the connection"))
         self._wake()
 
     def on_message_begin(self) -> None:
         if self.complete:
-            raise ConnectionError("there is more than one answer")  # stops the parser
+            raise ConnectionError("there is more than one answer")  # the error stops the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.setdefault(name.lower(), value)

@@ -64,7 +64,7 @@ class StatusFailure(Exception):
 
     @property
     def transient(self) -> bool:
-        """True if the same request may succeed later, on this engine or another."""
+        """True if the same request may succeed later, on this engine or on another engine."""
         return self.retryable or self.status in (408, 425, 429) or self.status >= 500
 
 

@@ -103,7 +103,7 @@ class PoolReply(Generic[T]):
 
 
 class EngineCalls:
-    """Makes the calls on the engines in `members`. `EnginePool` describes the other arguments."""
+    """Runs calls on the engines in `members`. `EnginePool` describes the arguments after `silence`."""
 
     def __init__(
         self,

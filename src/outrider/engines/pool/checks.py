@@ -33,7 +33,7 @@ MAX_COUNT = (1 << 31) - 1
 """The largest accepted count or version, because sample files store versions as int32."""
 
 MAX_QUOTED = 1000
-"""Maximum characters of an engine's own message that an error quotes."""
+"""The maximum number of characters that an error quotes from an engine's own message."""
 
 CHARACTERS_PER_TOKEN = 1024
 """An upper bound of a token's length in characters. The longest tokens of common tokenizers have 128 characters."""
@@ -230,7 +230,7 @@ def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbe
 
 
 def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
-    alone = len(ids) == len(logprobs) == 1  # a shortcut for a chunk of one token, with the same checks as below
+    alone = len(ids) == len(logprobs) == 1  # a shortcut, because most chunks have one token
     if alone and vocabulary.contains(ids[0]) and LOWEST < logprobs[0] <= ROUNDING:
         return
     if len(ids) != len(logprobs):
@@ -245,7 +245,8 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # `max` and `sum` are faster than a loop. No value is too low if the sum is not. Any comparison with NaN is false.
+    # `max` and `sum` are faster than a loop. If no value is too high and the sum is not too low, no value is too low.
+    # Every comparison with NaN is false.
     if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:
@@ -304,7 +305,7 @@ class ContinuedGeneration:
         self._text = text
         self._sampled: list[int] = []
         self._cuts = 0
-        self._given = 0  # tokens of the newest request
+        self._given = 0  # number of tokens that the newest request has sampled
         self._cached: int | None = None
         self._watch: StopWatch | None = None
 

@@ -61,7 +61,7 @@ class FollowedPolicy(Policy):
         self._closings = 0
         """The leader's `closings` in the last state passed to `follow`."""
         self._cut = 0
-        """The leader's `closings` at the latest pause that cut generations off here."""
+        """The leader's `closings` at the latest pause that has cut off generations in this process."""
 
     def follow(self, state: PoolState) -> None:
         self._closings = state.closings
@@ -217,7 +217,7 @@ class PoolFollower:
 
 
 def apply_state(pool: EnginePool, state: EngineState) -> None:
-    """Apply the leader's state of an engine to the engine of that name in a following pool."""
+    """Apply the leader's state of an engine to the engine with the same name in a following pool."""
     member = pool.members[state.name]
     member.health, member.draining = state.health, state.draining
     member.version = max(member.version, state.version)

@@ -41,12 +41,12 @@ EngineCheck = Callable[[AnyEngine], Awaitable[None]]
 log = logging.getLogger("outrider.engine")
 
 GOOD_REPLIES = 3
-"""Consecutive good trial replies after which an engine is no longer suspect."""
+"""A suspect engine is no longer suspect after it has passed this number of trials in a row."""
 HEALTH_SECONDS = 60.0
 """Timeout in seconds for an engine's health report and the pool's `check` together."""
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
-"""Maximum tokens of a trial's reply."""
+"""Maximum number of tokens of a trial's reply."""
 
 
 class MakesPolicy(Protocol):

@@ -49,7 +49,7 @@ whole reply."""
 
 
 UNKNOWN_TOKEN_SECONDS = 1 / 64
-"""Assumed seconds for each later token of an engine whose pace is not known yet."""
+"""The assumed seconds for each token after the first chunk, while an engine's pace is unknown."""
 
 
 class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +143,8 @@ class Pace:
         self._slow: list[_Call] = []
         """The latest consecutive overdue calls, at most one per `LEARNING_SECONDS`."""
         self._slow_since = self._slow_last = self._learned = float("-inf")
-        """End times of the first and of the last call in `_slow`, and of the last remembered call."""
+        """`_slow_since` and `_slow_last` are the end times of the first and the last of the consecutive overdue calls.
+        `_learned` is the end time of the last remembered call."""
         self._seen = False
         """True once this process has measured a call that was not overdue."""
         if known is not None:

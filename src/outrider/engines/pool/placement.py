@@ -26,7 +26,7 @@ SLACK = 64
 
 @dataclass
 class _Assignment:
-    """A session's engine, and the length in tokens of the session's context there."""
+    """A session's engine, and the length of the session's context on this engine in tokens."""
 
     member: EngineRecord
     tokens: int = 0
@@ -98,7 +98,7 @@ class Placement:
         if member.takes_sessions:
             self._members[member.name] = member
             heap.put(member.name, member.load)
-        elif self._members.get(member.name) is member:  # a newer engine may have this name
+        elif self._members.get(member.name) is member:  # the name may already belong to a newer engine
             del self._members[member.name]
             heap.drop(member.name)
 

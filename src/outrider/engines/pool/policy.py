@@ -80,7 +80,7 @@ class Policy:
         self._lost = lost
         self._found = found
         self._known = known
-        """None until a trainer has set a version."""
+        """The policy that a trainer has set, None if none was set."""
         self._undone: set[int] = set()
         """Versions that were undone by setting a lower version. An engine that still reports one of these versions has
         missed this order."""

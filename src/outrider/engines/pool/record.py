@@ -81,7 +81,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     suspect: str | None = None
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     pace: PaceSummary | None = None
-    """The engine's pace as measured by the process; None until the pace is known."""
+    """The engine's pace as measured by this process, None until it is known."""
 
     @property
     def load(self) -> float:
@@ -91,7 +91,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
 LASTING = ("generated_tokens", "failures", "misbehaved")
 """The counts that the leader adds to its own counts when a follower ends, so that they are not lost."""
 COUNTS = ("in_flight", "sessions", "assigned_tokens", *LASTING)
-"""The fields of `EngineUse` that the status sums up over all processes."""
+"""The fields of `EngineUse` that the status adds up over all processes."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class EngineRecord:
     owned: bool
     """True if the pool closes the engine."""
     model: str | None = None
-    """The frozen model that the engine serves, None for the policy."""
+    """The name of the frozen model that the engine serves, None for the policy."""
     spec: EngineSpec | None = None
     ok: bool = True
     detail: str = ""

@@ -116,7 +116,7 @@ class Flight:
         else:
             wait.since = None
             wait.waited += seconds
-        if self.error is not None:  # the engine's code has swallowed the cancellation
+        if self.error is not None:  # true if the engine's code has suppressed the cancellation
             self._raise_if_cut()
         member = self.member
         member.last_sign = wait.last = now
@@ -409,7 +409,7 @@ async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, be
     silent = given_up.waited
     if question is not None:
         if question.task is not None:
-            await asyncio.wait([question.task])  # does not raise the task's error
+            await asyncio.wait([question.task])  # `wait` does not raise the task's error
         if question.sign is not None:
             silent += question.sign
         elif question.answered is not None:
@@ -438,7 +438,8 @@ def _about_tokens(chunk: ChatChunk) -> int:
 
 
 def probe_request(request: AnyRequest) -> AnyRequest:
-    """Make a request for one token, of the same kind as `request`."""
+    """Return a request for one token, of the same type as `request`. The prompt is at most 16 ids of the original
+    prompt, or one short message."""
     sampling = SamplingParams(max_tokens=1)
     if isinstance(request, GenerateRequest):
         return msgspec.structs.replace(request, input_ids=request.input_ids[:16], sampling=sampling)
