@@ -1,5 +1,5 @@
-"""Gates for generations. A `PauseGate` admits none while its engine is paused, a `PolicyGate` none while the policy is
-paused.
+"""Gates for generations. A `PauseGate` admits no generations while its engine is paused, and a `PolicyGate` admits no
+generations while the policy is paused.
 
 Invariant: `in_flight` counts exactly the generations between entering and leaving a gate.
 """
@@ -72,8 +72,8 @@ class PauseGate:
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a follower's gate. `closings` is the latest value of the leader's `closings` that the follower has
-    applied. `in_flight` counts the follower's generations in flight. `whole` counts the generations among them that no
-    engine can continue once they are cut off, and that therefore run to their end."""
+    applied. `in_flight` counts the follower's generations in flight. `whole` counts only the generations in flight that
+    run to their end in every pause, because no engine could continue them."""
 
     closings: Annotated[int, msgspec.Meta(ge=0)]
     in_flight: Annotated[int, msgspec.Meta(ge=0)]

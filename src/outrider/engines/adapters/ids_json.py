@@ -21,7 +21,7 @@ TABLED = 1 << 20
 """The JSON encoder writes prompts that have an id of at least this value. Vocabularies are smaller, and a larger table
 would take much time and memory."""
 SHORT = 4096
-"""The JSON encoder writes prompts of fewer ids, because for these it is as fast as the table."""
+"""The JSON encoder writes prompts of fewer ids, because the table is not faster for short prompts."""
 
 
 def body_with_ids(body: Mapping[str, Any], name: str, ids: Ids) -> list[bytes | memoryview]:

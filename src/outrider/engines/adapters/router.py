@@ -127,7 +127,7 @@ class Servers:
         try:
             return await self.order_all(question)
         except WorkersOutOfReach:
-            if self._reached:  # workers were reachable before, so they have ended, and the router's list is outdated
+            if self._reached:  # the workers were reachable before, so the router's list may be outdated
                 raise
             return [await question(self._front)]
 

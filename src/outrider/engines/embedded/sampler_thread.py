@@ -27,7 +27,8 @@ caller retries it."""
 
 
 class QueuedRow(Row):
-    """A row with a queue of its chunks. The sampler thread puts chunks into the queue, and the event loop reads it."""
+    """A row with a queue of its chunks. The sampler thread writes to the queue, and a task of the event loop reads the
+    chunks."""
 
     def __init__(self, checker: RequestChecker, request: GenerateRequest) -> None:
         super().__init__(checker.check(request))
@@ -70,8 +71,8 @@ class SamplerThread:
         self._frozen = False
         self._wanted = 0
         self._owed = False
-        """True if the sampler, should it have work, must run a step before the next `weights` block. Otherwise a
-        trainer that enters one `weights` block after another would starve the sampler."""
+        """True if the sampler must run a step before the next `weights` block, unless the sampler has no work. Without
+        this rule, a trainer that enters one `weights` block after another would starve the sampler."""
         self._holder: int | None = None
         self._stale = False
         self._stepped = engine.version
@@ -152,7 +153,7 @@ class SamplerThread:
             if self._threads is not None:
                 torch.set_num_threads(self._threads)
             while self._step():
-                """Do nothing more: each step samples one token for each running generation."""
+                """Each step samples one token for each running generation."""
         except Exception as error:  # the model may raise any error, which waiting generations must receive
             end = f"the model failed: {type(error).__name__}: {error}"
         with self._state:

@@ -189,8 +189,8 @@ class Response:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, and the response that is arriving. asyncio calls `connection_made` and the three methods after
-    it. The parser calls the methods whose names begin with `on_`."""
+    """One connection, and the response that is arriving. asyncio calls `connection_made`, `data_received`,
+    `eof_received` and `connection_lost`. The parser calls the methods whose names begin with `on_`."""
 
     def __init__(self) -> None:
         self.status = 0

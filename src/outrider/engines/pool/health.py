@@ -186,7 +186,7 @@ class HealthChecks:
                 with gate.ended_by_closing(clock):
                     health = await self.vet(engine)
                     if by_token or not member.awaits_workers:
-                        with suppress(EngineRejected, ContextOverflow):  # an engine that refuses a request responds
+                        with suppress(EngineRejected, ContextOverflow):  # a refusal shows that the engine responds
                             await self._read_small_reply(engine, request, whole=False)
                     return health
         except TimeoutError:

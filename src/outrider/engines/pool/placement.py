@@ -103,8 +103,7 @@ class Placement:
             heap.drop(member.name)
 
     def context(self, session_key: str, member: EngineRecord) -> int:
-        """Return the length of the session's context on this engine in tokens, 0 if the session is not assigned to
-        it."""
+        """Return the length of the session's context on this engine in tokens, 0 for a session of another engine."""
         place = self._places.get(session_key)
         return place.tokens if place is not None and place.member is member else 0
 

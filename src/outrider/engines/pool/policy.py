@@ -205,9 +205,7 @@ class Policy:
                 return member.version
             version = self.version_of(engine, health)
             if (outdated := self.outdated(engine, health)) is not None:
-                member.behind = (
-                    True  # so that the next update includes the engine, even if it cannot load these weights
-                )
+                member.behind = True  # the next update then includes the engine, even if the load below fails
                 known, load = self._known, weights_loader(engine)
                 # A busy engine must not load weights: its generations began before the engine failed, and may not have
                 # been paused.

@@ -54,7 +54,7 @@ reply, and neither may delay a check."""
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine of a session, as the session needs it. `engine` is the name, `version` the last known policy version,
+    """The description of a session's engine. `engine` is the name, `version` the last known policy version,
     `context_tokens` the context (None if unknown), and `constraints` the supported kinds of constraints on replies."""
 
     engine: str
