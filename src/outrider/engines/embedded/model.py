@@ -120,7 +120,8 @@ class CachedAttention:
         self.cache = list(cache)
         columns = mask.shape[1]
         own = torch.arange(columns) - torch.arange(columns - tokens, columns)[:, None]
-        allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)  # padding attends to itself: empty rows give NaN
+        # Padding attends to itself, because the softmax of a row without allowed columns is NaN.
+        allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)
         self._mask = grouped_mask(allowed, shape.heads // shape.kv_heads)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class Connections:
 
 class Response:
     """A response whose body is read as it arrives. `status` and `header` are valid once `Connections.request` has
-    returned the response. After `close`, every use raises ConnectionAbortedError."""
+    returned the response. After `close`, reading raises ConnectionAbortedError."""
 
     def __init__(self, owner: Connections, connection: _Connection) -> None:
         self._owner = owner

@@ -51,8 +51,8 @@ class StatusFailure(Exception):
     """A server's refusal before translation: the HTTP status (or UNKNOWN_STATUS) and the body.
 
     `HttpClient` raises this failure. The adapter turns it into an EngineError with `translate`, because only the
-    adapter has the request's sizes. `retryable` is True if the server says that a retry may succeed. `retry_after` is
-    the wait in seconds that the server requests, None if it requests none.
+    adapter has the request's sizes. `retryable` is True if the server reports the failure as retryable. `retry_after`
+    is the wait in seconds that the server requests, None if the server requests none.
     """
 
     def __init__(self, status: int, body: bytes, *, retryable: bool = False, retry_after: float | None = None) -> None:

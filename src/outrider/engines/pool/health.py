@@ -251,9 +251,7 @@ class HealthChecks:
                 good = 0
                 member.misbehaved += 1
                 member.suspect = error.message
-            except (
-                Exception
-            ):  # any other error fails the trial: an engine may be down, and its code may raise any error
+            except Exception:  # the trial has failed: an engine's code may raise any error
                 good, failed = 0, failed + 1
             else:
                 good = good + 1 if member.misbehaved == before else 0

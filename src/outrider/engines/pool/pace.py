@@ -61,7 +61,7 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
     - `unknown_token`: additional seconds for each later token of an engine of unknown pace.
     - `check`: seconds in which a silent engine must send one token to pass a check.
     - `first_check`: as `check`, for an engine that has sent nothing yet.
-    - `longest_check`: maximum additional time for an engine that has to read a long prompt.
+    - `longest_check`: upper limit of the time for a check that is extended because of a long prompt.
     - `lost`: overdue seconds after which a call counts as lost, if other calls receive chunks.
     - `slow`: overdue seconds of a whole call after which the call moves to another engine.
     - `tick`: seconds between two checks of all flights.
