@@ -294,7 +294,7 @@ def continuable(sampling: SamplingParams) -> bool:
 class ContinuedGeneration:
     """One generation over several requests. `versions` holds the spans of the tokens sampled before the newest request.
 
-    Each new request asks only for the remaining tokens. It has its own seed, so that the engine does not repeat the
+    Each new request is for the remaining tokens only, and has its own seed, so that the engine does not repeat the
     random numbers of the first part. This class searches for stop strings that began before a cut. `text` makes the
     decoder for this search. If `text` is None, such stop strings are not found.
     """

@@ -240,8 +240,8 @@ class EngineRecord:
             task.cancel()
 
     def known_pace(self) -> PaceSummary | None:
-        """Return the pace measured over the most calls, by this process or a follower. Returns None if no process knows
-        the pace."""
+        """Return the pace measured over the most calls, by this process or a follower. Returns None if none of these
+        processes has measured a pace."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
 
