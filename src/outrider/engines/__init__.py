@@ -1,6 +1,6 @@
-"""Inference engines: the protocols (`base`), the pool that assigns an engine to each session, and an adapter for each
-server.
+"""Inference engines: the protocols (`base`), the pool that assigns an engine to each session (`pool`), and the adapters
+for engine servers (`adapters`).
 
-Engines take token ids or messages, and have no notion of a session or a dialect. The fake engine, `ScriptedEngine`, is
+Engines take token ids or messages, and are independent of sessions and dialects. The fake engine, `ScriptedEngine`, is
 in `outrider.lab.fakes`.
 """

@@ -1,4 +1,5 @@
-"""The protocols of inference engines: token ids in, token ids and log-probabilities out, as they are sampled.
+"""The protocols of inference engines: an engine takes token ids, and streams the sampled ids and their
+log-probabilities.
 
 Invariant of every stream: the chunks' ids and log-probabilities have equal length, and exactly one chunk, the last, has
 a `finish`.
@@ -19,17 +20,18 @@ from outrider.spec import EngineSpec
 from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode, VersionSpan
 
 PauseMode = Literal["finish", "abort", "keep"]
-"""The effect of a pause on generations in flight: run to their end, end now with their tokens so far, or freeze."""
+"""The effect of a pause on generations in flight: "finish" lets them run to their end, "abort" ends them with their
+tokens so far, and "keep" freezes them until the resume."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The complete sampling parameters of one turn: an engine adds no default of its own. top_k -1 means off.
+    """The complete sampling parameters of one turn: an engine adds no default of its own. `top_k` -1 sets no limit.
 
     `stop` strings are matched on the decoded output; generation ends with the token that completes the match, which is
-    part of the output ids. `stop_token_ids` end the generation likewise, and are not sampled among the first
-    `min_tokens`. The repetition penalty counts the tokens of prompt and output, the other two penalties only the tokens
-    of the output. `logit_bias` is added to the logits by token id. A `constraint` is given only to engines that are
-    `TakesConstraints`.
+    part of the output ids. A token of `stop_token_ids` also ends the generation and is part of the output ids; none of
+    them is sampled among the first `min_tokens`. The repetition penalty counts the tokens of prompt and output, the
+    other two penalties only the tokens of the output. `logit_bias` is added to the logits by token id. A `constraint`
+    is given only to engines that implement `TakesConstraints`.
     """
 
     max_tokens: int
@@ -49,8 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def altered(self) -> bool:
-        """True if any parameter besides temperature and truncation changes the distribution from which tokens are
-        drawn."""
+        """True if a parameter other than temperature, top_p, top_k and min_p changes the sampling distribution."""
         return (
             self.min_tokens > 0
             or self.repetition_penalty != 1
@@ -62,8 +63,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation. `request_id` is unique and of fixed length; `session_key` groups a session's turns for
-    prefix-cache routing. `input_ids` is int32 of shape (prompt length,)."""
+    """A request for one generation. `request_id` is unique and of fixed length; `session_key` groups a session's turns
+    for prefix-cache routing. `input_ids` is int32 of shape (prompt length,)."""
 
     request_id: str
     session_key: str
@@ -72,7 +73,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Newly sampled tokens. `versions` (half-open spans over the whole output) comes with the last chunk."""
+    """Newly sampled tokens. `versions`, half-open spans over the whole output, is part of the last chunk. `stop_match`
+    is the stop string or stop token id that ended the generation. `cached_tokens` counts the prompt tokens whose keys
+    and values were reused, None if not reported."""
 
     ids: list[int]
     logprobs: list[float]
@@ -80,13 +83,13 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     stop_match: int | str | None = None
     versions: tuple[VersionSpan, ...] = ()
     cached_tokens: int | None = None
-    prompt_ids: list[int] | None = None  # the engine's own echo of the prompt, if it sends one
-    prompt_tokens: int | None = None  # the engine's count of the prompt's tokens; with the last chunk
+    prompt_ids: list[int] | None = None  # the ids of the prompt as reported by the engine, None if not reported
+    prompt_tokens: int | None = None  # the engine's count of the prompt's tokens, in the last chunk
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation by an engine that takes only messages (capture and text mode). `thinking` switches the model's
-    reasoning on or off; None leaves the choice to the engine's template."""
+    """A request for one generation by an engine that takes only messages (capture and text mode). `thinking` switches
+    the model's reasoning on or off; None leaves the choice to the engine's template."""
 
     request_id: str
     session_key: str
@@ -100,7 +103,8 @@ AnyRequest = GenerateRequest | ChatRequest
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of a chat generation. The last chunk has the finish, the whole reply, and in capture mode the ids."""
+    """New text of a chat generation. The last chunk has `finish`, the whole `reply`, and in capture mode the ids and
+    log-probabilities."""
 
     text: str = ""
     reasoning: str = ""
@@ -114,7 +118,8 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's health report. `model` is the served name or path, None if not reported."""
+    """An engine's health report. `detail` describes the fault if `ok` is False. `model` is the served name or path, and
+    `context_tokens` the maximum length of prompt and output; each is None if not reported."""
 
     ok: bool
     detail: str = ""
@@ -127,7 +132,7 @@ class Engine(Protocol):
     """An inference backend that takes token ids.
 
     `generate` raises ContextOverflow, EngineRejected or EngineUnavailable, before the first chunk or between chunks.
-    Closing the generator aborts the generation upstream. The pool checks every chunk (`pool.checks`). `health`
+    Closing the generator aborts the generation on the server. The pool checks every chunk (`pool.checks`). `health`
     never raises. `start` and `close` are called once, by the owner of the engine.
     """
 
@@ -144,7 +149,8 @@ class Engine(Protocol):
 
 
 class ChatEngine(Protocol):
-    """An inference backend that takes messages; `mode` is CAPTURE or TEXT. Errors as for `Engine`."""
+    """An inference backend that takes messages. `mode` is CAPTURE or TEXT. `chat` raises the same errors as
+    `Engine.generate`."""
 
     name: str
     mode: TokenMode
@@ -160,7 +166,8 @@ AnyEngine = Engine | ChatEngine
 
 
 def chunks_of(engine: AnyEngine, request: AnyRequest) -> AsyncGenerator[Any, None]:
-    """Begin a generation, and return the engine's own stream of `Chunk` or `ChatChunk`."""
+    """Begin a generation. Returns the engine's own stream: of `Chunk` for a `GenerateRequest`, otherwise of
+    `ChatChunk`."""
     if isinstance(request, GenerateRequest):
         return cast(Engine, engine).generate(request)
     return cast(ChatEngine, engine).chat(request)
@@ -179,17 +186,17 @@ class TokenizesText(Protocol):
 
 @runtime_checkable
 class SetsVersion(Protocol):
-    """An engine whose policy version is set after its weights have changed."""
+    """An engine that can be given a new policy version after its weights have changed."""
 
     async def set_version(self, version: int) -> None: ...
 
 
 class Capability(StrEnum):
-    """A feature of an engine beyond its protocol, for `capabilities_of`."""
+    """An optional property of an engine that no protocol expresses. `capabilities_of` returns an engine's set."""
 
     VERSIONED_CACHE = "versioned_cache"
-    """After `set_version`, no key or value computed by older weights is used for a new prompt, also if the trainer has
-    changed the weights itself."""
+    """After `set_version`, no keys or values computed with older weights are used for a new prompt, even if the trainer
+    itself has changed the weights of the server."""
 
 
 def capabilities_of(engine: object) -> frozenset[Capability]:
@@ -198,8 +205,9 @@ def capabilities_of(engine: object) -> frozenset[Capability]:
 
 
 class KnownVersions(msgspec.Struct, frozen=True):
-    """A server's last known policy version, and the version of weights without a label. `run` is a name of this run of
-    the service: other runs may have used the same server, and the same versions."""
+    """The last known policy version of a server (`served`), and the version of weights without a label (`unlabelled`).
+    `run` is a random name of this run of the service, because other runs may have used the same server and the same
+    version numbers."""
 
     served: int = 0
     unlabelled: int = 0
@@ -210,32 +218,31 @@ class KnownVersions(msgspec.Struct, frozen=True):
         return cls(run=secrets.token_hex(8))
 
     def with_version(self, served: int, unlabelled: int | None = None) -> KnownVersions:
-        """A copy with another version. A lower version also gets a new `run`, because the number may come again with
-        other weights."""
+        """Return a copy with another version. If the version is lower, the copy has a new `run`, because later weights
+        may have the same version numbers as earlier weights."""
         run = self.run if served >= self.served else secrets.token_hex(8)
         return KnownVersions(served, self.unlabelled if unlabelled is None else unlabelled, run)
 
     @property
     def cache_salt(self) -> str:
-        """The salt of every request: a server reuses keys and values only between requests with the same salt, so each
-        version has a salt of its own."""
+        """The salt of every request. A server reuses keys and values only between requests with the same salt, so keys
+        and values are never reused between versions."""
         return f"{self.run}-{self.served}"
 
 
 @runtime_checkable
 class RemembersVersions(Protocol):
-    """An engine that records its server's version in `versions`, because not every server can report a version. If
-    several processes use the same server, the attribute is copied from the process that sets the version to the
-    others."""
+    """An engine that records its server's version in `versions`, because not every server can report its version. If
+    several processes use the same server, the process that sets the version sends `versions` to the others."""
 
     versions: KnownVersions
 
 
 @runtime_checkable
 class HoldsBack(Protocol):
-    """An engine whose server another process pauses with "abort". From `hold_back` until `release` this process sends
-    the server no generation, and gives up generations without a first token: the server would keep these through the
-    pause, and then sample them by new weights over keys and values of the old weights."""
+    """An engine whose server another process may pause with "abort". From `hold_back` until `release` this process
+    sends no generation to the server, and aborts generations without a first token: the server would keep such a
+    generation during the pause, and then sample it with the new weights over keys and values of the old weights."""
 
     def hold_back(self) -> None: ...
     def release(self) -> None: ...
@@ -245,16 +252,17 @@ class HoldsBack(Protocol):
 class LoadsWeights(Protocol):
     """An engine that can load other weights in place, from a file or folder readable by the engine.
 
-    `update_weights` is called while nothing is generated. Tokens sampled later have the version `version`, and no key
-    or value of the old weights is reused for a new prompt. The method raises EngineRejected, with nothing changed, or
-    EngineUnavailable. An engine that cannot load weights at present has an attribute `loads_weights` that is False.
+    `update_weights` is called while the engine generates nothing. Tokens sampled later have the version `version`, and
+    no keys or values of the old weights are reused for a new prompt. The method raises EngineRejected if the weights
+    are refused and the old weights remain, or EngineUnavailable. An engine that cannot load weights at present has an
+    attribute `loads_weights` that is False.
     """
 
     async def update_weights(self, weights: str, version: int) -> None: ...
 
 
 def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, None]] | None:
-    """Return the engine's `update_weights`; None for an engine that cannot load weights at present."""
+    """Return the engine's `update_weights`, None if the engine cannot load weights at present."""
     return (
         engine.update_weights if isinstance(engine, LoadsWeights) and getattr(engine, "loads_weights", True) else None
     )
@@ -262,25 +270,26 @@ def weights_loader(engine: object) -> Callable[[str, int], Coroutine[Any, Any, N
 
 @runtime_checkable
 class TakesConstraints(Protocol):
-    """An engine that can constrain a reply. `constraints` are the kinds that the engine supports. An engine without
-    this attribute supports none."""
+    """An engine that can constrain a reply. `constraints` are the kinds of constraint that the engine supports. An
+    engine without this attribute supports no constraint."""
 
     constraints: frozenset[ConstraintKind]
 
 
 @runtime_checkable
 class AwaitsWorkers(Protocol):
-    """An engine whose workers connect to the service: the engine may join a pool before the first worker."""
+    """An engine whose workers connect to the service. If `awaits_workers` is True, the engine may join a pool before
+    its first worker is connected."""
 
     awaits_workers: bool
 
 
 @runtime_checkable
 class ListsEngines(Protocol):
-    """A list of engines, such as a router's workers: a pool adds each engine, and follows the list.
+    """A list of engines, such as a router's workers. A pool adds the listed engines, and polls the list for changes.
 
-    Each spec has a URL, which identifies the engine. `list_engines` raises EngineError, and InvalidField if there is no
-    such list. `start` and `close` are called once, by the pool.
+    Each spec has a URL, which identifies the engine. `list_engines` raises EngineError, or InvalidField if the server
+    has no such list. `start` and `close` are called once, by the pool.
     """
 
     name: str
@@ -291,7 +300,7 @@ class ListsEngines(Protocol):
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The argument of every engine class: `Kind(EngineOptions)`. `tokenizer` is the model's folder."""
+    """The argument of every engine class: `Kind(EngineOptions)`. `tokenizer` is the folder of the tokenizer."""
 
     name: str
     url: str | None = None

@@ -1,4 +1,5 @@
-"""The gates that hold generations back: `PauseGate` while one engine is paused, `PolicyGate` while the policy is.
+"""Gates for generations. A `PauseGate` admits no generations while its engine is paused, and a `PolicyGate` admits no
+generations while the policy is paused.
 
 Invariant: `in_flight` counts exactly the generations between entering and leaving a gate.
 """
@@ -16,10 +17,10 @@ from outrider.concurrency.events import wait_for_event
 from outrider.spec import PolicyPause
 
 ANSWER_SECONDS = 30.0
-"""Seconds in which a follower has to report that its gate is closed, so that it begins no more generations."""
+"""Time limit in seconds for a follower to report that its gate is closed. A closed gate begins no generations."""
 SETTLE_SECONDS = 1800.0
-"""Seconds for a follower's generations to end if a pause does not cut them off. The number is an agent's default time
-limit."""
+"""Time limit in seconds for a follower's generations to end if a pause does not cut them off. The value is the default
+time limit of an agent."""
 
 
 class PauseGate:
@@ -29,7 +30,7 @@ class PauseGate:
     def __init__(self) -> None:
         self.in_flight = 0
         self.closings = 0
-        """Number of times that the gate was closed."""
+        """The number of times that the open gate was closed."""
         self._cuts: set[Callable[[], None]] = set()
         self._open = asyncio.Event()
         self._open.set()
@@ -60,18 +61,19 @@ class PauseGate:
         self._open.clear()
 
     async def drained(self, seconds: float | None = None) -> None:
-        """Return once nothing is in flight, or after `seconds` (None: no limit)."""
+        """Wait until no generation is in flight, but at most `seconds` (None for no limit)."""
         await wait_for_event(self._idle, seconds)
 
     def cut_off(self) -> None:
-        """Cut off every generation in flight, as far as its `cut` can."""
+        """Call the `cut` of every generation in flight. A generation without a `cut` continues."""
         for cut in tuple(self._cuts):
             cut()
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a follower's gate: the number of the leader's `closings` followed so far, and the follower's
-    generations in flight. `whole` counts those that no engine can continue, so that they run to their end."""
+    """The state of a follower's gate. `closings` is the latest value of the leader's `closings` that the follower has
+    applied. `in_flight` counts the follower's generations in flight. `whole` counts only the generations in flight that
+    run to their end in every pause, because no engine could continue them."""
 
     closings: Annotated[int, msgspec.Meta(ge=0)]
     in_flight: Annotated[int, msgspec.Meta(ge=0)]
@@ -79,8 +81,8 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Follower:
-    """A process with a following gate. `since`: time of the latest closing, or of the follower's arrival if later.
-    `report`: the follower's latest report."""
+    """A process whose gate follows the leader's. `since` is the time of the latest closing, or of the follower's
+    arrival if later, by the event loop's clock. `report` is the follower's latest report, None before the first."""
 
     def __init__(self, since: float, lost: Callable[[str], None]) -> None:
         self.since = since
@@ -93,17 +95,18 @@ class _Follower:
 
 
 class PolicyGate:
-    """Holds generations back while the policy is paused, and counts the generations in flight.
+    """Admits no generations while the policy is paused, and counts the generations in flight.
 
     `mode` is None while the gate is open. `cuts` counts the pauses with mode "abort", which cut generations off.
-    `whole` counts the generations in flight that no engine can continue: they run to their end in either mode.
+    `whole` counts the generations in flight that no engine can continue once they are cut off: these run to their end
+    in either mode.
     `closings` counts the changes of `mode`. `changed` is called after each change, and at the end of a generation while
     the gate is closed.
 
-    Gates of other processes may follow this gate. This gate has settled only when its followers have settled, too.
+    Gates of other processes may follow this gate. `settled` waits for the generations of the followers, too.
     `report` records the state of a follower's gate, and `forget` removes a follower. A follower has `answer_seconds` to
-    report its closing, and `settle_seconds` for its generations to end. A follower that takes longer is removed, and
-    its `lost` callback is called (`expect`).
+    report that its gate is closed, and `settle_seconds` for its generations to end. A follower that takes longer is
+    removed, and its `lost` callback (see `expect`) is called.
     """
 
     answer_seconds = ANSWER_SECONDS
@@ -136,7 +139,8 @@ class PolicyGate:
 
     @contextmanager
     def ended_by_closing(self, clock: asyncio.Timeout) -> Iterator[None]:
-        """Let the timeout expire when the gate closes, so that no pause waits for the work in this block."""
+        """Let the timeout `clock` expire when the gate closes, so that a pause does not wait for the work in this
+        block."""
         self._clocks.add(clock)
         try:
             yield
@@ -148,7 +152,7 @@ class PolicyGate:
             await self._changed.wait()
 
     def close(self, mode: PolicyPause) -> None:
-        """Admit no more generations. A closed gate can become stricter ("abort") but not milder."""
+        """Admit no more generations. The mode of a closed gate can change from "finish" to "abort", but not back."""
         if self.mode is None:
             self._closed_at = asyncio.get_running_loop().time()
             for clock in self._clocks:
@@ -169,22 +173,24 @@ class PolicyGate:
             self._notify()
 
     async def settled(self) -> None:
-        """Wait until the generations that the mode lets run to their end have ended, or until the gate is opened."""
+        """Wait until the generations that are not cut off have ended in all processes, or until the gate is opened.
+        Removes followers that take too long."""
         while (self.mode == "finish" and self._flying("in_flight")) or (self.mode == "abort" and self._flying("whole")):
             await wait_for_event(self._changed, self._lose_overdue("in_flight" if self.mode == "finish" else "whole"))
 
     def expect(self, follower: str, lost: Callable[[str], None] = lambda why: None) -> None:
         """Add a follower, which counts as unsettled until its first report. `lost` is called with the reason if the
-        follower takes too long and is removed. `lost` must give the follower up, because its generations may run on
-        through the pause."""
+        follower is removed because it takes too long. `lost` must disconnect the follower, because the follower's
+        generations may continue during the pause."""
         self._followers[follower] = _Follower(asyncio.get_running_loop().time(), lost)
 
     def expects(self, follower: str) -> bool:
         return follower in self._followers
 
     def report(self, follower: str, report: GateReport) -> None:
-        """Record the state of an expected follower's gate. Raises ValueError for an impossible report: a closing that
-        has not happened, more `whole` generations than generations, or generations that begin behind a closed gate."""
+        """Record the state of a follower's gate. Reports of unknown followers are ignored. Raises ValueError for an
+        impossible report: more `closings` than this gate has, `whole` above `in_flight`, or generations that begin
+        while the gate is closed."""
         if (known := self._followers.get(follower)) is None:
             return
         before = known.report
@@ -197,19 +203,20 @@ class PolicyGate:
         self._wake()
 
     def forget(self, follower: str) -> None:
-        """Remove a follower that is gone, with all its generations."""
+        """Remove a follower whose process has ended or disconnected. Its generations are no longer counted."""
         self._followers.pop(follower, None)
         self._wake()
 
     def _flying(self, which: Literal["in_flight", "whole"]) -> bool:
-        """Return True if any process has generations in flight, as counted in the field `which`, or if a follower has
-        not yet reported this closing."""
+        """Return True if the count `which` of this process or of a follower is not 0, or if a follower has not yet
+        reported the latest closing."""
         return bool(getattr(self, which)) or any(
             follower.unsettled(self.closings, which) for follower in self._followers.values()
         )
 
     def _lose_overdue(self, which: Literal["in_flight", "whole"]) -> float | None:
-        """Remove the followers that take too long. Returns the seconds until the next follower may be overdue."""
+        """Remove the followers that take too long. Returns the seconds until the next follower may be overdue, None if
+        all remaining followers have settled."""
         now, waits = asyncio.get_running_loop().time(), []
         for name, follower in list(self._followers.items()):
             if not follower.unsettled(self.closings, which):
@@ -225,7 +232,7 @@ class PolicyGate:
         return min(waits, default=None)
 
     def paused_seconds(self) -> float:
-        """Return the total seconds for which the gate has been closed until now, by the event loop's clock."""
+        """Return the total time in seconds during which the gate was closed, including the current closing."""
         if self.mode is None:
             return self._closed_for
         return self._closed_for + asyncio.get_running_loop().time() - self._closed_at

@@ -1,1 +1,2 @@
-"""One module for each engine server (vLLM, SGLang, any OpenAI-compatible one), and shared parts of their protocols."""
+"""Adapters for engine servers. vLLM, SGLang and OpenAI-compatible servers have one module each; the other modules are
+shared by these adapters."""

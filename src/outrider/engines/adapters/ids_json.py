@@ -1,7 +1,7 @@
-"""Writes token ids as JSON by table lookup: every id as seven characters and a comma, padded with spaces to 8 bytes.
+"""Writes token ids as JSON by table lookup. Each id takes 8 bytes: seven characters, padded with spaces, and a comma.
 
-A long prompt is written for every turn. The table takes half the time of writing each number's digits, and the engine
-reads the same array. Invariant: a long prompt is written once, into the bytes that are sent.
+Every turn sends a long prompt. The lookup takes half the time of converting each number to digits, and the JSON array
+has the same value. Invariant: the ids of a long prompt are written once, into the bytes that are sent.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from outrider.trajectory import Ids
 
 DIGITS = 7
 TABLED = 1 << 20
-"""Prompts with an id from this number on are left to the JSON encoder. Vocabularies are smaller, and a larger table
+"""The JSON encoder writes prompts that have an id of at least this value. Vocabularies are smaller, and a larger table
 would take much time and memory."""
 SHORT = 4096
-"""Prompts of fewer ids are left to the JSON encoder, which is as fast."""
+"""The JSON encoder writes prompts of fewer ids, because the table is not faster for short prompts."""
 
 
 def body_with_ids(body: Mapping[str, Any], name: str, ids: Ids) -> list[bytes | memoryview]:
-    """Return the JSON of the non-empty `body`, with the ids as a last field `name`, in consecutive pieces."""
+    """Return the JSON of `body`, with the ids added as the last field `name`, in consecutive pieces. `body` must not be
+    empty."""
     return [orjson.dumps(body)[:-1], b',"%s":' % name.encode(), ids_json(ids), b"}"]
 
 
 def ids_json(ids: Ids) -> bytes | memoryview:
-    """Return a JSON array of the ids."""
+    """Return the ids as a JSON array, which may contain spaces."""
     if len(ids) < SHORT or int(ids.min()) < 0 or (largest := int(ids.max())) >= TABLED:
         return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
     written = np.empty(len(ids) + 1, dtype=np.uint64)
@@ -43,8 +44,8 @@ def ids_json(ids: Ids) -> bytes | memoryview:
 
 @functools.cache
 def _table(bits: int) -> npt.NDArray[np.uint64]:
-    """Return the JSON text of each id below 2**bits, padded to eight bytes with blanks and a comma: uint64 of shape
-    (2**bits,)."""
+    """Return the JSON text of each id below 2**bits, as uint64 of shape (2**bits,). Each text has eight bytes: blanks,
+    the digits, and a comma."""
     numbers = np.arange(1 << bits)
     characters = np.full((len(numbers), DIGITS + 1), ord(" "), dtype=np.uint8)
     characters[:, DIGITS] = ord(",")

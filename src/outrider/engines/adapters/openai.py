@@ -1,8 +1,8 @@
-"""Any OpenAI-compatible server as an engine of messages: `/v1/chat/completions`, streamed.
+"""The adapter for any OpenAI-compatible server, as an engine of messages that streams `/v1/chat/completions`.
 
 The server renders the messages, so the prompt's ids are available only if the server reports ids, as vLLM does: such a
 reply is captured. Any other reply is text and never trainable. An SGLang server refuses to report ids in a stream:
-attach it as kind `sglang`. Invariant: ids are passed on with exactly as many log-probabilities, or not at all.
+attach it as kind `sglang`. Invariant: ids are passed on only with exactly one log-probability for each id.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 ROUTE = "/v1/chat/completions"
 LARGE_IMAGE = 256 << 10
-"""A request with an image of more bytes is encoded in a thread: encoding the image as base64 and JSON would hold up the
-event loop."""
+"""A request with an image of more bytes is encoded in a thread, because encoding the image as base64 and JSON would
+block the event loop."""
 _OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
 _OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA})
 
 
 class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
-    """The options of an OpenAI-compatible server. With `ids` False, requests use OpenAI's own API only and the replies
-    are text. `logprobs_mode` is the `--logprobs-mode` of a vLLM server."""
+    """The options of an OpenAI-compatible server. If `ids` is False, requests have only fields of OpenAI's own API, and
+    the replies are text. `logprobs_mode` is the `--logprobs-mode` of a vLLM server."""
 
     ids: bool = True
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
@@ -97,8 +97,8 @@ _EVENTS = msgspec.json.Decoder(_Event)
 
 
 class OpenAIEngine:
-    """`ChatEngine` over one server. `mode` is CAPTURE if ids are requested. A reply without ids has None as its last
-    chunk's `output_ids`."""
+    """Implements `ChatEngine` over one server. `mode` is CAPTURE if ids are requested, otherwise TEXT. If a reply has
+    no ids, the `output_ids` of its last chunk are None."""
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
         own = read_options(OpenAIOptions, options.options)
@@ -122,7 +122,7 @@ class OpenAIEngine:
         reply = _ChatReader(self.name, request, self.versions.served, capture=self.mode is TokenMode.CAPTURE)
         try:
             model = self._model
-            if not model:  # the options name no model: use the server's first
+            if not model:  # the options name no model, so the server's first model is used
                 model = self._model = served_model(await self._http.get("/v1/models"), None, self.name).id
             if any(part.size > LARGE_IMAGE for message in request.messages for part in images_in(message)):
                 body = await asyncio.to_thread(lambda: encode(self._body(request, model)))
@@ -152,7 +152,7 @@ class OpenAIEngine:
         return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self.versions.served)
 
     async def set_version(self, version: int) -> None:
-        """Record the version of the server's weights, for replies that do not report a version."""
+        """Record the version of the server's weights. Replies that do not report a version get this version."""
         self.versions = self.versions.with_version(version, 0)
 
     def _body(self, request: ChatRequest, model: str) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class OpenAIEngine:
 
 
 class _ChatReader:
-    """Reads one streamed reply event by event and assembles it; `last` returns the whole reply."""
+    """Reads one streamed reply event by event. `last` returns the chunk with the whole reply."""
 
     def __init__(self, engine: str, request: ChatRequest, version: int, *, capture: bool) -> None:
         self._engine = engine
@@ -228,8 +228,8 @@ class _ChatReader:
         choice = event.choices[0]
         delta, ids = choice.delta, choice.token_ids or []
         self._ids += ids
-        # Ids and tool calls are kept until the reply's end, so their size is bounded: a reply without end must not fill
-        # the memory.
+        # Ids and tool calls are stored until the reply's end. Their size is limited, because an endless reply would
+        # fill the memory.
         written = sum(len(call.function.arguments or "") + 1 for call in delta.tool_calls or [])
         self._size += written + len(ids)
         if self._size > max_characters(self._sampling):
@@ -249,8 +249,8 @@ class _ChatReader:
         return ChatChunk(text=text, reasoning=reasoning)
 
     def last(self) -> ChatChunk:
-        """Return the last chunk, with the whole reply. Raises EngineUnavailable if the stream ended before the reply
-        did."""
+        """Return the last chunk, with the whole reply. Raises EngineUnavailable if the stream ended without a finish
+        reason, and EngineMisbehaved if log-probabilities are missing or spans do not tile the reply."""
         if self._finish is None:
             raise EngineUnavailable(f"engine {self._engine!r} ended its stream before the reply's end")
         reply = Message(
@@ -276,7 +276,7 @@ class _ChatReader:
 
 
 class _PartialCall:
-    """A tool call put together from its deltas: the first has the name, later deltas append to the arguments."""
+    """A tool call assembled from its deltas. The first delta has the name, and later deltas append to the arguments."""
 
     def __init__(self) -> None:
         self._id: str | None = None
@@ -293,8 +293,8 @@ class _PartialCall:
 
 
 def _constraint(constraint: Constraint) -> dict[str, Any]:
-    """Return the fields for a constraint: OpenAI's own for JSON, vLLM's for the kinds that OpenAI's API does not
-    have."""
+    """Return the request fields for a constraint. Constraints to JSON use OpenAI's field, the other kinds vLLM's field
+    `structured_outputs`."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"response_format": {"type": "json_object"}}

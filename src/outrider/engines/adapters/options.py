@@ -17,13 +17,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The option of all engine servers: a bearer token."""
+    """The options that all engine servers have. `api_key` is sent as a bearer token; None sends no token."""
 
     api_key: str | None = None
 
 
 def read_options(kind: type[T], values: dict[str, Any]) -> T:
-    """Convert the options to a `kind`. Raises InvalidField for an unknown name or a wrong type."""
+    """Convert option values to the struct `kind`. Raises InvalidField for an unknown name or a wrong type."""
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
@@ -32,12 +32,13 @@ def read_options(kind: type[T], values: dict[str, Any]) -> T:
 
 
 def server_url(options: EngineOptions) -> str:
-    """The server's base URL without a trailing slash or `/v1`. Raises InvalidField."""
+    """Return the server's base URL without a trailing slash or `/v1`. Raises InvalidField for a missing URL, and for
+    any other than a valid http or https URL."""
     url = (options.url or "").rstrip("/")
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an open bracket, or a port that is no number or too large
+    except ValueError:  # raised for an open bracket, and for a port that is not a number or is too large
         usable = False
     if not usable:
         raise InvalidField(

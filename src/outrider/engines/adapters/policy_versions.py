@@ -1,4 +1,5 @@
-"""Policy versions in the engines' format: a text label for the weights, and spans of a reply, each with a label.
+"""Translates policy versions from and to the engines' format: a text label for the weights, and labelled spans of a
+reply.
 
 Invariant: the spans of a reply tile its output tokens, without gap or overlap.
 """
@@ -14,11 +15,13 @@ from outrider.trajectory import VersionSpan
 
 MAX_DIGITS = 10
 UNLABELLED = "default"
-"""The label of weights without a label, in vLLM and SGLang: policy version 0, unless another version was set."""
+"""The label that vLLM and SGLang report for weights that nobody has labelled. It stands for policy version 0, unless
+another version was set."""
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) sampled by the weights labelled `version`, in the wire format."""
+    """A span in the engines' format: the output tokens [start, end) were sampled with the weights labelled
+    `version`."""
 
     version: str
     start: int
@@ -26,8 +29,8 @@ class LabelSpan(msgspec.Struct, frozen=True):
 
 
 def version_of(label: str, *, unlabelled: int = 0) -> int:
-    """Return the policy version of a label. `unlabelled` is the version of weights without a label. Raises
-    EngineMisbehaved for a label that is not a decimal number."""
+    """Return the policy version for a label. `unlabelled` is the version for the label `UNLABELLED`. Raises
+    EngineMisbehaved for any other label that is not a decimal number of at most `MAX_DIGITS` digits."""
     if label == UNLABELLED:
         return unlabelled
     if label.isascii() and label.isdecimal() and len(label) <= MAX_DIGITS:
@@ -45,10 +48,10 @@ def label_of(version: int) -> str:
 def spans_of(
     labels: Sequence[LabelSpan] | None, *, length: int, version: int, unlabelled: int = 0
 ) -> tuple[VersionSpan, ...]:
-    """Return the spans of a reply of `length` tokens; one span of `version` if the engine sent none. `unlabelled` is
-    the version of weights without a label.
+    """Return the version spans of a reply of `length` tokens: the engine's spans or, if the engine sent none, one span
+    of `version`. `unlabelled` is the version for the label `UNLABELLED`.
 
-    Raises EngineMisbehaved if the engine's spans do not tile the reply.
+    Raises EngineMisbehaved if the engine's spans do not tile the reply, or if a label is not a version.
     """
     if not length:
         return ()

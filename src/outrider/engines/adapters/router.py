@@ -1,9 +1,9 @@
-"""Routers in front of engine servers: the list of their workers, and orders to each worker.
+"""Routers in front of engine servers: lists a router's workers, and sends orders to each worker.
 
-A router forwards a generation to one worker, or to two if prefill and decode are separate. It forwards an order, such
-as a pause, to one worker or to none, so orders are sent to the workers themselves. Tested with vllm-router 0.1.17 and
-sglang-router 0.3.2. Invariant: when an order returns without an error, at least one worker has carried it out, and so
-has every listed worker that accepts connections.
+A router forwards a generation to one worker, or to two if prefill and decode are separate. A router forwards an order,
+such as a pause, to at most one worker, so orders are sent to the workers directly. Tested with vllm-router 0.1.17 and
+sglang-router 0.3.2. Invariant: when an order returns without an error, every listed worker that accepts connections has
+executed the order, and there is at least one such worker.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _RANK = re.compile(r"@\d+$")
 
 
 class ListedWorker(msgspec.Struct, frozen=True):
-    """A worker in a router's list. `worker_type` is `regular`, or `prefill` or `decode` if prefill and decode are
-    separate."""
+    """A worker in a router's list. `worker_type` is `prefill` or `decode` if these are separate, otherwise
+    `regular`."""
 
     url: str
     worker_type: str = "regular"
 
     @property
     def server(self) -> str:
-        """The URL of the worker's server. For a server with data parallelism the router lists each rank, as
-        `http://host:port@1`."""
+        """The URL of the worker's server, without a rank. A router lists each rank of a server with data parallelism
+        as a worker, such as `http://host:port@1`."""
         return _RANK.sub("", self.url).rstrip("/")
 
 
@@ -49,15 +49,16 @@ class _WorkerList(msgspec.Struct):
 
 
 class WorkersOutOfReach(EngineRejected):
-    """The error for a router that lists workers, none of which this service can connect to."""
+    """Raised if a router lists workers, but this service can connect to none of them."""
 
 
 class Servers:
-    """The servers behind an engine's URL: the server at the URL or, if a router is there, all workers of the router."""
+    """The servers behind an engine's URL. If the URL is a router's, these are all workers of the router, otherwise only
+    the server at the URL."""
 
     def __init__(self, engine: str, front: HttpClient, connect: Callable[[str], HttpClient]) -> None:
         self.routed = False
-        """True if the URL is a router's, as of the latest `find`."""
+        """True if the latest `find` has found a router at the URL."""
         self._engine = engine
         self._front = front
         self._connect = connect
@@ -66,7 +67,7 @@ class Servers:
 
     @property
     def urls(self) -> list[str]:
-        """The URLs of the servers that receive orders, as of the latest `find`."""
+        """The URLs of the servers that receive orders, as found by the latest `find`."""
         return list(self._workers) if self.routed else [self._front.url]
 
     async def close(self) -> None:
@@ -74,7 +75,8 @@ class Servers:
             await self._workers.popitem()[1].close()
 
     async def find(self) -> None:
-        """Find out whether the URL is a router's, and its current workers. Raises EngineError and StatusFailure."""
+        """Query whether the URL is a router's, and connect to the router's current workers. Raises EngineError and
+        StatusFailure."""
         workers = await _listed_workers(self._front)
         self.routed = workers is not None
         urls = {worker.server for worker in workers or ()}
@@ -91,10 +93,11 @@ class Servers:
             self._workers[url] = client
 
     async def order_all(self, order: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """Send one order to all servers concurrently, and return their replies. Workers that cannot be connected to are
-        skipped: they generate nothing, and the router does not use them.
+        """Send one order to all servers concurrently, and return their replies. Workers that accept no connection are
+        skipped, because they generate nothing and the router does not use them.
 
-        Raises the order's errors, WorkersOutOfReach, and EngineUnavailable if a router lists no worker.
+        Raises the order's errors, WorkersOutOfReach if no worker accepts a connection, and EngineUnavailable if a
+        router lists no worker.
         """
         if not self.routed:
             return [await order(self._front)]
@@ -119,20 +122,21 @@ class Servers:
         return answers
 
     async def query_all(self, question: Callable[[HttpClient], Awaitable[T]]) -> list[T]:
-        """Send one question to all servers, like `order_all`. If no worker was ever reachable from here, the router
-        gets the question instead."""
+        """Send one query to all servers, like `order_all`. If no worker has ever been reachable from this process, the
+        query is sent to the router instead."""
         try:
             return await self.order_all(question)
         except WorkersOutOfReach:
-            if self._reached:  # the workers are gone, and the router's list may be outdated
+            if self._reached:  # the workers were reachable before, so the router's list may be outdated
                 raise
             return [await question(self._front)]
 
 
 class Router:
-    """`ListsEngines`: every worker of a router as a separate engine of the given kind, with the router's options.
+    """Implements `ListsEngines`: each worker of a router becomes an engine of the given kind, with the router's
+    options.
 
-    Prefill and decode workers generate in pairs only, so a router of such workers is refused.
+    Separate prefill and decode workers generate only in pairs, so a router of such workers is refused.
     """
 
     def __init__(self, kind: str, options: EngineOptions) -> None:
@@ -150,8 +154,8 @@ class Router:
         await self._http.close()
 
     async def list_engines(self) -> list[EngineSpec]:
-        """Return a spec for each worker. Raises InvalidField if the URL is no router's, or if prefill and decode are
-        separate, and EngineError."""
+        """Return a spec for each worker's server. Raises EngineError, and InvalidField if the URL is no router's or if
+        prefill and decode are separate."""
         try:
             workers = await _listed_workers(self._http)
         except StatusFailure as failure:
@@ -182,12 +186,12 @@ SGLANG_ROUTER = partial(Router, "sglang")
 
 
 async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
-    """Return the workers that a router lists; None if the server is no router. Raises EngineUnavailable and
-    StatusFailure."""
+    """Return the workers that a router lists, None if the server is not a router. Raises EngineUnavailable, and
+    StatusFailure for a transient status or a refused key."""
     try:
         return msgspec.convert(await http.get("/workers"), _WorkerList).workers
     except StatusFailure as failure:
-        # A router may require a key for its list (401 or 403), and must then not be taken for a server.
+        # 401 and 403 are raised, because a router may require a key for its list.
         if failure.transient or failure.status in (401, 403):
             raise
         return None
@@ -196,8 +200,8 @@ async def _listed_workers(http: HttpClient) -> list[ListedWorker] | None:
 
 
 def _not_connected(error: BaseException) -> bool:
-    """Return True if no connection was made. A connection that broke or was too slow does not count, because the worker
-    may still run."""
+    """Return True if the error shows that the server accepts no connection. Returns False for a timeout or a broken
+    connection, because the worker may still run."""
     cause = error.__cause__
     broken = isinstance(cause, TimeoutError | ConnectionError | ssl.SSLError)
     return isinstance(cause, ConnectionRefusedError) or (isinstance(cause, OSError) and not broken)

@@ -1,6 +1,6 @@
-"""Common parts of engine servers' APIs: finish reasons, log-probabilities, penalties, the list of models.
+"""The common parts of engine servers' APIs: finish reasons, log-probabilities, penalties, the list of models.
 
-Invariant: a placeholder for a missing log-probability never leaves this module as a number.
+Invariant: no function of this module returns a placeholder for a missing log-probability.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from outrider.trajectory import FinishReason, LogprobKind
 T = TypeVar("T")
 
 MISSING_LOGPROB = -9999.0
-"""vLLM's substitute for -inf, NaN and missing values."""
+"""The number that vLLM sends in place of -inf, NaN and missing log-probabilities."""
 
 LOGPROB_KINDS = {"raw_logprobs": LogprobKind.RAW, "processed_logprobs": LogprobKind.SAMPLING}
-"""The kinds of log-probabilities by vLLM's `--logprobs-mode`."""
+"""The kind of log-probabilities for each value of vLLM's `--logprobs-mode`."""
 
 MAX_CONTEXT = 2**31
 MAX_NAMED, MAX_NAME = 8, 200
-"""Maximum number of models that an error names, and maximum characters of each name."""
+"""The maximum number of models that an error names, and the maximum number of characters of each name."""
 
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
@@ -38,7 +38,8 @@ FINISH_REASONS = {
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """One entry of `/v1/models`."""
+    """One entry of `/v1/models`. `id` is the served name, `root` the path or name of the model, and `max_model_len` the
+    context in tokens. The last two are None if not reported."""
 
     id: str
     root: str | None = None
@@ -61,9 +62,10 @@ def decode(decoder: msgspec.json.Decoder[T], payload: bytes, engine: str) -> T:
 def decode_batch(
     decoder: msgspec.json.Decoder[T], batch: msgspec.json.Decoder[list[T]], payloads: Sequence[bytes], engine: str
 ) -> Iterable[T]:
-    """Decode the events of one read, in order. Raises the errors of `decode`, after the events before the bad event.
+    """Decode the events of one read, in order. At a malformed event, iteration raises the errors of `decode`; the
+    events before it are returned first.
 
-    The events are decoded as one JSON array: 17 events take 33 microseconds together, and 136 one by one.
+    The events are decoded as one JSON array: 17 events take 33 microseconds in one array, and 136 one by one.
     """
     if len(payloads) == 1:
         return (decode(decoder, payloads[0], engine),)
@@ -77,16 +79,16 @@ def decode_batch(
 
 
 def finish_of(reason: str, engine: str) -> FinishReason:
-    """Return the FinishReason for an engine's `reason`. Raises EngineMisbehaved for a reason that is no proper end of a
-    generation, such as `error`."""
+    """Return the FinishReason for an engine's `reason`. Raises EngineMisbehaved for any reason that is not in
+    FINISH_REASONS, such as `error`."""
     if (finish := FINISH_REASONS.get(reason)) is None:
         raise EngineMisbehaved(f"engine {engine!r} ended a generation with {reason!r}")
     return finish
 
 
 def checked_logprobs(ids: Sequence[int], logprobs: list[float | None], engine: str) -> list[float]:
-    """Return the log-probabilities of `ids`, one for each id. Raises EngineMisbehaved if one is missing, or if there
-    are too many."""
+    """Return the log-probabilities if there is exactly one for each id. Raises EngineMisbehaved if a log-probability is
+    missing, or if there are too many."""
     values = [value for value in logprobs if value is not None and value > MISSING_LOGPROB]
     if not len(ids) == len(values) == len(logprobs):
         raise EngineMisbehaved(
@@ -98,7 +100,7 @@ def checked_logprobs(ids: Sequence[int], logprobs: list[float | None], engine: s
 
 def served_model(answer: Any, wanted: str | None, engine: str) -> ModelCard:
     """Return the server's model named `wanted`, or its first model if `wanted` is None. Raises EngineRejected if there
-    is none."""
+    is no such model, and EngineMisbehaved if `answer` is not a list of models."""
     try:
         cards = msgspec.convert(answer, ModelList).data
     except msgspec.ValidationError as error:
@@ -123,16 +125,16 @@ def served_by_all(answers: Sequence[Any], wanted: str | None, engine: str) -> Mo
 
 
 def _named(ids: Iterable[str]) -> str:
-    """Return the names of the first models of a list, because a server may list any number of models."""
+    """Return the names of at most `MAX_NAMED` models, because a server may list any number of models."""
     first = list(islice(ids, MAX_NAMED + 1))
     more = ", …" if len(first) > MAX_NAMED else ""
     return ", ".join(name[:MAX_NAME] for name in first[:MAX_NAMED]) + more
 
 
 def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
-    """Return penalties, bias and minimum length under vLLM's names, which the completions and chat routes of other
-    servers use, too. The repetition penalty is always sent: without it the server would apply the penalty of the
-    model's generation_config.json."""
+    """Return the request fields for penalties, bias and minimum length. The names are vLLM's, and also those of the
+    completions and chat routes of other servers. The repetition penalty is always included, because the server would
+    otherwise apply the penalty of the model's generation_config.json."""
     fields: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
@@ -146,12 +148,12 @@ def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def bias_json(sampling: SamplingParams) -> dict[str, float]:
-    """Return the bias with ids as strings, because the keys of a JSON object are strings."""
+    """Return `logit_bias` with the token ids as strings, because the keys of a JSON object are strings."""
     return {str(token): bias for token, bias in sampling.logit_bias.items()}
 
 
 def structured_outputs(constraint: Constraint) -> dict[str, Any]:
-    """Return a constraint in the form of vLLM's `structured_outputs`."""
+    """Return the value of vLLM's field `structured_outputs` for a constraint."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"json_object": True}

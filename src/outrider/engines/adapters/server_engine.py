@@ -1,9 +1,8 @@
 """The common part of the adapters for vLLM and SGLang: one server, or a router of servers, that takes token ids.
 
-An adapter is a subclass with the server's routes, request bodies, events and labels. It is a base class with state,
-against the house's habit, because both servers have the same generations, pauses and versions. Invariant: a server
-samples the whole of a reply by the weights for which its request was salted, or the reply is cut off before its first
-token.
+An adapter is a subclass with the server's routes, request bodies, events and labels. `ServerEngine` is a base class
+with state, although the project avoids these, because generations, pauses and versions are the same for both servers.
+Invariant: if the version changes between a request and its first token, the reply is cut off before this token.
 """
 
 from __future__ import annotations
@@ -39,11 +38,12 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
 WEIGHTS_SECONDS = 600.0
 ABORT_SECONDS = 1.0
-"""Seconds in which the end of a reply that a pause has aborted can still arrive. After that the reply is ended here."""
+"""Seconds to wait, after the server has aborted replies for a pause, until their ends arrive. Replies still in flight
+are then cut off here."""
 
 
 class ServerEvent(msgspec.Struct):
-    """The part of an event that all servers have."""
+    """The common part of all servers' events. `error` is the value of an error event, None for any other event."""
 
     error: Any = None
 
@@ -52,13 +52,13 @@ EventT = TypeVar("EventT", bound=ServerEvent)
 
 
 class ServerReply(Generic[EventT]):
-    """Reads the events of one generation into chunks. The tokens of the finishing event are kept for `last`, so that
-    the stream is read to its end: its connection is then used again, and the usage may come in a later event.
+    """Reads the events of one generation into chunks. The tokens of the finishing event are part of `last`, so that the
+    stream is read to its end first: the connection can then be reused, and the usage may follow in a later event.
 
-    `versions` is called when the request is sent, and again when the first token comes. If the version has changed in
-    between, WasCut is raised: a request held back by the server would be sampled by new weights over old keys and
-    values. `begun` is True once an event has come, `unfinished` once the stream has ended properly, but without a
-    finish.
+    `versions` is called when the request is sent, and again when the first token arrives. If the version has changed
+    between the two calls, WasCut is raised, because the server may have delayed the request and may sample it with new
+    weights over old keys and values. `begun` is True once an event has arrived. `unfinished` is True if the stream has
+    ended without an error and without a finish.
     """
 
     event: ClassVar[msgspec.json.Decoder[Any]]
@@ -81,15 +81,17 @@ class ServerReply(Generic[EventT]):
         return self._last is not None
 
     def ask(self) -> str:
-        """Return the cache salt of the request, which is about to be sent."""
+        """Record the version for which the request is sent, and return the request's cache salt. Called right before
+        each attempt."""
         self._asked = self._current_versions()
         return self._asked.cache_salt
 
     def read(self, payloads: Sequence[bytes]) -> Chunk | None:
-        """Return the tokens of these events as one chunk; None if there are none, or after the finish.
+        """Read events, and return their tokens as one chunk. Returns None if there are no tokens, or if the reply is
+        finished.
 
-        Raises EngineMisbehaved or StatusFailure for a malformed event or an error event; `unsent` then returns the
-        tokens before that event.
+        Raises EngineMisbehaved for a malformed event, and StatusFailure for an error event. `unsent` then returns the
+        tokens that were read before this event.
         """
         self.begun = True
         for event in decode_batch(self.event, self.events, payloads, self._engine):
@@ -103,7 +105,8 @@ class ServerReply(Generic[EventT]):
         raise NotImplementedError
 
     def first_token(self) -> None:
-        """Note the version of the first token; does nothing for later tokens. Raises WasCut."""
+        """Record the version at the first token. Later calls do nothing. Raises WasCut if the version has changed since
+        the request was sent."""
         if self._versions is None:
             self._versions = self._current_versions()
             if self._asked is not None and self._versions.cache_salt != self._asked.cache_salt:
@@ -136,11 +139,12 @@ class ServerReply(Generic[EventT]):
         )
 
     def abort(self) -> None:
-        """Finish the reply with the tokens so far: the server has dropped the request, or the request was given up."""
+        """Finish the reply with the tokens so far, because the server has aborted the request or the request was cut
+        off here."""
         self.finish(FinishReason.ABORT)
 
     def unsent(self) -> Chunk | None:
-        """Return the tokens that were read and are in no chunk yet."""
+        """Return a chunk of the tokens that were read but not yet returned, None if there are no such tokens."""
         if not self._ids:
             return None
         chunk = Chunk(ids=self._ids, logprobs=self._logprobs, prompt_ids=self._prompt_ids)
@@ -148,14 +152,14 @@ class ServerReply(Generic[EventT]):
         return chunk
 
     def check_finished(self) -> None:
-        """Raise EngineUnavailable if the stream ended before the generation did."""
+        """Raise EngineUnavailable if the stream has ended without a finish."""
         if not self.finished:
             self.unfinished = True
             how = "ended its stream before the generation's end" if self.begun else "answered without a stream"
             raise EngineUnavailable(f"engine {self._engine!r} {how}")
 
     def last(self) -> Chunk:
-        """The finishing chunk, once `finished`."""
+        """Return the finishing chunk. Call this only when `finished` is True."""
         assert self._last is not None
         return msgspec.structs.replace(self._last, ids=self._ids, logprobs=self._logprobs, prompt_ids=self._prompt_ids)
 
@@ -164,11 +168,11 @@ ReplyT = TypeVar("ReplyT", bound=ServerReply[Any])
 
 
 class ServerEngine(Generic[ReplyT]):
-    """`Engine`, `TokenizesText`, `SetsVersion` and `HoldsBack` over one server, or a router of such servers.
+    """Implements `Engine`, `TokenizesText`, `SetsVersion` and `HoldsBack` over one server, or a router of such servers.
 
-    `route` is the route of generations, `label_route` the one that reports the label of the weights, `pause_modes` are
-    the server's words for our modes, `gated` the modes in which new generations are held back here, and `hint` is the
-    advice for a server without a route of control.
+    `route` is the route for generations, and `label_route` the route that reports the label of the weights.
+    `pause_modes` maps our pause modes to the server's names. `gated` are the modes in which this adapter closes its own
+    gate. `hint` is the hint of the error for a server that has no routes for pauses and weights.
     """
 
     mode = TokenMode.TOKENS
@@ -213,12 +217,12 @@ class ServerEngine(Generic[ReplyT]):
                     self._gate.passage(cut.now),
                     aclosing(self._http.events(route, body, headers, cut)) as batches,
                 ):
-                    closings = self._gate.closings  # a pause before the request was sent does not abort it
+                    closings = self._gate.closings  # earlier pauses are not counted: they cannot abort this request
                     async for payloads in batches:
                         if (chunk := reply.read(payloads)) is not None:
                             yield chunk
                 reply.check_finished()
-            except Exception as error:  # the tokens read before the error are passed on first
+            except Exception as error:  # for any error, the tokens read before it are yielded first
                 aborted = isinstance(error, WasCut) or self.aborted(
                     error, reply, paused=self._gate.closings != closings
                 )
@@ -227,7 +231,7 @@ class ServerEngine(Generic[ReplyT]):
                 elif not reply.begun and (other := self.other_route(route, error, reply)) is not None:
                     route = other
                     continue
-                # A connection that breaks after the finish is no failure: all tokens have arrived.
+                # A connection that breaks after the finish is not an error, because all tokens have arrived.
                 elif not (reply.finished and isinstance(error, EngineUnavailable)):
                     if (unsent := reply.unsent()) is not None:
                         yield unsent
@@ -246,19 +250,23 @@ class ServerEngine(Generic[ReplyT]):
             return
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
-        """Return the body of an attempt of a request, in pieces."""
+        """Return the body of attempt number `attempt` (from 0) of a request, in consecutive pieces. `salt` returns the
+        cache salt, and is called once for each attempt."""
         raise NotImplementedError
 
     def aborted(self, error: Exception, reply: ReplyT, *, paused: bool) -> bool:
-        """Return True if the error shows that a pause has aborted the generation. `paused`: there was such a pause."""
+        """Return True if the error shows that a pause has aborted the generation. `paused` is True if this adapter's
+        gate was closed while the request was in flight."""
         raise NotImplementedError
 
     def other_route(self, route: str, error: Exception, reply: ReplyT) -> str | None:
-        """Return the route to try after this error of `route` before the first event, None if there is none."""
+        """Return another route to try if `route` has failed with this error before the first event. Returns None if no
+        other route can help."""
         return None
 
     def note(self, last: Chunk, reply: ReplyT) -> None:
-        """Record a property of the server that only a reply shows, such as how the server streams."""
+        """Record properties of the server that only a reply shows, such as how the server streams. Called after each
+        reply. The default does nothing."""
 
     async def health(self) -> EngineHealth:
         try:
@@ -275,25 +283,26 @@ class ServerEngine(Generic[ReplyT]):
         return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=served)
 
     async def check(self) -> None:
-        """Find the servers, and check the one at the URL. Raises EngineError and StatusFailure."""
+        """Find the servers, and check the server or router at the URL. Raises EngineError and StatusFailure."""
         raise NotImplementedError
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause the servers. Raises EngineRejected if a server has no such route."""
+        """Pause the servers. Raises EngineRejected if a server has no route for pauses."""
         if mode in self.gated:
             self._gate.close()
             if mode == "finish":
                 await self._gate.drained()
         await self.order_pause(self.pause_modes[mode])
         if mode == "abort":
-            # The server would hold a request that arrives just now until the resume, so this request is given up here.
+            # A request that reaches the server after the pause would wait there until the resume, so such requests are
+            # cut off here.
             await self._gate.drained(ABORT_SECONDS)
             self._gate.cut_off()
 
     async def resume(self) -> None:
         try:
             await self.order_resume()
-        finally:  # a server that is still paused holds new generations back itself
+        finally:  # also if the order fails, because a server that is still paused holds back new generations itself
             self._gate.open()
 
     async def order_pause(self, mode: str) -> None:
@@ -310,11 +319,11 @@ class ServerEngine(Generic[ReplyT]):
         self._gate.open()
 
     async def set_version(self, version: int) -> None:
-        """Label the servers' weights; generations in flight continue. If a server has no such route, or the workers of
-        a router are out of reach, `version` is only recorded here."""
+        """Label the servers' weights with `version`. Generations in flight continue. If a server has no route for
+        labels, or if no worker of a router is reachable, `version` is only recorded here."""
 
         async def label(server: HttpClient) -> bool:
-            # SGLang would abort all generations without the second field.
+            # Without the second field, SGLang would abort all generations.
             body = {"new_version": str(version), "abort_all_requests": False}
             try:
                 await server.post("/update_weight_version", body)
@@ -343,7 +352,7 @@ class ServerEngine(Generic[ReplyT]):
         return answer.get("tokens") if isinstance(answer, dict) else None
 
     async def control(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> list[Any]:
-        """Send an order to all servers, and return the replies. Raises EngineError."""
+        """POST an order to all servers, and return the JSON replies. Raises EngineError."""
         try:
             return await self._servers.order_all(lambda server: server.post(path, body, seconds=seconds))
         except StatusFailure as failure:
@@ -351,7 +360,8 @@ class ServerEngine(Generic[ReplyT]):
             raise (error.replace(hint=self.hint) if failure.status == 404 and self.hint else error) from None
 
     async def _served_version(self, server: HttpClient) -> int:
-        """Return the version of the served weights: the last known version for a server that reports no label."""
+        """Return the version of the weights that a server serves. If the server reports no label, this is the last
+        known version."""
         try:
             answer = await server.get(self.label_route)
         except StatusFailure as failure:

@@ -1,8 +1,8 @@
-"""An SGLang server as an engine: token ids in and out through `/generate`.
+"""The adapter for SGLang servers. Sends and receives token ids through `/generate`.
 
-The adapter was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU, whose replies are
-golden tests. Streams may be cumulative (the default) or incremental: the counts of each event show which. Invariant: an
-id is passed on only with the log-probability sent for the same id.
+The adapter was written from SGLang's sources (0.5.23) and tested with a server of 0.5.17 on a GPU. The replies of this
+server are golden tests. The events of a stream may be cumulative (the default) or incremental, as the counts in each
+event show. Invariant: an id is passed on only with the log-probability that the server sent for the same id.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from outrider.trajectory import FinishReason, LogprobKind
 log = logging.getLogger("outrider.engine")
 
 ABORTED = 499
-"""The code of an error event by which the server reports that it has dropped the request for a pause."""
+"""The code of the error event that the server sends after it has aborted a request because of a pause."""
 ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
 SETTINGS_SECONDS = 5.0
-"""Timeout of the request for the server's settings. 0.5.17 took 1.3 s."""
+"""Timeout of the request for the server's settings. SGLang 0.5.17 took 1.3 s to answer."""
 INCREMENTAL = (
     "repeats all tokens of a reply with each new one, which halves its speed with many replies at once: start SGLang"
     " with --incremental-streaming-output"
@@ -66,8 +66,8 @@ class _Event(ServerEvent):
 
 
 class _SGLangReply(ServerReply[_Event]):
-    """The events of `/generate`. `repeats` is True if events repeat the tokens of earlier events, and None until a
-    second event with tokens."""
+    """Reads the events of `/generate`. `repeats` is True if events repeat the tokens of earlier events, and None until
+    a second event with tokens has arrived."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -86,14 +86,16 @@ class _SGLangReply(ServerReply[_Event]):
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
             raise StatusFailure(finish.status_code or 0, encode({"message": finish.message}))
-        # An event is cumulative if it holds as many ids as were sampled in total, and a delta if it holds as many as
-        # are new. For a first event both numbers are equal.
+        # An event is cumulative if its number of ids is `total`, and incremental if the number is `new`. For the first
+        # event both are equal.
         total, new = meta.completion_tokens, meta.completion_tokens - self._length
         ids, entries = event.output_ids, meta.output_token_logprobs
         if new:
             self.first_token()
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            ids = [entry[1] for entry in entries]  # after a return to the queue only the last id is sent
+            ids = [
+                entry[1] for entry in entries
+            ]  # the server has requeued the request, and then sends only the last id
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
                 f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
@@ -125,18 +127,19 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
     """A `ServerEngine` that also implements `LoadsWeights`.
 
     The server computes log-probabilities after temperature and before truncation, so their kind is SAMPLING. SGLang has
-    no pause mode "finish": `pause("finish")` holds new generations back here, waits for the generations in flight here,
-    and then pauses the server.
+    no pause mode "finish". Instead, `pause("finish")` closes this adapter's gate, waits until the adapter's generations
+    have ended, and then pauses the server.
     """
 
     reply = _SGLangReply
     logprob_kind = LogprobKind.SAMPLING
     route = "/generate"
     label_route = "/model_info"
-    session_header = "X-SMG-Routing-Key"  # a router drops the field `routing_key`
+    session_header = "X-SMG-Routing-Key"  # for routers, which drop the body's field `routing_key`
     pause_modes: ClassVar[dict[PauseMode, str]] = {"finish": "abort", "abort": "abort", "keep": "retract"}
-    """After "finish" no generation of ours is left to abort. "keep" is not `in_place`, because the server exits if its
-    cache is flushed while a generation is in flight, such as another user's or a health check's."""
+    """The server's name for each pause mode. "finish" maps to `abort`, because our generations have ended before the
+    server is paused. "keep" maps to `retract` and not to `in_place`, because the server exits if its cache is flushed
+    while any generation is in flight, such as a health check's."""
     gated = frozenset({"finish", "abort"})
 
     def __init__(self, options: EngineOptions, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
@@ -152,20 +155,21 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         return _body(request, salt(), attempt)
 
     def aborted(self, error: Exception, reply: _SGLangReply, *, paused: bool) -> bool:
-        """See `ServerEngine.aborted`. In a stream the error code shows that the server has dropped the request; in any
-        other response only the message does."""
+        """Return True if the server has aborted the request, whether or not this adapter has paused it. In a stream the
+        error code shows the abort, in any other response only the message."""
         return isinstance(error, StatusFailure) and (
             error.status == ABORTED or (error.status == 400 and ABORTED_WORDS.search(error.body) is not None)
         )
 
     def note(self, last: Chunk, reply: _SGLangReply) -> None:
-        """Record how the server streams."""
+        """Set or clear `advice` if the reply shows whether the server's events are cumulative."""
         if reply.repeats is not None:
             self._advise(reply.repeats)
 
     async def check(self) -> None:
-        """See `ServerEngine.check`. The servers' own `/health` is not used: this route samples a token, takes a second,
-        and waits 20 s while the server is paused. The routes used here respond at any time."""
+        """Find the servers, and check a router at the URL. A server's own `/health` is not used, because this route
+        samples a token, which takes a second, or 20 s while the server is paused. The routes used here respond at any
+        time."""
         await self._servers.find()
         if self._servers.routed:
             await self._http.check("/health")
@@ -178,8 +182,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         await self.control("/continue_generation", {})
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Load a folder that the server can read. The server drops cached keys and values, and stays paused if it
-        was."""
+        """Load weights from a folder that the server can read. The server drops its cached keys and values. A paused
+        server stays paused. Raises EngineRejected if the server has not loaded the weights."""
         body = {
             "model_path": weights,
             "weight_version": str(version),
@@ -198,8 +202,8 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
         self.advice = INCREMENTAL if repeats else ""
 
     async def _request_settings(self) -> None:
-        """Check once whether the server streams incrementally, and set `advice` if not. If the server does not report
-        its settings, its replies show how it streams."""
+        """Query once whether the servers stream incrementally, and set `advice` if one does not. If the query fails,
+        `note` sets `advice` from the replies."""
         if self._requested_settings:
             return
         self._requested_settings = True
@@ -213,15 +217,15 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
 
 
 def request_name(request: GenerateRequest, attempt: int) -> str:
-    """Return the `rid` of a request. To abort one request, SGLang aborts all requests whose `rid` begins with that
-    request's `rid`. So all `rid`s have the same length. A retry has a new `rid`."""
+    """Return the `rid` of one attempt of a request. When SGLang aborts a request, it aborts all requests whose `rid`
+    begins with this request's `rid`, so all `rid`s have the same length."""
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
 
 
 def _constraint(constraint: Constraint) -> dict[str, str]:
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
-            return {"json_schema": '{"type": "object"}'}  # SGLang's own chat route does the same
+            return {"json_schema": '{"type": "object"}'}  # as SGLang's chat route does for this constraint
         case ConstraintKind.JSON_SCHEMA:
             return {"json_schema": constraint.text}
         case ConstraintKind.REGEX:
@@ -232,7 +236,7 @@ def _constraint(constraint: Constraint) -> dict[str, str]:
 
 def _body(request: GenerateRequest, salt: str, attempt: int) -> list[Buffer]:
     sampling = request.sampling
-    # The server returns 400 for an unknown key here, so only documented keys are sent.
+    # The server returns 400 for an unknown key in `sampling_params`, so only documented keys are sent.
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -250,7 +254,7 @@ def _body(request: GenerateRequest, salt: str, attempt: int) -> list[Buffer]:
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # a number above max_new_tokens is an error
+        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # larger values cause an error
         ("logit_bias", bias_json(sampling)),
     ):
         if value:

@@ -1,10 +1,10 @@
-"""A vLLM server as an engine: token ids in and out through `/inference/v1/generate`.
+"""The adapter for vLLM servers. Sends and receives token ids through `/inference/v1/generate`.
 
-Some servers lack this route (before 0.11, or started without `--enable-scale-out`), or their route does not stream
-(before 0.20). They get requests with ids at `/v1/completions`. The first request shows which route a server has. The
-adapter reads both forms of log-probabilities of the generate route: with ids as text (up to 0.31), and with ids as
-integers (since). Structured output needs a server of 0.11 or later. Invariant: an id is passed on only together with
-the log-probability that the server sent for the same id.
+Some servers have no such route (before 0.11, or started without `--enable-scale-out`), or their route does not stream
+(before 0.20). For these servers the adapter sends ids to `/v1/completions`. The first request shows which route a
+server has. The adapter reads both formats of log-probabilities of the generate route: with ids as text (up to 0.31),
+and with ids as integers (after 0.31). Structured output needs a server of 0.11 or later. Invariant: an id is passed on
+only together with the log-probability that the server sent for the same id.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Event(ServerEvent):
 
 
 class _VLLMReply(ServerReply[_Event]):
-    """The events of either route. The usage follows the finish, in a later event."""
+    """Reads the events of both routes. The usage arrives in a later event than the finish."""
 
     event = msgspec.json.Decoder(_Event)
     events = msgspec.json.Decoder(list[_Event])
@@ -119,7 +119,7 @@ class _VLLMReply(ServerReply[_Event]):
         cached = details.cached_tokens if details else None
         return msgspec.structs.replace(
             super().last(),
-            cached_tokens=None if cached == -1 else cached,  # -1 if the request was aborted while it still waited
+            cached_tokens=None if cached == -1 else cached,  # -1 means that the request was aborted while queued
             prompt_tokens=self._usage.prompt_tokens,
         )
 
@@ -127,8 +127,9 @@ class _VLLMReply(ServerReply[_Event]):
 class VLLMEngine(ServerEngine[_VLLMReply]):
     """A `ServerEngine` that also implements `LoadsWeights`.
 
-    Log-probabilities are passed on as the server sends them. Their kind follows from the option `logprobs_mode`, RAW by
-    default, which must be the server's. Pausing, and loading weights, needs a server in development mode.
+    Log-probabilities are passed on as the server sends them. The option `logprobs_mode` gives their kind, RAW by
+    default, and must be equal to the server's `--logprobs-mode`. Pausing and loading weights need a server in
+    development mode.
     """
 
     reply = _VLLMReply
@@ -148,7 +149,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         return _body(request, self._model, route, salt(), attempt)
 
     def aborted(self, error: Exception, reply: _VLLMReply, *, paused: bool) -> bool:
-        # When a pause aborts a stream, vLLM (0.26) often ends the response properly, but sends no finish.
+        # When a pause aborts a stream, vLLM 0.26 often ends the response without an error, but sends no finish.
         return paused and reply.unfinished
 
     def other_route(self, route: str, error: Exception, reply: _VLLMReply) -> str | None:
@@ -157,7 +158,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         return COMPLETIONS if route == GENERATE and (missing or reply.unfinished) else None
 
     def note(self, last: Chunk, reply: _VLLMReply) -> None:
-        """Record whether the server counts cached tokens."""
+        """Set `advice` if the server does not report cached tokens, and clear it if the server does."""
         if last.prompt_tokens is not None and last.finish is not FinishReason.ABORT:
             if last.cached_tokens is None and not self.advice:
                 log.info("engine %s %s", self.name, UNCOUNTED)
@@ -174,11 +175,13 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         await self.control("/resume")
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Reload from a folder in Hugging Face layout that the server can read, and drop all cached keys and values.
+        """Load weights from a folder in Hugging Face layout that the server can read, and drop all cached keys and
+        values.
 
-        `reload_weights` is a method of vLLM's workers, called by `/collective_rpc`; none of the routes for weight
-        transfer reads from disk. Raises EngineRejected if the server is not in development mode, and for a folder that
-        is visible here and holds no weights: vLLM exits on such a folder.
+        The adapter calls `reload_weights`, a method of vLLM's workers, through `/collective_rpc`, because no route for
+        weight transfer reads from disk. Raises EngineRejected if the server is not in development mode, and also if the
+        folder is visible here and has no weights, because vLLM exits on such a folder. Raises EngineUnavailable if the
+        server has exited, or has not dropped its cache.
         """
         if (trouble := await asyncio.to_thread(unreadable_weights, self._servers.urls, weights)) is not None:
             raise EngineRejected(
@@ -197,7 +200,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
                 f"engine {self.name!r} has ended itself over the weights in {weights}: {error.message}",
                 hint="start it again; vLLM ends when it cannot read a folder of weights",
             ) from error
-        # This route reports in the body, under status 200, that it did nothing.
+        # If this route has not reset the cache, its response has status 200 and reports the failure in the body.
         answers = await self.control("/reset_prefix_cache?reset_running_requests=true")
         if any(isinstance(answer, dict) and answer.get("success") is False for answer in answers):
             raise EngineUnavailable(f"engine {self.name!r} has new weights, and keeps the prefix cache of the old ones")
@@ -205,10 +208,11 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
 
 
 def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
-    """Return the fault of a weights folder; None for a good folder, and for a folder that is not visible from here.
+    """Return a description of the fault of a weights folder. Returns None for a good folder, and for a folder that is
+    not visible from here.
 
-    The folder is visible if one of the servers (URLs) is on this machine and the parent folder exists here, too: a
-    container has another view of the disk.
+    `servers` are URLs. The folder counts as visible if one of the servers is on this machine and the parent folder
+    exists here. The parent is checked because a server in a container sees other folders.
     """
     path = Path(weights)
     local = any(urlsplit(url).hostname in LOCAL_HOSTS for url in servers)
@@ -221,20 +225,20 @@ def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
             return "it is no folder"
         if not any(file.name.endswith(WEIGHT_FILES) for file in list(path.iterdir())):
             return f"it holds no file {', '.join(WEIGHT_FILES)}"
-    except OSError:  # the server's process may be allowed to read a folder that this process may not
+    except OSError:  # not a fault: the server's process may have permissions that this process does not have
         return None
     return None
 
 
 def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[float]:
-    """Return the log-probabilities of `ids`, whichever form they have. Raises EngineMisbehaved if one is missing, or
-    belongs to another id."""
+    """Return the log-probabilities of `ids`, from either route's format. Raises EngineMisbehaved if a log-probability
+    is missing, or belongs to another id."""
     if given is None:
         return checked_logprobs(ids, [], engine)
     if given.token_logprobs is not None:
         return checked_logprobs(ids, given.token_logprobs, engine)
     entries = given.content or []
-    if len(entries) == len(ids) == 1:  # a shortcut for nearly every event of a stream
+    if len(entries) == len(ids) == 1:  # a shortcut, because most events have one token
         value = entries[0].logprob
         if entries[0].token_id == ids[0] and value is not None and value > MISSING_LOGPROB:
             return [value]
@@ -268,7 +272,7 @@ def _body(request: GenerateRequest, model: str | None, route: str, salt: str, at
         params["seed"] = sampling.seed
     if sampling.constraint is not None:
         params["structured_outputs"] = structured_outputs(sampling.constraint)
-    # A retry has its own id: the server may still hold the request whose connection broke.
+    # Each attempt has its own id, because the server may still run an earlier attempt whose connection broke.
     body: dict[str, Any] = {
         "request_id": f"{request.request_id}-{attempt}",
         "cache_salt": salt,

@@ -1,5 +1,6 @@
-"""A small language model served inside the service process, for demos, tests and machines without an engine; and the
-parts with which any model is sampled here: continuous batches, and an engine of any generate function."""
+"""A small language model served inside the service process, for demos, tests and machines without an engine. The parts
+that work with any model are also here: continuous batching (`batch`), and an engine made from a generate function
+(`function_engine`)."""
 
 from outrider.engines.embedded.engine import EmbeddedEngine, EmbeddedOptions
 

@@ -1,9 +1,10 @@
 """Continuous batching: generations join and leave a running batch, and each step samples one token for each of them.
 
 The module is independent of event loops and threads, and of the kind of model: the owner of the batch calls `step`
-repeatedly. Eight concurrent generations take a quarter of the time of the same generations in turn, and 32 about a
-seventh (one core, the demo's policy). Invariant: a token is sampled over keys and values of the weights of its version.
-So all keys and values are computed again when the weights change.
+repeatedly. Eight concurrent generations take a quarter of the time of the same generations one after another, and 32
+about a seventh (measured on one core with the demo's policy). Invariant: each token is sampled over keys and values
+computed with the weights of the token's version. All keys and values are therefore computed again when the weights
+change.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from outrider.engines.embedded.sequence import TokenSequence
 from outrider.trajectory import Ids, VersionSpan
 
 Cache = list[tuple[Tensor, Tensor]]
-"""The keys and values of each layer, of shape (rows, heads, columns, size)."""
+"""The keys and values of each layer. Each tensor has the shape (rows, heads, columns, head size)."""
 
 
 class Forward(Protocol):
-    """A model, on any device. Returns the logits after the last column of `ids`, float32 on the CPU, of shape (rows,
-    vocab); and the cache with the new columns. `ids` and `positions` have the shape (rows, tokens). `mask` (rows,
-    columns) is 0 for padding, and covers the columns of the cache and of `ids`."""
+    """One call of a model, on any device. `ids` and `positions` have the shape (rows, tokens). `mask`, of shape (rows,
+    columns), is 0 for padding, and covers the columns of the cache and of `ids`. Returns the logits after the last
+    column of `ids`, float32 on the CPU, of shape (rows, vocab); and the cache with the new columns."""
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]: ...
 
 
 class Row:
-    """One generation: its sequence, and the ids of prompt and output so far. `cached` counts the prompt tokens that
-    needed no computing. The owner sets `gone` when the output is no longer wanted."""
+    """One generation. `ids` are the ids of the prompt and of the output so far. `cached` counts the prompt tokens whose
+    keys and values were reused. The owner sets `gone` when the output is no longer needed."""
 
     def __init__(self, sequence: TokenSequence) -> None:
         self.sequence = sequence
@@ -48,9 +49,9 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class RowBatch(Generic[RowT]):
-    """The running generations with their keys and values, padded on the left, so that all rows end in the same column.
-    Not thread-safe. The keys and values of the last `kept` rows that have left are kept: a later prompt that begins
-    with the same ids takes them over."""
+    """The running generations with their keys and values, padded on the left so that all rows end in the same column.
+    Not thread-safe. The keys and values of the `kept` rows that left the batch last are stored, and reused for later
+    prompts that begin with the same ids."""
 
     def __init__(self, forward: Forward, *, kept: int = 0) -> None:
         self.rows: list[RowT] = []
@@ -58,14 +59,15 @@ class RowBatch(Generic[RowT]):
         self._cache: Cache = []
         self._mask = torch.zeros((0, 0), dtype=torch.long)
         self._left: deque[tuple[Ids, Cache]] = deque(maxlen=kept)
-        """The ids of rows that have left, and the keys and values of each, without padding."""
+        """For each stored row that has left the batch: its ids, and its keys and values without padding."""
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not type-checked
     def step(self, new: list[RowT], version: int, *, stale: bool = False) -> list[tuple[RowT, Chunk]]:
-        """Sample one token for each row, new rows included, with the weights of `version`. `stale`: the weights have
-        changed. Returns the chunk of each row; a row with a last chunk has left the batch."""
-        # no_grad and not inference_mode: a model may keep buffers computed here, and training cannot use inference
-        # tensors.
+        """Sample one token for each row, new rows included, with the weights of `version`. `stale` is True if the
+        weights have changed since the previous step. Returns the chunk of each row. A row whose chunk has a `finish`
+        has left the batch."""
+        # The decorator is no_grad and not inference_mode, because a model may store buffers computed here, and training
+        # cannot use inference tensors.
         self._keep([place for place, row in enumerate(self.rows) if not row.gone])
         if stale:
             self._left.clear()
@@ -128,8 +130,8 @@ class RowBatch(Generic[RowT]):
         return logits
 
     def _prefix(self, row: RowT) -> Cache:
-        """Set `row.cached` to the number of ids at the start of the prompt whose keys and values were kept, and return
-        these keys and values. The last id is always computed, because its logits are needed for sampling."""
+        """Return the stored keys and values of the longest known prefix of the row's ids, and set `row.cached` to the
+        length of this prefix. The prefix never includes the last id, because its logits are needed for sampling."""
         limit = len(row.ids) - 1
         asked = np.asarray(row.ids[:limit])
         best: Cache = []
@@ -142,7 +144,8 @@ class RowBatch(Generic[RowT]):
         return [(keys[:, :, : row.cached], values[:, :, : row.cached]) for keys, values in best]
 
     def _keep(self, places: list[int]) -> None:
-        """Drop all rows except `places`, and the columns that are padding in every remaining row."""
+        """Remove all rows except those at the indexes `places`, and the columns that are padding in every remaining
+        row. Stores the keys and values of the removed rows."""
         if len(places) == len(self.rows):
             return
         if self._left.maxlen:
@@ -162,7 +165,7 @@ class RowBatch(Generic[RowT]):
 
 
 def _positions(mask: Tensor, tokens: int) -> Tensor:
-    """Return the positions of the last `tokens` columns; 0 for padding at the start."""
+    """Return the position of each token in its row, for the last `tokens` columns. Padding has position 0."""
     return (mask.cumsum(dim=1) - 1).clamp_min(0)[:, -tokens:]
 
 

@@ -1,6 +1,6 @@
 """The embedded engine: a small model served inside this process, for demos, tests and laptops.
 
-The module is a `FunctionEngine` over a `SamplerThread`, and imports torch only when the engine starts.
+`EmbeddedEngine` is a `FunctionEngine` over a `SamplerThread`. The module imports torch only when the engine starts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class EmbeddedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The embedded engine's options. `slots` sequences run at once. `context_tokens` defaults to the context that the
-    model was made for. `threads` is the number of torch's threads; more than one rarely helps a model of this size."""
+    """The embedded engine's options. At most `slots` sequences run at once. `context_tokens` defaults to the model's
+    maximum context. `threads` is the number of torch's threads; more than one rarely helps a model of this size."""
 
     slots: Annotated[int, msgspec.Meta(ge=1)] = 32
     context_tokens: Annotated[int, msgspec.Meta(ge=2)] | None = None
@@ -36,8 +36,9 @@ class EmbeddedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class EmbeddedEngine(FunctionEngine):
     """Serves the model in the folder `options.model` (Hugging Face layout: config.json, *.safetensors, tokenizer.json).
 
-    Raises EngineUnavailable if torch is not installed, InvalidField for wrong options. `start` raises ModelMismatch or
-    EngineRejected for a folder that it cannot serve.
+    Raises EngineUnavailable if torch or safetensors is not installed, and InvalidField for wrong options. `start`
+    raises EngineUnavailable if the folder has no config.json, and ModelMismatch or EngineRejected if the model in the
+    folder cannot be served.
     """
 
     capabilities = frozenset({Capability.VERSIONED_CACHE})
@@ -79,8 +80,8 @@ class EmbeddedEngine(FunctionEngine):
             await asyncio.to_thread(self._thread.__exit__, None, None, None)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. "finish" returns when all generations have ended, "abort" when they were ended with their
-        tokens so far, "keep" when they are frozen."""
+        """Stop generating. With "finish" the method returns when all generations have ended. "abort" ends all
+        generations with their tokens so far, and "keep" freezes all generations until `resume`."""
         self._running().freeze(mode == "keep")
         await super().pause(mode)
 
@@ -89,11 +90,11 @@ class EmbeddedEngine(FunctionEngine):
         await super().resume()
 
     async def update_weights(self, weights: str | Path | Mapping[str, Any], version: int) -> None:
-        """Serve other weights, and mark every token from the next one on with policy `version`.
+        """Serve other weights, and mark every token sampled from now on with the policy version `version`.
 
         `weights` is a safetensors file, a folder of such files, or a mapping of published (Hugging Face) names to
         tensors, and must have every tensor of the model. The keys and values of running generations are computed again.
-        Raises EngineRejected, with nothing changed.
+        Raises EngineRejected, in which case the old weights stay in use.
         """
         thread = self._running()
 
@@ -109,7 +110,8 @@ class EmbeddedEngine(FunctionEngine):
         await asyncio.to_thread(update)
 
     def _load(self) -> SamplerThread:
-        """Load the model. Blocks."""
+        """Load the model and make its sampler thread, which is not started. Blocks, so call this in a thread. Raises
+        InvalidField if `context_tokens` exceeds the model's context."""
         from outrider.engines.embedded.batch import RowBatch
         from outrider.engines.embedded.sampler_thread import QueuedRow, SamplerThread
         from outrider.engines.embedded.sequence import RequestChecker

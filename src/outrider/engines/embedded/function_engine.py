@@ -1,4 +1,4 @@
-"""Makes an `Engine` of one generate function, and adds pausing, aborting and policy versions.
+"""Makes an `Engine` from one generate function, and adds pausing, aborting and policy versions.
 
 Invariant: every token is marked with the version named by its chunk or, for a chunk without versions, with the version
 set when the chunk arrived.
@@ -21,17 +21,18 @@ from outrider.errors import EngineMisbehaved, EngineUnavailable
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 Generate = Callable[[GenerateRequest], AsyncIterator[Chunk] | Awaitable[Chunk]]
-"""The function called for each generation: an async generator of chunks, or a coroutine function that returns the whole
-response."""
+"""The function called for each generation: an async generator function that yields chunks, or a coroutine function that
+returns the whole output as one chunk."""
 
 
 class FunctionEngine:
-    """`Engine`, `SetsVersion` and `TakesConstraints` over `generate`; `TokenizesText` if `tokenize` is given.
+    """Implements `Engine`, `SetsVersion`, `TakesConstraints` and `TokenizesText` over `generate`. Without `tokenize`,
+    `token_check` returns None.
 
     A last chunk without versions gets the versions that were set (`set_version`, or the attribute `version`) while the
-    tokens arrived. Any other chunk may name the versions of its own tokens, as spans of the whole output: the tokens of
-    a chunk from a queue were sampled earlier. `healthy` returns a description of a fault, or "" if there is none.
-    `changed` is called after the version was set.
+    tokens arrived. An earlier chunk may name the versions of its own tokens, as spans over the whole output, because
+    the version may have changed while the chunk waited in a queue. `healthy` returns a description of a fault, or "" if
+    there is none. `changed` is called after each new version.
     """
 
     mode = TokenMode.TOKENS
@@ -65,7 +66,7 @@ class FunctionEngine:
         self._aborts = 0
         self._changed = Broadcast()
         self._steps: set[asyncio.Timeout] = set()
-        """The generations whose function is running, each as the timeout that aborts it."""
+        """For each generation whose generate function is running: the timeout that aborts the generation."""
 
     @property
     def version(self) -> int:
@@ -77,10 +78,10 @@ class FunctionEngine:
         self._changed_version()
 
     async def start(self) -> None:
-        """Do nothing: there is nothing to open."""
+        """Do nothing, because a function has no resources to open."""
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because a function has no resources to close."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         spans: list[VersionSpan] = []
@@ -110,7 +111,7 @@ class FunctionEngine:
     async def health(self) -> EngineHealth:
         try:
             trouble = "" if self._healthy is None else await self._healthy()
-        except Exception as error:  # `healthy` may raise any error; a health report never raises
+        except Exception as error:  # `healthy` may raise any error, and `health` must not raise
             trouble = f"{type(error).__name__}: {error}"
         return EngineHealth(
             ok=not trouble,
@@ -121,8 +122,8 @@ class FunctionEngine:
         )
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause generations. When this method has returned, the generate function is not running. The exception is the
-        mode "keep": the current step of each generation continues, and its chunk is passed on after `resume`."""
+        """Pause generations. With "finish" and "abort", the generate function is not running when this method returns.
+        With "keep", the current step of each generation continues, and its chunk is yielded after `resume`."""
         self._gate.close()
         if mode == "finish":
             await self._gate.drained()
@@ -171,7 +172,8 @@ class FunctionEngine:
                 await stream.aclose()
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], aborts: int) -> Chunk:
-        """Return the next chunk, or an empty last chunk when the generation is aborted first."""
+        """Return the next chunk, or an empty last chunk with the finish ABORT if the generation is aborted first.
+        Raises EngineUnavailable if the function ends early, EngineMisbehaved if it yields anything but a `Chunk`."""
         aborted = Chunk(ids=[], logprobs=[], finish=FinishReason.ABORT)
         if self._aborts != aborts:
             return aborted

@@ -1,8 +1,8 @@
 """A decoder-only transformer of the Llama family (Llama, Qwen2), in plain torch.
 
-The model is independent of requests: attention is a callable given to `hidden`, so that the same module serves (over a
-cache) and trains (over the sequence itself). Invariant: parameters are float32,
-with query, key and value fused into one matrix, and gate and up into another.
+The model is independent of requests: attention is a callable given to `hidden`, so the same module serves (with
+attention over a cache) and trains (with attention over the whole sequence). Invariant: parameters are float32, query,
+key and value are fused into one matrix, and gate and up into another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FAMILIES = ("llama", "qwen2")
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of a model, from its config.json. `context` is the longest sequence in tokens that the model was made
-    for."""
+    """The sizes of a model, from its config.json. `context` is the length in tokens of the longest sequence that the
+    model supports."""
 
     vocab: int
     hidden: int
@@ -76,17 +76,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attend(Protocol):
-    """Attention of one layer: query (batch, heads, tokens, dim), key and value (batch, kv heads, tokens, dim), all of
-    the new tokens only. The result has query's shape."""
+    """Attention of one layer. The shape of query is (batch, heads, tokens, dim), and of key and value (batch, kv heads,
+    tokens, dim). All three hold only the new tokens. The result has query's shape."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Grouped-query attention that copies no keys: the heads that share a key are rows of one matrix.
+    """Compute grouped-query attention without copying keys: the heads that share a key are rows of one matrix.
 
-    query (batch, heads, tokens, dim), key and value (batch, kv heads, length, dim), mask None or boolean of shape
-    (batch or 1, 1, heads / kv heads * tokens, length) from `grouped_mask`, True where allowed.
+    The shape of query is (batch, heads, tokens, dim), and of key and value (batch, kv heads, length, dim). mask is
+    None, or a boolean tensor from `grouped_mask` of shape (batch or 1, 1, heads / kv heads * tokens, length) that is
+    True where attention is allowed.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
@@ -95,7 +96,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 def grouped_mask(mask: Tensor, group: int) -> Tensor:
-    """Tile a (batch, tokens, length) mask for `group` heads per key."""
+    """Repeat a mask of shape (batch, tokens, length) for the `group` query heads of each key head. Returns the shape
+    (batch, 1, group * tokens, length), as `attention` needs it."""
     return mask[:, None].repeat(1, 1, group, 1)
 
 
@@ -111,14 +113,15 @@ class CausalAttention:
 
 
 class CachedAttention:
-    """Attention of new tokens over the keys and values of `cache`, which afterwards holds those of the new tokens, too.
-    `mask` (rows, columns) is 0 for padding."""
+    """Attention of new tokens over cached tokens and themselves. The attribute `cache` is a copy of the argument, to
+    which each call adds the keys and values of the new tokens. `mask`, of shape (rows, columns), is 0 for padding."""
 
     def __init__(self, shape: ModelShape, mask: Tensor, tokens: int, cache: list[tuple[Tensor, Tensor]]) -> None:
         self.cache = list(cache)
         columns = mask.shape[1]
         own = torch.arange(columns) - torch.arange(columns - tokens, columns)[:, None]
-        allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)  # padding attends to itself: an empty row gives NaN
+        # Padding attends to itself, because the softmax of a row without allowed columns is NaN.
+        allowed = (mask[:, None].bool() & (own < 0)) | (own == 0)
         self._mask = grouped_mask(allowed, shape.heads // shape.kv_heads)
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -165,7 +168,7 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch is not type-checked
 
 
 class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
-    """The model. Its weights are uninitialised until they are loaded (weights.py) or initialised by a trainer."""
+    """The whole model. Its weights are arbitrary until they are loaded (weights.py) or initialised by a trainer."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -181,8 +184,8 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         self.cos, self.sin = angles.cos(), angles.sin()
 
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the final states (batch, tokens, hidden) of `ids` (batch, tokens) at `positions` (batch or 1,
-        tokens)."""
+        """Return the hidden states after the last layer and norm, of shape (batch, tokens, hidden). The shape of `ids`
+        is (batch, tokens), and of `positions` (batch or 1, tokens)."""
         x = self.embed(ids)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for index, layer in enumerate(self.layers):
@@ -190,13 +193,13 @@ class Llama(nn.Module):  # type: ignore[misc]  # torch is not type-checked
         return functional.rms_norm(x, (self.shape.hidden,), self.norm, self.shape.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (..., vocab) of final states (..., hidden)."""
+        """Return the logits, of shape (..., vocab), for the result of `hidden`, of shape (..., hidden)."""
         weight = self.embed.weight if self.head is None else self.head.weight
         return functional.linear(hidden, weight)
 
     def extend(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """See `batch.Forward`."""
+        """Compute the logits of the next tokens over a cache, as specified by `batch.Forward`."""
         attend = CachedAttention(self.shape, mask, ids.shape[1], cache)
         return self.logits(self.hidden(ids, positions, attend)[:, -1]), attend.cache

@@ -1,7 +1,7 @@
 """Samples one token for each sequence from its logits, with the sequence's own parameters and random numbers.
 
-Invariant: the reported log-probability is computed from the raw logits (log-softmax before penalties, bias, temperature
-and truncation), whatever distribution the token was drawn from.
+Invariant: the reported log-probability is always the log-softmax of the raw logits, before penalties, bias, temperature
+and truncation, although these change the distribution from which the token is drawn.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 
 class SamplingState:
-    """One sequence's sampling parameters, its random numbers, and counts of earlier tokens for the penalties. The
-    same seed gives the same tokens again."""
+    """One sequence's sampling parameters, its random numbers, and its counts of earlier tokens for the penalties. The
+    same seed gives the same random numbers."""
 
     def __init__(self, params: SamplingParams, *, prompt: Iterable[int] = ()) -> None:
         self.params = params
@@ -39,12 +39,13 @@ class SamplingState:
             self._generator.manual_seed(params.seed)
 
     def accept(self, token: int) -> None:
-        """Record the token that was sampled."""
+        """Count a sampled token for the penalties and the minimum length."""
         if self.params.altered:
             self._output[token] += 1
 
     def alter(self, logits: Tensor) -> None:
-        """Change one row of logits (vocab,) in place: bias, penalties (as vLLM applies them), then forbidden tokens."""
+        """Change one row of logits, of shape (vocab,), in place: add the bias, apply the penalties as vLLM does, and
+        forbid stop tokens before the minimum length."""
         params, penalty = self.params, self.params.repetition_penalty
         for token, bias in params.logit_bias.items():
             logits[token] += bias
@@ -57,18 +58,18 @@ class SamplingState:
             logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         if self._output.total() < params.min_tokens:
             stops = {token for token in params.stop_token_ids if token < len(logits)}
-            if len(stops) < len(logits):  # one token must stay possible
+            if len(stops) < len(logits):  # if every token is a stop token, one of them must be sampled
                 logits[list(stops)] = -torch.inf
 
     def uniform(self) -> float:
-        """Return the next random number in [0, 1). Greedy sampling consumes none."""
+        """Return the next random number in [0, 1). With temperature 0, returns 0 and consumes no random number."""
         if self.params.temperature == 0:
             return 0.0
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raise EngineRejected, with the parameter's name, if a sampling parameter is out of range."""
+    """Check that all sampling parameters are in range. Raises EngineRejected with the name of a wrong parameter."""
     legal = {
         "max_tokens": params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
@@ -88,10 +89,10 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-    """Sample one token for each row of `logits` (sequences, vocab), float32. Temperature 0 takes the likeliest token.
+    """Sample one token for each row of `logits`, float32 of shape (sequences, vocab). With temperature 0 the likeliest
+    token is chosen.
 
-    The method is inverse transform sampling in float64, with one uniform number per row, whatever the size of the
-    vocabulary.
+    The method is inverse transform sampling in float64. It consumes one uniform random number per row.
     """
     raw = logits.log_softmax(dim=-1)
     altered_rows = [row for row, state in enumerate(states) if state.params.altered]
@@ -102,15 +103,15 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     chosen = logits.argmax(dim=-1)
     if any(state.params.temperature != 0 for state in states):
         temperatures = _column([state.params.temperature for state in states])
-        # Rows of temperature 0 keep the likeliest token below. The bound on the temperature only keeps their division
-        # finite.
+        # For rows with temperature 0 the likeliest token is chosen below. The lower bound of the temperature only
+        # avoids a division by zero in these rows.
         weights = (logits.double() / temperatures.clamp_min(1e-6)).softmax(dim=-1)
         if any(state.params.top_k > 0 or state.params.top_p < 1 or state.params.min_p > 0 for state in states):
             weights = _truncate(weights, [state.params for state in states])
         cumulative = weights.cumsum(dim=-1)
         uniform = _column([state.uniform() for state in states]) * cumulative[:, -1:]
         drawn = torch.searchsorted(cumulative, uniform, right=True)[:, 0]
-        # By rounding, a number can lie on the upper edge of the last token, and so be past every token.
+        # After rounding, a random number can equal the last cumulative sum, and `drawn` is then past the last token.
         fallback = (temperatures[:, 0] == 0) | (drawn >= logits.shape[-1])
         chosen = torch.where(fallback, chosen, drawn)
     logprobs = raw.gather(1, chosen[:, None])[:, 0].tolist()
@@ -118,7 +119,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
 
 
 def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Set to zero the weights cut off by min_p, then top_k, then top_p. The likeliest token always stays."""
+    """Return the weights, set to zero for tokens excluded by min_p, top_k or top_p. top_p is applied to the tokens that
+    remain after the other two. The likeliest token always remains."""
     vocab = weights.shape[-1]
     ordered, tokens = weights.sort(dim=-1, descending=True, stable=True)
     min_p = _column([each.min_p for each in params])
@@ -127,7 +129,7 @@ def _truncate(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     keep = (ordered >= min_p * ordered[:, :1]) & (torch.arange(vocab) < top_k[:, None])
     kept = ordered * keep
     before = kept.cumsum(dim=-1) - kept
-    # top_p of 1 keeps every token: rounding in the cumulative sum must not cut off the tail.
+    # top_p 1 is tested separately, because rounding in the cumulative sum could otherwise cut off unlikely tokens.
     kept = kept * ((before < top_p * kept.sum(dim=-1, keepdim=True)) | (top_p == 1))
     return torch.zeros_like(weights).scatter(1, tokens, kept)
 

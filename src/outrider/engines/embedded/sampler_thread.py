@@ -1,6 +1,6 @@
-"""The thread that samples from a model, while its owner may take the model for other work in between two steps.
+"""The thread that samples from a model. Between two steps, other threads may lock the model for other work.
 
-Invariant: the model computes either for the sampler or for the holder of its weights, never for both at once.
+Invariant: the model is used either by the sampler or by the thread that holds the weights, never by both at once.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from outrider.engines.embedded.sequence import RequestChecker
 from outrider.errors import EngineUnavailable
 
 MAX_WAITING = 4096
-"""Maximum generations running or waiting. Further generations are refused with EngineUnavailable, which callers
-retry."""
+"""Maximum number of generations, running or waiting. A further generation is refused with EngineUnavailable, and the
+caller retries it."""
 
 
 class QueuedRow(Row):
-    """A row with the queue of its chunks on the event loop."""
+    """A row with a queue of its chunks. The sampler thread writes to the queue, and a task of the event loop reads the
+    chunks."""
 
     def __init__(self, checker: RequestChecker, request: GenerateRequest) -> None:
         super().__init__(checker.check(request))
         self._loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # bounded by max_tokens
+        self.queue: asyncio.Queue[Chunk | EngineUnavailable] = asyncio.Queue()  # its size is limited by max_tokens
 
     def give(self, item: Chunk | EngineUnavailable) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no consumer is left
+        with contextlib.suppress(RuntimeError):  # raised if the loop is closed, when no consumer is left
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
 class SamplerThread:
-    """Samples up to `rows` generations of `batch` at once, between `__enter__` and `__exit__`. The versions are those
-    of `engine`, whose generate function is `generate`. `threads` is the number of torch's threads, None for torch's own
-    number."""
+    """Samples up to `rows` generations of `batch` at once, between `__enter__` and `__exit__`. The generate function of
+    `engine` must be `generate`, and tokens are marked with the version of `engine`. `threads` is the number of torch's
+    threads, None for torch's default."""
 
     def __init__(
         self,
@@ -55,14 +56,14 @@ class SamplerThread:
     ) -> None:
         self.checker = checker
         self.end: str | None = None
-        """Why the thread has ended, None before."""
+        """The reason why the thread has ended, None while the thread runs."""
         self._engine = engine
         self._batch = batch
         self._slots = rows
         self._threads = threads
         self._waiting: deque[QueuedRow] = deque()
         self._new: list[QueuedRow] = []
-        """The generations that the current step adds to the batch."""
+        """The generations that the current or latest step adds to the batch."""
         self._count = 0
         self._state = threading.Condition()
         """Guards `_waiting`, `_new`, `_count` and the attributes below, except `_thread`."""
@@ -70,13 +71,13 @@ class SamplerThread:
         self._frozen = False
         self._wanted = 0
         self._owed = False
-        """True if the sampler gets the model next, if it has work. A trainer that enters one `weights` block after
-        another must not starve the sampler."""
+        """True if the sampler must run a step before the next `weights` block, unless the sampler has no work. Without
+        this rule, a trainer that enters one `weights` block after another would starve the sampler."""
         self._holder: int | None = None
         self._stale = False
         self._stepped = engine.version
         self._closed = False
-        # A daemon, because a step cannot be interrupted and must not keep the process from ending.
+        # The thread is a daemon, so that a step, which cannot be interrupted, does not delay the exit of the process.
         self._thread = threading.Thread(target=self._run, name=engine.name, daemon=True)
 
     def __enter__(self) -> Self:
@@ -93,8 +94,9 @@ class SamplerThread:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Hold the model exclusively inside the block, which begins between two steps. Between two blocks the sampler
-        gets at least one step, if it has work."""
+        """Hold the model exclusively inside the block. The block begins between two steps of the sampler. Between two
+        blocks the sampler runs at least one step, if it has work. Raises RuntimeError inside another block of the same
+        thread."""
         with self._state:
             if self._holder == threading.get_ident():
                 raise RuntimeError("this thread has the weights already")
@@ -111,18 +113,18 @@ class SamplerThread:
                 self._state.notify_all()
 
     def weights_changed(self) -> None:
-        """Have all keys and values computed again, before the next token is sampled."""
+        """Let the next step compute all keys and values again before it samples a token."""
         with self._state:
             self._stale = True
 
     def freeze(self, frozen: bool) -> None:
-        """If `frozen`, begin no further step; otherwise go on sampling."""
+        """Stop sampling after the current step if `frozen` is True, otherwise resume sampling."""
         with self._state:
             self._frozen = frozen
             self._state.notify_all()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """See `Engine.generate`."""
+        """Run one generation and yield its chunks, as specified by `Engine.generate`."""
         row = QueuedRow(self.checker, request)
         with self._state:
             if self.end is not None:
@@ -152,7 +154,7 @@ class SamplerThread:
                 torch.set_num_threads(self._threads)
             while self._step():
                 """Each step samples one token for each running generation."""
-        except Exception as error:  # waiting generations must receive any error of the model
+        except Exception as error:  # the model may raise any error, which waiting generations must receive
             end = f"the model failed: {type(error).__name__}: {error}"
         with self._state:
             self.end = end
@@ -163,7 +165,7 @@ class SamplerThread:
             row.give(EngineUnavailable(end))
 
     def _step(self) -> bool:
-        """Wait for work, and run one step of sampling. Returns False, without a step, once the sampler is closed."""
+        """Wait for work, and run one step of sampling. If the sampler is closed, runs no step and returns False."""
         with self._state:
             self._state.wait_for(self._may_step)
             if self._closed:

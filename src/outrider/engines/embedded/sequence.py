@@ -1,7 +1,7 @@
 """One sequence that the batch generates: its sampling state, its stop conditions, and the check of its request.
 
-Invariant: a TokenSequence exists only for a request that fits: the ids are in the vocabulary, the prompt leaves room
-for a token, the sampling parameters are in range.
+Invariant: a TokenSequence exists only for a valid request: all ids are in the vocabulary, the prompt is shorter than
+the context, and the sampling parameters are in range.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from outrider.trajectory import FinishReason, Ids, VersionSpan
 
 
 class SequenceStop(msgspec.Struct, frozen=True):
-    """The end of a sequence. `match` is the stop id or stop string, None for every other reason."""
+    """The end of a sequence. `match` is the stop token id or stop string that ended the sequence, None if the token
+    limit ended it."""
 
     reason: FinishReason
     match: int | str | None = None
 
 
 class StopChecker:
-    """Looks for a stop id, a stop string or the token limit in one output.
+    """Checks each token of one output for the end of the output: a stop id, a stop string or the token limit.
 
-    `limit` is the maximum number of output tokens. `text` decodes the output and is needed only for stop strings. The
+    `limit` is the maximum number of output tokens. `text` decodes the output, and is None without stop strings. The
     token that completes a match is part of the output.
     """
 
@@ -39,7 +40,7 @@ class StopChecker:
         self._keep = max((len(string) for string in params.stop), default=1) - 1
 
     def push(self, token: int) -> SequenceStop | None:
-        """Take the next token. Returns the stop if this token ends the output."""
+        """Check the next token. Returns the stop if this token ends the output, otherwise None."""
         self._left -= 1
         if token in self._ids:
             return SequenceStop(FinishReason.STOP, token)
@@ -48,8 +49,8 @@ class StopChecker:
             found = [(at, string) for string in self._strings if (at := seen.find(string)) >= 0]
             if found:
                 return SequenceStop(FinishReason.STOP, min(found, key=lambda match: match[0])[1])
-            # A stop string may span several tokens, so the tail kept has one character less than the longest stop
-            # string.
+            # A stop string may span several tokens, so the end of the text is stored: one character less than the
+            # longest stop string.
             self._tail = seen[-self._keep :] if self._keep else ""
         return SequenceStop(FinishReason.LENGTH) if self._left == 0 else None
 
@@ -64,7 +65,8 @@ class TokenSequence:
         self._versions: list[int] = []
 
     def accept(self, sampled: SampledToken, version: int) -> SequenceStop | None:
-        """Take the next token, sampled under policy `version`. Returns the stop if this token ends the sequence."""
+        """Add a token sampled under policy version `version`. Returns the stop if this token ends the sequence,
+        otherwise None."""
         self._versions.append(version)
         self.sampling.accept(sampled.token)
         return self._stops.push(sampled.token)
@@ -81,9 +83,10 @@ class TokenSequence:
 
 
 class RequestChecker:
-    """Turns a request that fits the model into a sequence, and refuses every other request.
+    """Turns a request into a sequence, and refuses requests that the model cannot serve.
 
-    `vocab` is the number of logits, `context` the longest sequence in tokens. Stop strings need a tokenizer.
+    `vocab` is the number of logits, `context` the maximum length of a sequence in tokens. Requests with stop strings
+    are refused if `tokenizer` is None.
     """
 
     def __init__(self, *, vocab: int, context: int, tokenizer: Tokenizer | None) -> None:
@@ -97,8 +100,8 @@ class RequestChecker:
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def check(self, request: GenerateRequest) -> TokenSequence:
-        """Make the sequence for a request. The output ends at the latest where the context ends. Raises
-        ContextOverflow or EngineRejected."""
+        """Make the sequence for a request. Prompt and output together are limited to the context. Raises
+        ContextOverflow if the prompt fills the context, and EngineRejected for any other invalid request."""
         sampling = request.sampling
         check_sampling(sampling)
         if sampling.constraint is not None:

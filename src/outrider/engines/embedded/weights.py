@@ -1,6 +1,7 @@
-"""Weights: maps Hugging Face's tensor names to the fused parameters of model.py; reads, updates and exports them.
+"""Reads, updates and exports the model's weights. Maps Hugging Face's tensor names to the fused parameters of model.py.
 
-Invariant: an update checks every tensor before it changes any parameter, so it is applied whole or not at all.
+Invariant: an update checks every tensor before it changes any parameter, so an update is applied completely or not at
+all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ StateDict = Mapping[str, Tensor]
 
 
 class FusedSlice(msgspec.Struct, frozen=True):
-    """The published tensor `name` is rows [start, start + rows) of `parameter`."""
+    """The location of a published tensor: the tensor `name` is rows [start, start + rows) of the model's parameter
+    `parameter`."""
 
     name: str
     parameter: str
@@ -32,7 +34,7 @@ class FusedSlice(msgspec.Struct, frozen=True):
 
 
 def fused_slices(shape: ModelShape) -> Iterator[FusedSlice]:
-    """Yield every published tensor of a model of this shape, with its location."""
+    """Yield the location of every published tensor of a model of this shape."""
     yield FusedSlice("model.embed_tokens.weight", "embed.weight", 0, shape.vocab)
     yield FusedSlice("model.norm.weight", "norm", 0, shape.hidden)
     if not shape.tied:
@@ -67,7 +69,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a safetensors file, or of every such file in a folder. Raises EngineRejected."""
+    """Return all tensors of a safetensors file, or of every such file in a folder. Raises EngineRejected if there is no
+    such file, or if a file is unreadable."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise EngineRejected(f"no *.safetensors in {path}")
@@ -83,7 +86,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def apply_weights(model: Llama, state: StateDict) -> None:
     """Copy published tensors into the model's parameters, converting to float32.
 
-    Raises EngineRejected, with nothing changed, if a tensor is missing, of another shape, or not finite.
+    Raises EngineRejected if a tensor is missing, of another shape, or not finite; no parameter is changed then.
     """
     targets = {part.name: _target(model, part) for part in fused_slices(model.shape)}
     for name, target in targets.items():

@@ -1,4 +1,4 @@
-"""The HTTP client for engine servers: connections, server-sent events, and the meaning of refusals.
+"""The HTTP client for engine servers: connections, server-sent events, and the translation of error responses.
 
-The protocols of the servers do not belong here: see `engines.adapters`.
+The servers' own protocols are in `engines.adapters`.
 """

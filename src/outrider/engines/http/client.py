@@ -1,7 +1,7 @@
-"""The HTTP client for every engine server: sends JSON, reads JSON or server-sent events, and retries generations that
+"""The HTTP client for all engine servers: sends JSON, reads JSON or server-sent events, and retries generations that
 have not begun.
 
-Invariant: no request is sent again once the first event of its response was read.
+Invariant: once the first event of a response was read, the request is not sent again.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ CONNECTION_ERRORS = (OSError, TimeoutError)
 CONTROL_SECONDS = 30.0
 MAX_ERROR_BODY = 64 << 10
 MAX_ANSWER = 8 << 20
-"""Maximum bytes of a response that is no stream, and of one event of a stream. SGLang's events hold a whole reply; a
-reply of 200,000 tokens fits."""
+"""Maximum size in bytes of a response that is not a stream, and of one event of a stream. An event of SGLang may hold a
+whole reply: the limit allows a reply of 200,000 tokens."""
 DONE = b"[DONE]"
 
 
 DEFAULT_RETRY = RetryPolicy(first=0.2, longest=10.0, attempts=4)
-"""The retries of a generation that has not begun. A server's Retry-After replaces the wait, up to `longest`."""
+"""The default retry policy for generations that have not begun. A server's Retry-After, limited to `longest` seconds,
+replaces the policy's own wait."""
 
 
 class WasCut(Exception):
-    """An exchange was ended by its `Cut`, before its response began."""
+    """Raised by an exchange that its `Cut` has ended before the response began."""
 
 
 class Cut:
-    """Lets another task end an exchange whose response has not begun, also between two attempts."""
+    """Lets another task end an exchange whose response has not begun, even while the exchange waits for a retry."""
 
     def __init__(self) -> None:
         self.begun = False
-        """Set by the client when the first event has arrived."""
+        """True once the first event has arrived. Set by the client."""
         self._made = asyncio.Event()
         self._response: Response | None = None
 
@@ -63,7 +64,7 @@ class Cut:
         self._response = response
 
     async def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or once `now` has taken effect."""
+        """Wait for `seconds`, or until `now` takes effect."""
         await wait_for_event(self._made, seconds)
 
 
@@ -97,16 +98,17 @@ class HttpClient:
             connections.close()
 
     async def check(self, path: str) -> None:
-        """GET the path once, and accept any body: to a health check routers reply "OK", and servers nothing."""
+        """GET the path once, and accept any body, because routers reply "OK" to a health check and servers reply
+        nothing."""
         await self._call("GET", path, (), CONTROL_SECONDS)
 
     async def get(self, path: str) -> Any:
-        """Return the JSON response to a GET (None for an empty response), tried once."""
+        """Send a GET without retries. Returns the response's JSON value, None for an empty response."""
         return self._parsed(path, await self._call("GET", path, (), CONTROL_SECONDS))
 
     async def post(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> Any:
-        """Return the JSON response to a POST (None for an empty response), tried once; `seconds` None waits for
-        ever."""
+        """Send a POST without retries. Returns the response's JSON value, None for an empty response. `seconds` is the
+        time limit, None for no limit."""
         return self._parsed(path, await self._call("POST", path, () if body is None else (encode(body),), seconds))
 
     async def events(
@@ -120,8 +122,8 @@ class HttpClient:
         `[DONE]` or the end of the response. Each list holds the payloads of one read and is never empty.
 
         Connection failures and transient statuses are retried until the first payload has arrived. Closing the
-        generator closes the connection, which aborts the work upstream. Before the first payload, `cut` closes the
-        connection, too, and this method then raises WasCut.
+        generator closes the connection, so the server aborts its work. Before the first payload, `cut.now` also closes
+        the connection, and this method raises WasCut.
         """
         cut = cut or Cut()
         attempts = self._retry.attempts or 1
@@ -197,8 +199,8 @@ class HttpClient:
 
 
 async def _read_rest(response: Response) -> None:
-    """Read the few bytes after `[DONE]`, because a connection can be used again only if its response was read to the
-    end. If the end does not arrive within a second, only the connection is lost."""
+    """Read the few bytes after `[DONE]`, because a connection can be reused only if its response was read to the end.
+    If the end does not arrive within a second, the connection is not reused, and no error is raised."""
     if response.complete:
         return
     with suppress(*CONNECTION_ERRORS):

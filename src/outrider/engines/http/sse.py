@@ -1,7 +1,7 @@
-"""Reads server-sent events incrementally: accepts bytes as they arrive and returns `data:` payloads.
+"""Reads server-sent events incrementally: accepts bytes as they arrive, and returns the `data:` payloads.
 
-Event names, ids and comments are dropped: no supported engine uses them. Invariant: the payloads do not depend on where
-the bytes were cut.
+Event names, ids and comments are dropped, because no supported engine uses them. Invariant: the payloads do not depend
+on how the stream is divided into chunks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 class SseReader:
     """The parser of one `text/event-stream` response.
 
-    Lines may end in LF, CRLF or CR. Several data lines of one event are joined by a newline. An event that the stream's
-    end cuts off is dropped, as the HTML standard requires (section 9.2.6).
+    Lines may end in LF, CRLF or CR. Several data lines of one event are joined by a newline. An incomplete event at the
+    end of the stream is dropped, as the HTML standard requires (section 9.2.6).
     """
 
     def __init__(self) -> None:
@@ -22,8 +22,8 @@ class SseReader:
     def feed(self, chunk: bytes) -> list[bytes]:
         """Return the payloads of the events that this chunk completes."""
         if chunk.startswith(b"data: ") and chunk.endswith(b"\n\n") and not (self._partial or self._data):
-            # A chunk of whole events of one line each, as engines write them, only needs to be split. This takes half
-            # the time of the general way below, which also handles line breaks in a payload.
+            # Engines usually send whole events of one line each. Splitting such a chunk takes half the time of the
+            # general parser below, which also handles line breaks in a payload.
             payloads = chunk[6:-2].split(b"\n\ndata: ")
             if chunk.count(b"\n") == 2 * len(payloads) and b"\r" not in chunk:
                 self._after_cr = False

@@ -1,8 +1,10 @@
-"""One call on the engines of a pool: chooses an engine, sends the request, checks each chunk, goes on after failures.
+"""Runs one call on the engines of a pool: chooses an engine, sends the request, checks each chunk, and retries after
+failures.
 
-Another engine takes over if the session's engine fails or misbehaves before the first chunk. A generation cut off by a
-pause of the policy, or by the silence of its engine, continues as a new request if possible (`ContinuedGeneration`).
-Invariant: any other generation is started again only if its consumer has received no token.
+Another engine takes over if the session's engine fails or misbehaves before the first chunk. A generation that is cut
+off by a pause of the policy, or because its engine is silent, continues as a new request if possible
+(`ContinuedGeneration`). Invariant: a generation that cannot continue is retried only if its consumer has received no
+token.
 """
 
 from __future__ import annotations
@@ -42,36 +44,37 @@ from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpa
 T = TypeVar("T", bound=Chunk | ChatChunk)
 
 FAILOVERS = 3
-"""A request that fails more often than this is not tried again, because the request itself may be the cause. If engines
-are unavailable, a request may fail as often as there are engines in the pool, if that is more often."""
+"""Maximum retries of a request. After more failures the request itself may be the cause. If engines are unavailable,
+the maximum is the number of engines in the pool, if that number is larger."""
 
 CHARACTERS_PER_TOKEN = 4
-"""A rough conversion of a chat request's characters to tokens, for the engine's load and for the time that the reply
-may take."""
+"""A rough ratio for estimating the tokens of a chat request. The estimate is used for the engine's load and for the
+time that the reply may take."""
 
 
 class PoolReply(Generic[T]):
-    """The checked chunks of one generation, to be closed like a generator (`contextlib.aclosing`)."""
+    """An async iterator over the checked chunks of one generation. The consumer must close it like a generator, with
+    `contextlib.aclosing`."""
 
     def __init__(self, chunks: Callable[[PoolReply[T]], AsyncGenerator[T, None]]) -> None:
         self.serving: ServingEngine | None = None
-        """Set by the pool."""
+        """The engine of the next chunks, set by the pool. None before an engine has been assigned."""
         self.earlier: tuple[VersionSpan, ...] = ()
-        """Set by the pool: the version spans of the tokens that were sampled before the latest cut."""
+        """The version spans of the tokens that were sampled before the latest cut, set by the pool."""
         self._chunks = chunks(self)
 
     @property
     def served(self) -> ServingEngine:
-        """The engine that generates the chunks, known from the first chunk on. The value may change until the last
-        chunk: another engine may take over, and a chat reply that turns out to have no ids gets the mode TEXT. Raises
-        EngineUnavailable before an engine has been assigned."""
+        """The engine that generates the chunks, available from the first chunk on. The value may change until the last
+        chunk, because another engine may take over, and because a chat reply whose last chunk has no ids gets the mode
+        TEXT. Raises EngineUnavailable before an engine has been assigned."""
         if self.serving is None:
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
 
     def serve(self, member: EngineRecord) -> None:
-        """Set the engine of the next chunks (called by the pool). Raises EngineUnavailable if the engine's
-        log-probabilities differ in kind from those of the reply so far."""
+        """Set the engine of the next chunks. Only the pool calls this. Raises EngineUnavailable if the reply so far has
+        log-probabilities of another kind than the engine's."""
         if self.earlier and self.served.logprob_kind is not member.engine.logprob_kind:
             raise EngineUnavailable(
                 f"engine {member.name!r} cannot go on with a reply: its log-probabilities are of another kind",
@@ -80,8 +83,8 @@ class PoolReply(Generic[T]):
         self.serving = serving(member)
 
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
-        """Return the version spans of the first `length` tokens of a reply that was cut short or given up, and so has
-        no last chunk."""
+        """Return the version spans of the first `length` tokens of a reply that has no last chunk, because it was ended
+        early or given up."""
         spans = [span for span in self.earlier if span.end <= length]
         start = spans[-1].end if spans else 0
         if start < length:
@@ -91,7 +94,7 @@ class PoolReply(Generic[T]):
     def __aiter__(self) -> Self:
         return self
 
-    # These two return the generator's own awaitables: a coroutine around each would add a frame per chunk.
+    # `__anext__` and `aclose` return the generator's own awaitables, because a coroutine would add a frame per chunk.
     def __anext__(self) -> Awaitable[T]:
         return self._chunks.__anext__()
 
@@ -100,7 +103,7 @@ class PoolReply(Generic[T]):
 
 
 class EngineCalls:
-    """Makes the calls on the engines in `members`. `EnginePool` describes the other arguments."""
+    """Runs calls on the engines in `members`. `EnginePool` describes the arguments after `silence`."""
 
     def __init__(
         self,
@@ -129,7 +132,8 @@ class EngineCalls:
     async def engine_for(
         self, session_key: str, kinds: tuple[bool, ...], overdue: Overdue | None, avoid: str | None = None
     ) -> EngineRecord:
-        """Return the session's engine (`Placement.pick`). Raises EngineUnavailable if no engine serves in time."""
+        """Return the session's engine (`Placement.pick`), waiting for an engine if none serves. Raises
+        EngineUnavailable if no engine serves within the pool's patience."""
         if (member := self._placement.pick(session_key, kinds, avoid)) is not None:
             return member
         try:
@@ -139,7 +143,7 @@ class EngineCalls:
                         await self._placement.arrivals.next().wait()
                     return member
         except TimeoutError:
-            if self._gate.mode is not None:  # engines may be down for as long as the policy is paused
+            if self._gate.mode is not None:  # time during a pause does not count, because engines may be down then
                 await self._gate_opened(overdue)
                 return await self.engine_for(session_key, kinds, overdue, avoid)
             troubles = "; ".join(f"{known.name}: {known.detail}" for known in self._members.values() if known.detail)
@@ -152,7 +156,7 @@ class EngineCalls:
     async def chunks(
         self, reply: PoolReply[Any], request: AnyRequest, overdue: Overdue | None
     ) -> AsyncGenerator[Chunk | ChatChunk, None]:
-        """Yield the checked chunks of a call. `EnginePool.generate` describes the errors."""
+        """Run a call and yield its checked chunks. `EnginePool.generate` describes the errors."""
         clock, gate, placement = asyncio.get_running_loop().time, self._gate, self._placement
         session_key, takes_tokens = request.session_key, isinstance(request, GenerateRequest)
         if isinstance(request, GenerateRequest):
@@ -190,9 +194,9 @@ class EngineCalls:
                             generated += check.take(chunk)
                             begun = True
                             if chunk.finish is not None:
-                                ours = cuts != gate.cuts  # a pause came between: the version may be old
-                                # If somebody else has paused the engine, the request is repeated only if no token would
-                                # be lost.
+                                ours = cuts != gate.cuts  # a pause of this pool: the chunk's version may be old
+                                # If something other than this pool has aborted the generation, the request is repeated
+                                # only if no token is lost.
                                 again = cuttable is not None if ours else not generated and dropped < FAILOVERS
                                 if chunk.finish is FinishReason.ABORT and takes_tokens and again:
                                     dropped += not ours
@@ -222,7 +226,7 @@ class EngineCalls:
                 earlier.cut(cast(TokenCheck, check).ids, cut, version)
             except EngineUnavailable as error:
                 silent = isinstance(error, EngineSilent)
-                if silent:  # the silence watch has marked the engine as failed, unless only this call was lost
+                if silent:  # not marked as failed here: the silence watch does this, unless only this call was lost
                     placement.leave(session_key, member)
                     avoid = member.name
                 else:

@@ -1,8 +1,9 @@
-"""Checks of each request and of each chunk of a reply, and the continuation of a reply that was cut off.
+"""Checks each request and each chunk of a reply, and continues replies that were cut off.
 
-Engines are other people's programs, and their output is stored, trained on and shown to clients. Some servers, such as
-SGLang 0.5.17, exit on an id that their model does not have. Invariants: no part of an impossible chunk is passed on. A
-continued reply has exactly the ids, log-probabilities and version spans from the engines, each at its position.
+Chunks are checked because engines are other people's programs, and their output is stored, trained on and shown to
+clients. Requests are checked because some servers, such as SGLang 0.5.17, exit on an id that their model does not have.
+Invariants: no part of an impossible chunk is passed on. A continued reply has exactly the ids, log-probabilities and
+version spans from the engines, each at its position in the whole reply.
 """
 
 from __future__ import annotations
@@ -20,41 +21,42 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream, Vocabulary
 from outrider.trajectory import FinishReason, VersionSpan
 
 ROUNDING = 1e-3
-"""The largest value above 0 that is accepted as a log-probability. Engines subtract two float32 numbers: a token's
-logit and the log of the sum over all tokens. For a nearly certain token both are equal except for their rounding, which
-is 2.4e-4 at 2,048. An accepted value is recorded as received."""
+"""The largest value that is accepted as a log-probability. Values slightly above 0 are rounding errors: engines
+subtract two float32 numbers, a token's logit and the log of the sum over all tokens. For a nearly certain token the two
+numbers differ only by their rounding, which is 2.4e-4 at 2,048. An accepted value is recorded as received."""
 
 LOWEST = -9999.0
-"""vLLM's substitute for a missing log-probability, for -inf and for NaN. No sampled token can have this value."""
+"""The number that vLLM sends in place of a missing log-probability, -inf and NaN. Log-probabilities of sampled tokens
+must be greater."""
 
 MAX_COUNT = (1 << 31) - 1
-"""The largest count or version that is accepted; sample files store versions as int32."""
+"""The largest accepted count or version, because sample files store versions as int32."""
 
 MAX_QUOTED = 1000
-"""Maximum characters of an engine's own message that an error quotes."""
+"""The maximum number of characters that an error quotes from an engine's own message."""
 
 CHARACTERS_PER_TOKEN = 1024
-"""An upper bound of a token's characters. The longest tokens of common tokenizers have 128."""
+"""An upper bound of a token's length in characters. The longest tokens of common tokenizers have 128 characters."""
 FREE_CHARACTERS = 64 << 10
-"""Characters that any reply may have in addition to `CHARACTERS_PER_TOKEN` for each token."""
+"""The number of characters that a reply may have in addition to `CHARACTERS_PER_TOKEN` for each token."""
 
 MAX_MODEL = 1000
-"""Maximum characters of a model's name, which the status shows."""
+"""Maximum length in characters of a model's name, which is shown in the status."""
 OVERFLOW_SLACK = 64
-"""An engine may refuse a prompt that is up to this many tokens shorter than the context: servers reserve a few
-tokens."""
+"""An engine may refuse prompts that are up to this number of tokens shorter than the context, because servers reserve a
+few tokens."""
 LEAST_CONTEXT = 2048
-"""Tokens assumed for a context of unknown length. No model that agents use has a shorter context."""
+"""The assumed length in tokens of an unknown context. No model that agents use has a shorter context."""
 MESSAGE_TOKENS = 64
-"""An upper bound of the tokens that a chat template adds to a message, or to a tool."""
+"""An upper bound of the number of tokens that a chat template adds to a message or to a tool."""
 MAX_SEED = (1 << 31) - 1
-"""Every engine takes a seed of 31 bits."""
+"""The largest seed of a continued request. Every engine accepts seeds of 31 bits."""
 
 
 def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
-    """Raise InvalidField for a bias or a stop with an id that is no token, and EngineRejected for a prompt with such an
-    id or without ids. The ids of a prompt come from the renderer and the engines; the ids of a bias and of stops may
-    come from an agent."""
+    """Check that a prompt has ids, and that all token ids of a request are in the vocabulary. Raises InvalidField for
+    an id of `logit_bias` or `stop_token_ids`, because an agent may have sent the id. Raises EngineRejected for the
+    prompt, because the renderer and the engines have produced its ids."""
     sampling, end = request.sampling, vocabulary.end
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
         for token in ids:
@@ -73,20 +75,20 @@ def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
 
 
 def max_characters(sampling: SamplingParams) -> int:
-    """Maximum characters of a reply's text."""
+    """Return the maximum length of a reply's text in characters."""
     return FREE_CHARACTERS + CHARACTERS_PER_TOKEN * sampling.max_tokens
 
 
 def overflow_fault(
     engine: str, request: AnyRequest, context: int | None, error: ContextOverflow
 ) -> EngineMisbehaved | None:
-    """Return the error of an engine that refuses a prompt as too long although the prompt fits the model's context;
-    None if the refusal may be right. A prompt that is too long ends the session with a grade, because it is the agent's
-    doing. So the engine's report alone is not accepted.
+    """Return an error if an engine has refused a prompt as too long although the prompt fits the model's context.
+    Returns None if the refusal may be right. The check is needed because a prompt that is too long counts as the
+    agent's fault, and ends the session with a grade.
 
-    `context` is the model's context in tokens: from the settings, else as reported by the engine. The number of a
-    message's tokens is unknown, and its number of bytes is an upper bound, except for an image, which can have any
-    number of tokens.
+    `context` is the model's context in tokens, from the settings or else from the engine's report, None if unknown. The
+    number of bytes of a message is an upper bound of its tokens. Images have no such bound, so a refusal of a request
+    with images is always accepted.
     """
     if isinstance(request, GenerateRequest):
         most = len(request.input_ids)
@@ -153,7 +155,7 @@ class TokenCheck:
 
 
 class ChatCheck:
-    """Checks one reply of text, chunk by chunk, and the ids that its last chunk may report."""
+    """Checks one reply of text, chunk by chunk, and any ids in its last chunk."""
 
     def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
         self._engine = engine
@@ -163,8 +165,8 @@ class ChatCheck:
         self._finished = False
 
     def take(self, chunk: ChatChunk) -> int:
-        """Check the next chunk. Returns the number of tokens of the whole reply for the last chunk (0 if the engine
-        does not report it), and 0 for every other chunk. Raises EngineMisbehaved for an impossible chunk."""
+        """Check the next chunk. For the last chunk, returns the number of tokens of the whole reply, or 0 if the engine
+        does not report this number. For any other chunk, returns 0. Raises EngineMisbehaved for an impossible chunk."""
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         self._characters += len(chunk.text) + len(chunk.reasoning)
@@ -196,13 +198,14 @@ class ChatCheck:
 
 
 def check_of(request: AnyRequest, engine: str, vocabulary: Vocabulary) -> TokenCheck | ChatCheck:
-    """Make the check of the reply to a request."""
+    """Make the check for the reply to a request."""
     kind = TokenCheck if isinstance(request, GenerateRequest) else ChatCheck
     return kind(engine, request.sampling, vocabulary)
 
 
 def check_health(engine: str, health: EngineHealth) -> None:
-    """Check an engine's report about itself. Raises EngineMisbehaved for impossible numbers."""
+    """Check an engine's health report. Raises EngineMisbehaved for an impossible version or context, or for too long a
+    model name."""
     _check_count(engine, "its version", health.version)
     if len(health.model or "") > MAX_MODEL:
         raise EngineMisbehaved(f"engine {engine!r} names a model with {len(health.model or '')} characters")
@@ -211,12 +214,12 @@ def check_health(engine: str, health: EngineHealth) -> None:
 
 
 def mistake_of(engine: str, error: Exception) -> EngineMisbehaved:
-    """The error for an exception that the engine's code raised by mistake."""
+    """Return the error for an exception of the engine's code that is not an OutriderError."""
     return EngineMisbehaved(f"engine {engine!r} raised {type(error).__name__}: {str(error)[:MAX_QUOTED]}")
 
 
 def too_long(engine: str, sampling: SamplingParams) -> EngineMisbehaved:
-    """The error for a reply with more text than `max_characters`."""
+    """Return the error for a reply with more text than `max_characters`."""
     return EngineMisbehaved(f"engine {engine!r} sent more text than {sampling.max_tokens} tokens can have")
 
 
@@ -227,7 +230,7 @@ def _too_many(engine: str, tokens: int, sampling: SamplingParams) -> EngineMisbe
 
 
 def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary: Vocabulary) -> None:
-    alone = len(ids) == len(logprobs) == 1  # a shortcut for a chunk of one token, with the same checks as below
+    alone = len(ids) == len(logprobs) == 1  # a shortcut, because most chunks have one token
     if alone and vocabulary.contains(ids[0]) and LOWEST < logprobs[0] <= ROUNDING:
         return
     if len(ids) != len(logprobs):
@@ -242,8 +245,8 @@ def _check_tokens(engine: str, ids: list[int], logprobs: list[float], vocabulary
             f"engine {engine!r} sampled the id {wrong}, for which the tokenizer has no token",
             hint="if its model is larger than its vocabulary, have it mask the padding; else it serves another model",
         )
-    # Two passes in C replace a loop. A number that is too low makes the sum too low, and any comparison with NaN is
-    # false.
+    # `max` and `sum` are faster than a loop. If no value is too high and the sum is not too low, no value is too low.
+    # Every comparison with NaN is false.
     if not (max(logprobs) <= ROUNDING and sum(logprobs) > LOWEST):
         for value in logprobs:
             if not LOWEST < value <= ROUNDING:
@@ -256,8 +259,8 @@ def _check_prompt(engine: str, ids: list[int]) -> None:
 
 
 def _check_versions(engine: str, versions: Sequence[VersionSpan], tokens: int) -> None:
-    """Check that the spans, if there are any, tile the output, and that their versions are between 0 and
-    `MAX_COUNT`."""
+    """Check that the spans tile the output of `tokens` tokens, and that the versions are from 0 to `MAX_COUNT`. Accepts
+    a reply without spans. Raises EngineMisbehaved."""
     if not versions:
         return
     edge = 0
@@ -279,11 +282,11 @@ def _check_count(engine: str, what: str, count: int | None) -> None:
 
 
 def continuable(sampling: SamplingParams) -> bool:
-    """Return True if an engine can continue a reply from its ids alone, and draws each token from the same distribution
-    as without the cut.
+    """Return True if a new request that ends with the reply's ids can continue the reply, with the same distribution of
+    each token as without the cut.
 
-    An engine applies a constraint from its start, and would do so in the middle of the constrained text. The engine
-    computes presence and frequency penalties only from the tokens that the new request samples.
+    Constraints and penalties prevent a continuation: an engine applies a constraint from the start of the new output,
+    and computes presence and frequency penalties only from the tokens of the new output.
     """
     return sampling.constraint is None and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0
 
@@ -291,9 +294,9 @@ def continuable(sampling: SamplingParams) -> bool:
 class ContinuedGeneration:
     """One generation over several requests. `versions` holds the spans of the tokens sampled before the newest request.
 
-    A new request has the number of tokens that are left, and a seed of its own, so that the engine does not draw the
-    random numbers of the first part again. Stop strings that began before the cut are searched for here. `text` makes a
-    decoder for this search; without a decoder, a stop string that spans a cut is not found.
+    Each new request is for the remaining tokens only, and has its own seed, so that the engine does not repeat the
+    random numbers of the first part. This class searches for stop strings that began before a cut. `text` makes the
+    decoder for this search. If `text` is None, such stop strings are not found.
     """
 
     def __init__(self, request: GenerateRequest, text: Callable[[], TextStream] | None) -> None:
@@ -302,13 +305,13 @@ class ContinuedGeneration:
         self._text = text
         self._sampled: list[int] = []
         self._cuts = 0
-        self._given = 0  # tokens of the newest request
+        self._given = 0  # number of tokens that the newest request has sampled
         self._cached: int | None = None
         self._watch: StopWatch | None = None
 
     def cut(self, ids: Sequence[int], last: Chunk | None, version: int) -> None:
-        """Record that the newest request has sampled `ids` and was cut off, with the engine's `last` chunk if there was
-        one. Without spans in `last`, the tokens have the version `version`."""
+        """Record that the newest request has sampled `ids` and was cut off. `last` is the engine's last chunk, None if
+        the engine sent none. If `last` has no spans, the tokens have the version `version`."""
         self._given = len(ids)
         self.versions = self._joined(last.versions if last else (), version)
         if last is not None:
@@ -321,8 +324,8 @@ class ContinuedGeneration:
             self._watch = StopWatch(stops, self._text(), self._sampled)
 
     def ended(self) -> Chunk | None:
-        """Return the last chunk of a reply that was complete when it was cut; None for a reply that has to continue.
-        The engine may have been stopped after the last token, before recognising the end."""
+        """Return the last chunk if the reply was already complete when it was cut off: the engine may have sampled the
+        last token without checking whether the reply ends there. Returns None if the reply has to continue."""
         sampling, count = self._request.sampling, len(self._sampled)
         last = self._sampled[-1] if self._sampled else None
         if last in sampling.stop_token_ids and count > sampling.min_tokens:
@@ -336,11 +339,11 @@ class ContinuedGeneration:
         )
 
     def request(self) -> GenerateRequest:
-        """Return the request that continues the reply. Its `request_id` has 32 characters, as in every request."""
+        """Return the request that continues the reply. Its `request_id` has 32 characters, like every `request_id`."""
         first, sampling, count = self._request, self._request.sampling, len(self._sampled)
         name = f"{first.request_id}/{self._cuts}".encode()
         seed = sampling.seed
-        if seed is not None and count:  # with the same seed the engine would draw the same numbers again
+        if seed is not None and count:  # with the same seed the engine would repeat its random numbers
             digest = blake2b(f"{seed}/{count}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little") & MAX_SEED
         return GenerateRequest(
@@ -356,8 +359,8 @@ class ContinuedGeneration:
         )
 
     def take(self, chunk: Chunk, version: int) -> Chunk:
-        """Convert a chunk of the newest request to a chunk of the whole reply. `version` is the version of the
-        request's tokens if the engine sends no spans."""
+        """Convert a chunk of the newest request to a chunk of the whole reply. If the engine sends no spans, the
+        request's tokens have the version `version`."""
         if self._watch is not None and chunk.ids:
             chunk = self._stopped(chunk, self._watch)
         self._given += len(chunk.ids)
@@ -377,8 +380,8 @@ class ContinuedGeneration:
             self._cached = min(last.cached_tokens, len(self._request.input_ids))
 
     def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
-        """Return the chunk. If one of its tokens completes a stop string that began before the cut, the chunk is ended
-        after this token."""
+        """Return the chunk or, if one of its tokens completes a stop string that began before the cut, a last chunk
+        that ends after this token."""
         for number, token_id in enumerate(chunk.ids, start=1):
             if (match := watch.push(token_id)) is not None:
                 return msgspec.structs.replace(
@@ -393,20 +396,21 @@ class ContinuedGeneration:
         return chunk
 
     def _echo(self, reported: list[int]) -> list[int]:
-        """Return the engine's echo of its prompt, without the ids that were sampled before the cut. A wrong or missing
-        id among the latter is drift, too, and is shown by an additional id in the returned echo, which is then longer
-        than the prompt."""
+        """Return the prompt as reported by the engine, without the ids that were sampled before the cut. For each of
+        these ids that the engine reports wrongly or not at all, an additional id 0 is appended: the result is then
+        longer than the prompt, and counts as drift."""
         length = len(self._request.input_ids)
         behind = reported[length:]
         wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
         return reported[:length] + [0] * wrong
 
     def _joined(self, versions: tuple[VersionSpan, ...], version: int) -> tuple[VersionSpan, ...]:
-        """Return all spans, with the newest request's spans at the end."""
+        """Return the version spans of the reply so far. `versions` are the spans of the newest request. Without spans,
+        its tokens have the version `version`."""
         start, count = len(self._sampled), self._given
         spans = list(self.versions)
         for span in versions or (VersionSpan(version, 0, count),):
-            end = min(span.end, count)  # a stop string that spans a cut ends the reply before the engine does
+            end = min(span.end, count)  # a stop string that spans the cut ends the reply earlier than the engine does
             if end <= span.start:
                 continue
             if spans and spans[-1].version == span.version:
@@ -417,10 +421,11 @@ class ContinuedGeneration:
 
 
 class StopWatch:
-    """Looks for a stop string that began before a cut. The engine itself finds stop strings that begin behind the cut.
+    """Searches for a stop string that began before a cut. The engine itself finds stop strings that begin after the
+    cut.
 
-    The first character behind the cut counts as a character before the cut, because its first bytes may belong to a
-    token before the cut. `over` is True once no stop string that spans the cut is possible any more.
+    The first character after the cut counts as a character before the cut, because its first bytes may belong to a
+    token before the cut. `over` is True once a stop string that spans the cut is no longer possible.
     """
 
     def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:
@@ -436,11 +441,12 @@ class StopWatch:
         return len(self._seen) >= self._before + self._longest
 
     def push(self, token_id: int) -> str | None:
-        """Take the next token, and return the stop string that it completes, if that string began before the cut."""
+        """Add the next token. Returns the stop string that this token completes if the stop string began before the
+        cut, otherwise None."""
         self._seen += self._text.push((token_id,))
         for stop in self._stops:
-            # Search from the first position at which a match ends behind the cut: the engine has searched the text
-            # before the cut.
+            # The search starts at the first position at which a match ends after the cut, because the engine has
+            # already searched the text before the cut.
             if 0 <= self._seen.find(stop, max(0, self._before - len(stop) + 1)) <= self._before:
                 return stop
         return None

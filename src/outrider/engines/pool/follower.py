@@ -1,10 +1,11 @@
-"""A pool that follows another process's pool: it has the same engines and policy, and generates on the engines itself.
+"""A pool that follows another process's pool. The follower has the leader's engines and policy, and generates on these
+engines directly.
 
-The leading pool sends `PoolState`s. It has checked the engines, and only the leader orders engines to pause, to load
-weights and to resume. `outrider.nodes` connects the processes. Invariants: once this pool has reported a pause to the
-leader, no generation begins here until the leader resumes; generations still in flight can be cut off, and continue
-after the pause as new requests. No generation begins on an engine that the leader does not use, by the last state
-applied here.
+The leading pool sends `PoolState`s. The leader has checked the engines, and only the leader orders engines to pause, to
+load weights and to resume. `outrider.nodes` connects the processes. Invariants: once this pool has reported a pause to
+the leader, no generation begins here until the leader resumes. Generations still in flight can be cut off, and continue
+after the pause as new requests. No generation begins on an engine that the leader does not use according to the last
+state applied here.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ log = logging.getLogger("outrider.engine")
 
 
 ADOPT_SECONDS = 30.0
-"""Timeout for starting an engine here."""
+"""Timeout in seconds for starting an engine in this process and applying the leader's state."""
 AGAIN_SECONDS = 1.0
-"""Seconds after which an engine that failed to start is tried again."""
+"""Seconds until the next attempt to use an engine that could not be started."""
 
 
 class Leader(Protocol):
-    """The leading pool, for a following pool's reports: the state of its gate, and failures of engines in its
-    process."""
+    """The receiver of a following pool's reports to the leading pool. `settled` reports the state of the follower's
+    gate, and `engine_failed` reports an engine that has failed in the follower's process."""
 
     def settled(self, report: GateReport) -> None: ...
     def engine_failed(self, engine: str) -> None: ...
 
 
 class FollowedPolicy(Policy):
-    """The leader's policy. It sends engines no orders. It reports its gate to the leader after each change of the gate,
-    and when a generation ends during a pause."""
+    """The follower's copy of the leader's policy. It sends no orders to engines. After each change of the gate, and
+    when a generation ends during a pause, the gate's state is reported to the leader."""
 
     def __init__(
         self,
@@ -58,9 +59,9 @@ class FollowedPolicy(Policy):
         self._leader = leader
         self._engines: dict[str, EngineState] = {}
         self._closings = 0
-        """The leader's `closings` in the last state that was followed."""
+        """The leader's `closings` in the last state passed to `follow`."""
         self._cut = 0
-        """The leader's `closings` at the latest pause that cut generations off here."""
+        """The leader's `closings` at the latest pause that has cut off generations in this process."""
 
     def follow(self, state: PoolState) -> None:
         self._closings = state.closings
@@ -75,8 +76,8 @@ class FollowedPolicy(Policy):
         self._report()
 
     def _report(self) -> None:
-        # Count the cut before the report: after the report the leader makes the engines cut off the generations in
-        # flight.
+        # The cut is counted before the report, because the leader orders the engines to abort their generations as soon
+        # as it has the report.
         if self.gate.mode == "abort" and not self.gate.whole and self._cut != self._closings:
             self._cut = self._closings
             self.gate.cuts += 1
@@ -91,8 +92,8 @@ class FollowedPolicy(Policy):
         self._leader.engine_failed(member.name)
 
     async def catch_up(self, member: EngineRecord, health: EngineHealth) -> int:
-        """Return the version of an engine that responds again. Raises EngineUnavailable if the leader does not use the
-        engine now, or if the engine's weights are outdated."""
+        """Return the version of an engine that responds again. Raises EngineUnavailable if the leader does not
+        currently use the engine, or if the engine's weights are outdated."""
         engine = self._engines.get(member.name)
         if engine is None or not engine.ok:
             raise EngineUnavailable(
@@ -103,20 +104,21 @@ class FollowedPolicy(Policy):
         return max(self.version_of(member.engine, health), engine.version)
 
     async def leave(self, members: Sequence[EngineRecord]) -> None:
-        """Do nothing: only the leader resumes engines."""
+        """Do nothing, because only the leader resumes engines."""
 
 
 class Forwarded(Protocol):
-    """An engine that only the leader's process has; `apply_state` receives the engine's state there."""
+    """A follower's stand-in for an engine that only the leader's process has. `apply_state` receives the leader's state
+    of the engine."""
 
     def apply_state(self, state: EngineState) -> None: ...
 
 
 class PoolFollower:
-    """Keeps a pool like the leader's, within `async with PoolFollower(...)`.
+    """Applies the leader's states to a following pool, within `async with PoolFollower(...)`.
 
-    `forwarded` makes a local engine for an engine that only the leader's process has. Pass each state that the leader
-    sends to `follow`.
+    `forwarded` makes a local stand-in (`Forwarded`) for an engine that only the leader's process has. The owner must
+    pass each state from the leader to `follow`.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class PoolFollower:
         self._forwarded = forwarded
         self._state: PoolState | None = None
         self._followed: dict[str, EngineState] = {}
-        """The leader's state of each engine that was last applied here, by the engine's name."""
+        """The last applied state of each engine, by engine name."""
         self._work = asyncio.Event()
         self._tasks = Chores(failures or Failures())
 
@@ -154,7 +156,7 @@ class PoolFollower:
                 self.pool.placement.refresh(member)
 
     def follow(self, state: PoolState) -> None:
-        """Apply the leader's new state. A pause applies at once, the rest in the background."""
+        """Apply the leader's new state. A pause takes effect immediately, everything else in the background."""
         self._state = state
         if state.paused is not None:
             self._policy.follow(state)
@@ -178,7 +180,7 @@ class PoolFollower:
                 failures.note_success(name)
         for name in self._followed.keys() - {engine.name for engine in state.engines}:
             self._leave_engine(name, state)
-        # Open this gate last, as the leader does: the engines, and this policy, must have the new version first.
+        # The gate opens last, as in the leader, because the engines and this policy must have the new version first.
         if state is self._state and state.paused is None:
             self._policy.follow(state)
 
@@ -193,7 +195,7 @@ class PoolFollower:
         self._followed[engine.name] = engine
         if engine.spec is None:
             cast(Forwarded, self.pool.engine(engine.name)).apply_state(engine)
-        # Copy the leader's versions only if they have changed: otherwise the versions here may be newer.
+        # The leader's versions are copied only if they have changed, because the versions here may otherwise be newer.
         if engine.versions is not None and (known is None or known.versions != engine.versions):
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):
@@ -209,13 +211,13 @@ class PoolFollower:
                 await self.pool.remove(name, seconds=seconds)
             except Exception:  # an engine's code may raise any error
                 log.exception("engine %s cannot be closed", name)
-            self._work.set()  # the leader may have a new engine of that name, to be used here
+            self._work.set()  # the leader may have added a new engine with this name, which can be adopted only now
 
         self._tasks.create_task(leave(), name=f"removal of {name}")
 
 
 def apply_state(pool: EnginePool, state: EngineState) -> None:
-    """Apply the leader's state of an engine to the engine of that name in a following pool."""
+    """Apply the leader's state of an engine to the engine with the same name in a following pool."""
     member = pool.members[state.name]
     member.health, member.draining = state.health, state.draining
     member.version = max(member.version, state.version)

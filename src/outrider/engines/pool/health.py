@@ -1,9 +1,10 @@
 """Checks whether each engine of a pool works: by health reports, probes of failed engines, and trials of suspect
 engines.
 
-An engine that has failed gets no work, and is probed until it is back and has the policy's weights. An engine that has
-sent an impossible reply is suspect until it has passed several trials: meanwhile it gets new sessions only if there is
-no better engine. Invariant: after an engine has joined, only this module and its removal change whether it serves.
+A failed engine gets no work, and is probed until it responds and has the policy's weights. An engine that has sent an
+impossible reply is suspect until it has passed several trials. A suspect engine gets new sessions only if there is no
+other engine. Invariant: after an engine has joined, only this module and the engine's removal change whether the engine
+serves.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ EngineCheck = Callable[[AnyEngine], Awaitable[None]]
 log = logging.getLogger("outrider.engine")
 
 GOOD_REPLIES = 3
-"""Consecutive good trial replies after which an engine is no longer suspect."""
+"""A suspect engine is no longer suspect after it has passed this number of trials in a row."""
 HEALTH_SECONDS = 60.0
-"""Timeout of an engine's health report and the pool's `check` together."""
+"""Timeout in seconds for an engine's health report and the pool's `check` together."""
 TRIAL_SECONDS = 60.0
 TRIAL_TOKENS = 16
-"""Maximum tokens of a trial's reply."""
+"""Maximum number of tokens of a trial's reply."""
 
 
 class MakesPolicy(Protocol):
@@ -59,8 +60,9 @@ class MakesPolicy(Protocol):
 
 
 class HealthChecks:
-    """The health of the engines in `members`. `changes` publishes after each change that followers must get. `check`
-    may refuse an engine by raising an EngineError. `tasks` runs the work in the background."""
+    """Checks and records the health of the engines in `members`. `changes` publishes after each change that followers
+    need. `check` may refuse an engine by raising an EngineError. `tasks` runs the background work. `probing` gives the
+    waits between probes and between trials."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class HealthChecks:
         return task
 
     def has_another(self, member: EngineRecord) -> bool:
-        """Return True if another engine could take this engine's calls."""
+        """Return True if another engine of the same kind takes new sessions and is not suspect."""
         return any(
             other is not member
             and other.takes_tokens == member.takes_tokens
@@ -99,7 +101,7 @@ class HealthChecks:
         )
 
     def mark_failed(self, member: EngineRecord, error: EngineError) -> None:
-        """Assign no more work to the engine, and probe it until it is back."""
+        """Record the failure, stop assigning work to the engine, and probe the engine until it works again."""
         member.failures += 1
         member.detail = error.message
         if member.serves:
@@ -110,7 +112,7 @@ class HealthChecks:
         member.ok = False
         self._placement.refresh(member)
         self._changes.publish(None)
-        if (probe := member.tasks.get("probe")) is not None:  # an earlier probe that still runs
+        if (probe := member.tasks.get("probe")) is not None:  # an earlier probe may still run
             probe.cancel()
         member.tasks["probe"] = self._tasks.until_done(f"probe {member.name}", lambda: self._probe(member))
 
@@ -122,8 +124,8 @@ class HealthChecks:
         self._changes.publish(None)
 
     def mark_suspect(self, member: EngineRecord, error: EngineMisbehaved, request: AnyRequest) -> None:
-        """Assign new sessions to the engine only if there is no better engine, and start trials to clear it. The
-        session of the impossible reply loses its engine, and may be assigned another."""
+        """Mark the engine as suspect, so that it gets new sessions only if there is no other engine, and start trials.
+        The session of the impossible reply leaves the engine, and can be assigned to another engine."""
         self._placement.leave(request.session_key, member)
         member.misbehaved += 1
         if member.suspect is None:
@@ -134,19 +136,21 @@ class HealthChecks:
             self.run(member, "trial", self._run_trials(member, request))
 
     def look(self, engine: str) -> None:
-        """Check, in the background, an engine that a follower could not use, or for which a follower reports a newer
-        version."""
+        """Check an engine in the background, because a follower could not use the engine or has reported a newer
+        version. The engine is marked as failed if the check fails."""
         member = self._members.get(engine)
         if member is not None and member.serves and not member.runs("check"):
             self.run(member, "check", self._look(member))
 
     async def check(self, engine: AnyEngine) -> None:
-        """Run the pool's `check` on an engine, or on a worker of an engine, and raise the check's errors."""
+        """Run the pool's `check` on an engine or on a worker of an engine. Raises the errors of `check`."""
         if self._check is not None:
             await self._check(engine)
 
     async def vet(self, engine: AnyEngine) -> EngineHealth:
-        """Return the report of a healthy engine that passes the pool's `check`. Raises OutriderError for any other."""
+        """Check an engine's health report and run the pool's `check`. Returns the report. Raises EngineUnavailable if
+        the engine is not healthy or does not respond, EngineMisbehaved for impossible numbers, and the errors of
+        `check`."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 health = await engine.health()
@@ -170,8 +174,9 @@ class HealthChecks:
         self, member: EngineRecord, request: AnyRequest, seconds: float, *, by_token: bool = False
     ) -> EngineHealth | None:
         """Check that an engine generates a token within `seconds`, and return its health. For an engine whose workers
-        connect to the service, the connection suffices unless `by_token` is set: the workers' model may be slow.
-        Returns None if the policy is, or becomes, paused: a pause does not wait for this check. Raises EngineError."""
+        connect to the service, a connection suffices unless `by_token` is set, because the workers' model may be slow.
+        Returns None if the policy is paused before the check is complete, because a pause does not wait for this check.
+        Raises EngineError if the check fails."""
         gate = self.policy.gate
         closings, engine = gate.closings, member.engine
         if gate.mode is not None:
@@ -181,7 +186,7 @@ class HealthChecks:
                 with gate.ended_by_closing(clock):
                     health = await self.vet(engine)
                     if by_token or not member.awaits_workers:
-                        with suppress(EngineRejected, ContextOverflow):  # a refusal shows that the engine works
+                        with suppress(EngineRejected, ContextOverflow):  # a refusal shows that the engine responds
                             await self._read_small_reply(engine, request, whole=False)
                     return health
         except TimeoutError:
@@ -230,9 +235,9 @@ class HealthChecks:
                 self.mark_found(member)
 
     async def _run_trials(self, member: EngineRecord, request: AnyRequest) -> None:
-        """Clear a suspect engine after `GOOD_REPLIES` passed trials in a row. The engine passes a trial if it is
-        healthy, sends a good short reply to the request that made it suspect, and misbehaves to no session
-        meanwhile."""
+        """Run trials of a suspect engine until it has passed `GOOD_REPLIES` trials in a row and is no longer suspect.
+        An engine passes a trial if it is healthy, sends a valid short reply to the request that made it suspect, and
+        does not misbehave in any session during the trial."""
         good = failed = 0
         while good < GOOD_REPLIES:
             before = member.misbehaved
@@ -246,7 +251,7 @@ class HealthChecks:
                 good = 0
                 member.misbehaved += 1
                 member.suspect = error.message
-            except Exception:  # an engine may be down or slow, and its code may raise any error
+            except Exception:  # the trial has failed: an engine's code may raise any error
                 good, failed = 0, failed + 1
             else:
                 good = good + 1 if member.misbehaved == before else 0
@@ -255,8 +260,9 @@ class HealthChecks:
         self._placement.refresh(member)
 
     async def _read_small_reply(self, engine: AnyEngine, request: AnyRequest, *, whole: bool = True) -> None:
-        """Read and check a whole reply of few tokens to a copy of the request. Raises the errors of the engine and of
-        the check. Unless `whole`, any first chunk suffices: it shows that the engine is not silent."""
+        """Send a copy of the request with few `max_tokens`, and read and check the whole reply. If `whole` is False,
+        only wait for the first chunk, which shows that the engine is not silent. Raises the errors of the engine and of
+        the check, and EngineUnavailable if the stream ends without a finish."""
         name = uuid4().hex
         few = msgspec.structs.replace(request.sampling, max_tokens=min(request.sampling.max_tokens, TRIAL_TOKENS))
         trial = msgspec.structs.replace(request, request_id=name, session_key=name, sampling=few)

@@ -1,7 +1,7 @@
-"""The leading pool's side of a pool in several processes: the service's pool leads, pools of other processes follow.
+"""The leading pool's part of a pool in several processes: the service's pool leads, pools of other processes follow.
 
-The leading pool keeps the list of engines, probes them and changes their weights. Followers (`follower.py`) generate.
-`outrider.nodes` connects the processes.
+The leading pool manages the list of engines, probes the engines and changes their weights. Followers (`follower.py`)
+generate. `outrider.nodes` connects the processes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from outrider.spec import PolicyPause
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
-    """The leading pool's state for its followers. `closings` counts the changes of its gate, and `paused` is the gate's
-    current mode. `policy_version` is None until a trainer has set a version. `leaving` maps each engine under removal
-    to the seconds left for its generations to end."""
+    """The leading pool's state, as sent to followers. `closings` counts the changes of the leader's gate, and `paused`
+    is the gate's current mode. `policy_version` is None until a trainer has set a version. `leaving` maps the name of
+    each engine under removal to the time limit, in seconds, for its generations."""
 
     closings: int
     paused: PolicyPause | None
@@ -43,10 +43,10 @@ def pool_state(pool: EnginePool) -> PoolState:
 
 
 def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) -> None:
-    """Record a follower's current use of the engines. An empty `uses` means that the follower is gone.
+    """Record a follower's current use of the engines, by engine name. If `uses` is empty, the follower is gone.
 
-    A newer version in `uses` is not adopted but triggers a check of the engine: versions do not go back, so a false
-    version would stay.
+    A newer version in `uses` is not adopted but triggers a check of the engine. Versions do not decrease, so a wrong
+    version could not be corrected.
     """
     for name, member in pool.members.items():
         use = uses.get(name)
@@ -60,7 +60,8 @@ def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) ->
 
 
 def loads_elsewhere(pool: EnginePool, followers: Sequence[str]) -> list[dict[str, float]]:
-    """Return, for each of these followers, the load on each engine by all other followers."""
+    """Return one mapping for each follower in `followers`: from the name of each engine to the load by all other
+    followers."""
     loads = {
         name: {follower: use.load for follower, use in member.uses.items()} for name, member in pool.members.items()
     }
@@ -69,11 +70,11 @@ def loads_elsewhere(pool: EnginePool, followers: Sequence[str]) -> list[dict[str
 
 
 async def forwarded(pool: EnginePool, name: str, request: AnyRequest) -> AsyncGenerator[Chunk | ChatChunk, None]:
-    """Run a generation for a follower on an engine that only this process has. The follower checks the reply. Raises
-    the engine's errors, and EngineUnavailable if the engine was removed."""
+    """Run a generation for a follower on an engine that only the leader's process has. The follower checks the reply.
+    Raises the engine's errors, the errors of `check_ids`, and EngineUnavailable if the engine was removed."""
     if (engine := pool.engine(name)) is None:
         raise EngineUnavailable(f"engine {name!r} was removed")
-    if isinstance(request, GenerateRequest):  # a follower's process may send anything
+    if isinstance(request, GenerateRequest):  # checked again here, because a follower is not trusted
         check_ids(request, pool.vocabulary)
     try:
         async with aclosing(chunks_of(engine, request)) as chunks:

@@ -1,7 +1,8 @@
-"""Engines from a list kept elsewhere, such as a router's workers: each is in the pool for as long as it is listed.
+"""Adds the engines of an external list, such as a router's workers, to the pool, and removes engines that are no longer
+listed.
 
-Invariant: an engine leaves the pool only after it was missing from `MISSES` lists in a row. So no session loses its
-engine when a router restarts and its list is empty for a while.
+Invariant: an engine leaves the pool only after it was missing from `MISSES` lists in a row. Sessions therefore keep
+their engines while a router restarts and its list is empty.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from outrider.trajectory import TokenMode
 
 LOOK_SECONDS = 5.0
 MISSES = 3
-"""Number of lists in a row without an engine after which the engine is taken for gone."""
+"""An engine is removed from the pool after it was missing from this number of lists in a row."""
 
 
 class Listing:
-    """The engines of the list that `spec` describes. `engines` maps URLs to the members' names. `leave` is called with
-    the name of each engine that is to leave the pool. `urls` returns the URLs of the pool's engines, so that no server
-    is in the pool twice."""
+    """The engines of the list that `spec` describes. `source` reads the list. `engines` maps the URL of each listed
+    engine in the pool to the engine's name. `add` adds an engine to the pool. `leave` is called with the name of each
+    engine to be removed from the pool. `urls` returns the URLs of all engines in the pool, so that no server is added
+    twice."""
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class Listing:
         self.engines: dict[str, str] = {}
         self.draining = False
         self.task: asyncio.Task[None] | None = None
-        """Runs `follow`."""
+        """The task that runs `follow`, None before it is started."""
         self._spec = spec
         self._add = add
         self._leave = leave
@@ -49,14 +51,15 @@ class Listing:
         self._detail = ""
 
     async def begin(self) -> None:
-        """Add the engines that are listed now. Raises the source's errors, and the first engine's error if all are
-        refused."""
+        """Add the engines that are currently listed. Raises the source's errors, and the error of the first engine if
+        all engines are refused."""
         failures = await self._look()
         if failures and not self.engines:
             raise next(iter(failures.values()))
 
     async def follow(self, every: float) -> None:
-        """Check the list every `every` seconds until cancelled: add new engines, and remove engines that are gone."""
+        """Poll the list every `every` seconds until cancelled. Adds new engines, and removes engines that are no longer
+        listed."""
         while True:
             await asyncio.sleep(every)
             try:
@@ -67,22 +70,22 @@ class Listing:
                 self._answers, self._detail = False, mistake_of(self.source.name, error).message
 
     def drain(self) -> None:
-        """Add no more engines."""
+        """Stop following the list. No more engines are added or removed."""
         self.draining = True
         if self.task is not None:
             self.task.cancel()
 
     async def end(self) -> Sequence[str]:
-        """Stop following the list. Returns the names of its engines."""
+        """Stop following the list, and return the names of its engines in the pool."""
         if self.task is not None:
             self.task.cancel()
             await asyncio.wait([self.task])
         return tuple(self.engines.values())
 
     def status(self, serving: Collection[str], serves: str | None, version: int) -> EngineStatus:
-        """Return the list's own status row. The counts are in the engines' rows. The list is ok while its source
-        responds and at least one of its engines is in `serving`. `serves` is the frozen model of the engines, None for
-        the policy."""
+        """Return the status of the list itself. All counts are 0, because the counts are in the statuses of the
+        engines. `ok` is True while the source responds and at least one of the list's engines is in `serving`, the
+        names of the serving engines. `serves` is the frozen model of the engines, None for the policy."""
         return EngineStatus(
             name=self.source.name,
             kind=self._spec.kind,
@@ -103,8 +106,9 @@ class Listing:
         )
 
     async def _look(self) -> Mapping[str, OutriderError]:
-        """Compare the pool with the list. Returns the errors of refused engines, by URL. An engine that somebody has
-        removed from the pool stays out while it is listed. A refused engine is tried again at each look."""
+        """Read the list once, and add and remove engines. Returns the errors of refused engines, by URL. A refused
+        engine is tried again at the next poll. A listed engine that a user has removed from the pool is not added
+        again."""
         listed = {spec.url or "": spec for spec in await self.source.list_engines()}
         for url in listed:
             self._misses.pop(url, None)

@@ -1,7 +1,7 @@
-"""Measures the time that an engine takes for a call, over recent minutes, and computes when a wait for the engine is
+"""Measures how long an engine takes for its calls, over recent minutes, and computes when a wait for the engine is
 overdue.
 
-The module is pure: it reads no clock and waits for nothing.
+The module is pure: it reads no clock and awaits nothing.
 """
 
 from __future__ import annotations
@@ -14,50 +14,57 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 REMEMBERED_CALLS = 256
-"""Number of recent calls that the medians are computed from."""
+"""Maximum number of recent calls from which the medians are computed."""
 KNOWN_CALLS = 8
 """An engine's pace is known after this many calls that were not overdue."""
 LEARNING_SECONDS = 1.0
-"""Minimum seconds between two remembered calls, once the pace is known. The medians then follow the engine over
-minutes, and hardly move while the engine misbehaves for a minute, however many calls the engine serves."""
+"""Minimum seconds between two remembered calls, once the pace is known. The medians therefore cover several minutes,
+and a minute of unusual calls hardly changes the medians, even if the engine serves many calls."""
 ESTABLISHED_CALLS = 128
-"""When a pace becomes known or is taken over, its calls are repeated until at least this many calls are remembered. So
-later calls change the medians only slowly."""
+"""When a pace becomes known or is taken over, its calls are repeated until at least this number of calls is remembered.
+Later calls then change the medians only slowly."""
 SLOW_CALLS = 8
 SLOW_SECONDS = 120.0
 """The engine counts as slow, not silent, after `SLOW_CALLS` overdue calls in a row over at least `SLOW_SECONDS`."""
 STEADY = 5.0
-"""Factor on `SLOW_SECONDS` for an engine of known pace that has served a call of this process in time."""
+"""Factor on `SLOW_SECONDS` for an engine of known pace that has already served this process a call that was not
+overdue."""
 SUMMED_UP_EVERY = 16
-"""Number of remembered calls between two computations of the medians."""
+"""Number of newly remembered calls after which the medians are computed again."""
 MUCH_SLOWER = 8.0
-"""Multiple of its usual seconds that an engine may take before a wait is overdue. Load makes engines a few times slower
-than they were a minute ago."""
+"""A wait is overdue after this multiple of the engine's usual seconds. The factor is large, because load can make an
+engine a few times slower within a minute."""
 PREFILL_TOKENS_PER_SECOND = 2000
-"""Prompt tokens that any GPU reads in a second. The usual seconds are measured on prompts that were mostly cached. So
-the time to read the whole prompt at this rate is allowed in addition."""
+"""Prompt tokens that any GPU computes in a second. The time for the whole prompt at this rate is added to the usual
+seconds, because the usual seconds were measured on prompts that were mostly cached."""
 SLOW_PREFILL_TOKENS_PER_SECOND = 200
-"""Prompt tokens that a slow engine, such as an engine without a GPU, reads in a second. Slowness is no failure."""
+"""Prompt tokens that a slow engine, such as an engine without a GPU, computes in a second. A slow engine must not count
+as failed."""
 FIXED_COST_TOKENS = 1024
-"""Shorter prompts count as this long: the time to their first chunk is fixed cost, not time for each token."""
+"""Shorter prompts count as prompts of this number of tokens, because the time to their first chunk is mostly a fixed
+cost."""
 WHOLE_TOKENS = 32
-"""An engine whose first chunk usually has more tokens does not stream: its first chunk takes as long as the reply."""
+"""If the first chunks of an engine usually have more tokens, the engine counts as not streaming: the first chunk is the
+whole reply."""
 
 
 UNKNOWN_TOKEN_SECONDS = 1 / 64
-"""Assumed seconds for each later token of an engine whose pace is not known yet."""
+"""The assumed seconds for each token after the first chunk, while an engine's pace is unknown."""
 
 
 class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits in seconds.
+    """Limits for silent engines and lost calls, in seconds.
 
-    `least`: no shorter wait is overdue. `unknown`: additional seconds for the first token of an engine of unknown pace
-    before the engine is probed, because such an engine may have to compile or load first. `unknown_token`: additional
-    seconds for each later token of such an engine. `check`: seconds in which a silent engine must give one token.
-    `first_check`: the same for an engine that has sent nothing yet. `longest_check`: maximum for an engine with a long
-    prompt to read. `lost`: overdue seconds after which a call counts as lost, if only other calls receive chunks.
-    `slow`: overdue seconds of a whole call after which the call moves to another engine. `tick`: seconds between two
-    checks of all flights.
+    - `least`: minimum length of an overdue wait.
+    - `unknown`: additional seconds for the first token of an engine of unknown pace before the engine is checked,
+      because the engine may have to compile or load a model first.
+    - `unknown_token`: additional seconds for each later token of an engine of unknown pace.
+    - `check`: seconds in which a silent engine must send one token to pass a check.
+    - `first_check`: as `check`, for an engine that has sent nothing yet.
+    - `longest_check`: upper limit of the time for a check that is extended because of a long prompt.
+    - `lost`: overdue seconds after which a call counts as lost, if other calls receive chunks.
+    - `slow`: overdue seconds of a whole call after which the call moves to another engine.
+    - `tick`: seconds between two checks of all flights.
     """
 
     least: float = 3.0
@@ -78,10 +85,16 @@ Measure = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's pace: medians over its calls, except `longest` and `calls`. `first`: seconds to the first chunk.
-    `first_per_prompt_token`: `first` divided by the tokens of the prompt. `per_token`: seconds for each later token.
-    `first_tokens`: tokens of the first chunk, without short replies in one piece, which do not show whether the engine
-    streams. `longest`: tokens of the longest reply. `calls`: number of calls measured."""
+    """An engine's pace. The first four fields are medians over the remembered calls.
+
+    - `first`: seconds to the first chunk.
+    - `first_per_prompt_token`: seconds to the first chunk, divided by the number of prompt tokens.
+    - `per_token`: seconds for each later token.
+    - `first_tokens`: tokens of the first chunk. Short replies of one chunk are not counted, because they do not show
+      whether the engine streams. None if there are no other replies.
+    - `longest`: tokens of the longest reply.
+    - `calls`: number of calls measured.
+    """
 
     first: Measure
     first_per_prompt_token: Measure
@@ -91,13 +104,14 @@ class PaceSummary(msgspec.Struct, frozen=True, kw_only=True):
     calls: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
     def resembles(self, other: PaceSummary) -> bool:
-        """Return True if the two summaries are so similar that one of them need not be kept."""
+        """Return True if `first`, `per_token` and `longest` differ by at most 25 %, so that a stored summary need not
+        be updated."""
         pairs = ((self.first, other.first), (self.per_token, other.per_token), (self.longest, other.longest))
         return all(max(pair) <= 1.25 * min(pair) for pair in pairs)
 
 
 class RememberedPace(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored pace of an engine, which a later service applies to the engine of the same name, kind and URL."""
+    """A stored pace of an engine. A later service uses it for an engine of the same name, kind and URL."""
 
     kind: str
     url: str | None
@@ -105,7 +119,7 @@ class RememberedPace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Call(NamedTuple):
-    """One call; the fields are those of `PaceSummary`."""
+    """The measurements of one call. `tokens` is the length of the reply. `PaceSummary` describes the other fields."""
 
     first: float
     first_per_prompt_token: float
@@ -115,21 +129,22 @@ class _Call(NamedTuple):
 
 
 class Pace:
-    """An engine's pace, measured over the calls of recent minutes. `known`: a pace measured earlier or in another
-    process."""
+    """An engine's pace, measured over the calls of recent minutes. `known` is a pace that was measured earlier or by
+    another process, None if there is none."""
 
     def __init__(self, known: PaceSummary | None = None) -> None:
         self.summary: PaceSummary | None = None
-        """None until the pace is known."""
+        """The current pace, None until it is known."""
         self._calls: deque[_Call] = deque(maxlen=REMEMBERED_CALLS)
         self._count = 0
         self._new = 0
         self._good: list[_Call] = []
-        """Calls that were not overdue, until the pace is known."""
+        """Calls that were not overdue. Used only until the pace is known."""
         self._slow: list[_Call] = []
         """The latest consecutive overdue calls, at most one per `LEARNING_SECONDS`."""
         self._slow_since = self._slow_last = self._learned = float("-inf")
-        """End times of the first and of the last call in `_slow`, and of the last remembered call."""
+        """`_slow_since` and `_slow_last` are the end times of the first and the last of the consecutive overdue calls.
+        `_learned` is the end time of the last remembered call."""
         self._seen = False
         """True once this process has measured a call that was not overdue."""
         if known is not None:
@@ -140,7 +155,7 @@ class Pace:
         return self.summary is not None
 
     def take_over(self, known: PaceSummary) -> None:
-        """Start from a pace measured elsewhere. Call this only while no pace is known here."""
+        """Start with a pace measured earlier or by another process. Call this only while the pace is unknown."""
         call = _Call(known.first, known.first_per_prompt_token, known.per_token, known.first_tokens, known.longest)
         self._count = known.calls
         self._establish([call])
@@ -156,9 +171,12 @@ class Pace:
         rest: float,
         rest_tokens: int,
     ) -> None:
-        """Record a call that got tokens and ended at `now` (seconds of any monotonic clock). `overdue`: whether any
-        chunk came later than due. `first`, `rest`: seconds to the first chunk, and after it. The token counts are for
-        the prompt, the first chunk and the later chunks."""
+        """Record a call that received tokens and ended at the time `now`, in seconds of any monotonic clock.
+
+        `overdue` is True if any chunk was overdue. `first` is the time to the first chunk in seconds, and `rest` the
+        time from the first chunk to the end. `prompt_tokens`, `first_tokens` and `rest_tokens` count the tokens of the
+        prompt, of the first chunk and of the later chunks.
+        """
         self._count += 1
         tokens = first_tokens + rest_tokens
         call = _Call(
@@ -192,7 +210,7 @@ class Pace:
                 self._establish(self._good)
 
     def _establish(self, calls: list[_Call]) -> None:
-        """Set the pace to the pace of these calls."""
+        """Replace the remembered calls by these calls, repeated up to `ESTABLISHED_CALLS`, and compute the pace."""
         self._calls.clear()
         self._calls.extend(calls * -(-ESTABLISHED_CALLS // len(calls)))
         self._good, self._slow = [], []
@@ -212,31 +230,33 @@ class Pace:
         )
 
     def first_due(self, limits: SilenceLimits, prompt_tokens: int, max_tokens: int) -> float:
-        """Return the seconds in which the first chunk of a call is due."""
+        """Return the seconds after which a wait for the first chunk of a call is overdue."""
         return limits.least + MUCH_SLOWER * self.usual_first(prompt_tokens, max_tokens)
 
     def usual_first(self, prompt_tokens: int, max_tokens: int) -> float:
-        """Return the usual seconds to the first chunk of a call, if none of its prompt is cached."""
+        """Return the usual seconds to the first chunk of a call whose prompt is not cached. While the pace is unknown,
+        only the time to read the prompt is counted."""
         new = prompt_tokens / PREFILL_TOKENS_PER_SECOND / MUCH_SLOWER
         if (known := self.summary) is None:
             return new
         usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
         if known.first_tokens is not None and known.first_tokens > WHOLE_TOKENS:
-            # Clients often request as many tokens as the context holds. The longest reply so far is a better bound.
+            # The longest reply so far limits `max_tokens`, because clients often request as many tokens as the context
+            # allows.
             usual = max(usual, known.per_token * min(max_tokens, known.longest))
         return usual + new
 
     def whole_reply(self, max_tokens: int) -> float:
-        """Return the seconds that a reply of `max_tokens` takes, for an engine that sends each reply in one piece; 0
-        for an engine that streams."""
+        """Return the usual seconds for a reply of `max_tokens` tokens if the engine sends each reply in one chunk.
+        Returns 0 if the engine streams or its pace is unknown."""
         streams = self.summary is None or (self.summary.first_tokens or math.inf) <= WHOLE_TOKENS
         return 0.0 if streams else self.usual_token * max_tokens
 
     def token_due(self) -> float:
-        """Return the seconds in which each later token is due."""
+        """Return the seconds after which a wait for one later token is overdue."""
         return MUCH_SLOWER * self.usual_token
 
     @property
     def usual_token(self) -> float:
-        """Usual seconds for each later token."""
+        """The usual seconds for each token after the first chunk."""
         return UNKNOWN_TOKEN_SECONDS if self.summary is None else self.summary.per_token

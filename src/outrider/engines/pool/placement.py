@@ -1,7 +1,7 @@
-"""Assigns an engine to each session: the least loaded engine to a new session, and the same engine from then on.
+"""Assigns an engine to each session. A new session gets the least loaded engine.
 
-A session stays on its engine because that engine has the session's prefix cached. Invariant: an engine's `sessions` is
-the number of sessions assigned to the engine, and its `assigned_tokens` is the sum of their context tokens.
+A session stays on its engine, because this engine has the session's prefix cached. Invariant: an engine's `sessions` is
+the number of sessions assigned to the engine, and its `assigned_tokens` is the sum of these sessions' context tokens.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from outrider.engines.pool.record import TOKENS_PER_REQUEST, EngineRecord, Load
 
 OVERLOAD = 32.0
 OVERLOAD_TIMES = 1.5
-"""An engine is overloaded compared with another if its load is more than `OVERLOAD` above the other load and more than
-`OVERLOAD_TIMES` times as high. On SWE-bench Pro over vllm-router 84 % of the prompts' tokens were cached with these
-thresholds, and 65 % with 4 and 1.1 (NeMo Gym #3345): a session that moves has its context read again. `python -m bench
-routing` compares both."""
+"""An engine is overloaded compared with another engine if its load is more than `OVERLOAD` above the other load, and
+more than `OVERLOAD_TIMES` times as high. The thresholds are high, because the context of a session that moves must be
+computed again: on SWE-bench Pro over vllm-router, 84 % of the prompts' tokens were cached with these thresholds, and
+65 % with 4 and 1.1 (NeMo Gym #3345). `python -m bench routing` compares both pairs of thresholds."""
 
 SLACK = 64
-"""The heap is rebuilt once it has more than this many entries, most of them outdated, for each name."""
+"""The heap is rebuilt, without outdated entries, once it has more than this number of entries per name."""
 
 
 @dataclass
 class _Assignment:
-    """A session's engine, and the length in tokens of the session's context there."""
+    """A session's engine, and the length of the session's context on this engine in tokens."""
 
     member: EngineRecord
     tokens: int = 0
 
 
 class Placement:
-    """The assignments of one pool's sessions to engines. Engines that take tokens and engines that take messages are
-    kept apart, because neither kind can serve requests of the other kind."""
+    """The assignments of one pool's sessions to engines. Engines that take tokens and engines that take messages have
+    separate heaps, because an engine of one kind cannot serve requests of the other kind."""
 
     def __init__(self) -> None:
         self._places: dict[str, _Assignment] = {}
@@ -44,10 +44,11 @@ class Placement:
         """Sent whenever an engine begins to serve."""
 
     def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> EngineRecord | None:
-        """Return the session's own engine while it serves, else assign the least loaded engine. A suspect engine, or
-        the engine named `avoid`, is assigned only if there is no other of its kind.
+        """Return the session's engine. If the session has no engine that serves, assigns the least loaded engine. A
+        suspect engine, or the engine named `avoid`, is assigned only if there is no other engine of the same kind.
 
-        `kinds` has the acceptable values of `takes_tokens`, in order of preference. Returns None if there is no engine.
+        `kinds` has the acceptable values of `takes_tokens`, in order of preference. Returns None if no engine can be
+        assigned.
         """
         place = self._places.get(session_key)
         if place is not None and place.member.serves and place.member.takes_tokens in kinds:
@@ -63,11 +64,11 @@ class Placement:
         return None
 
     def rebalance(self, session_key: str) -> None:
-        """Release a session whose engine is overloaded compared with the least loaded engine. `pick` then assigns the
-        least loaded engine.
+        """Release the session if its engine is overloaded compared with the least loaded engine. The next `pick` then
+        assigns the least loaded engine.
 
-        The other engine has to read the session's context once more, so the session's own load is added to the
-        threshold. After a few moves the loads of two engines differ by less than the threshold, and no session moves
+        The session's own load is added to the threshold, because the other engine has to compute the session's context
+        again. After a few moves the loads of the two engines differ by less than the threshold, so no session moves
         back.
         """
         place = self._places.get(session_key)
@@ -81,34 +82,34 @@ class Placement:
             self.release(session_key)
 
     def welcome(self, member: EngineRecord) -> None:
-        """Add an engine that serves from now on."""
+        """Add an engine that has begun to serve, and wake the requests that wait for an engine."""
         self.refresh(member)
         self.arrivals.send()
 
     def has_unsuspected(self, kind: bool) -> bool:
-        """Return True if a new session would get an engine of that kind that is not suspect. `kind` is the value of
-        `takes_tokens`."""
+        """Return True if there is an engine for new sessions that is not suspect and whose `takes_tokens` is `kind`."""
         name = self._heaps[kind].least()
         return name is not None and self._members[name].suspect is None
 
     def refresh(self, member: EngineRecord) -> None:
-        """Update the heap. Call it after any change of the member's load or of `takes_sessions`."""
+        """Update the member's entry in its heap. Call this after any change of the member's `load` or
+        `takes_sessions`."""
         heap = self._heaps[member.takes_tokens]
         if member.takes_sessions:
             self._members[member.name] = member
             heap.put(member.name, member.load)
-        elif self._members.get(member.name) is member:  # a newer engine may have this name
+        elif self._members.get(member.name) is member:  # the name may already belong to a newer engine
             del self._members[member.name]
             heap.drop(member.name)
 
     def context(self, session_key: str, member: EngineRecord) -> int:
-        """Return the session's tokens of context on that engine."""
+        """Return the length of the session's context on this engine in tokens, 0 for a session of another engine."""
         place = self._places.get(session_key)
         return place.tokens if place is not None and place.member is member else 0
 
     def set_context(self, session_key: str, member: EngineRecord, tokens: int) -> None:
-        """Set the length of the session's context, in tokens, if the session is still assigned to that engine. The
-        caller refreshes the member."""
+        """Set the length of the session's context in tokens, if the session is still assigned to this engine. The
+        caller must call `refresh` afterwards."""
         place = self._places.get(session_key)
         if place is not None and place.member is member:
             member.assigned_tokens += tokens - place.tokens
@@ -123,15 +124,15 @@ class Placement:
             self.refresh(place.member)
 
     def leave(self, session_key: str, member: EngineRecord) -> None:
-        """End the session's assignment to that engine, if it is assigned there."""
+        """End the session's assignment if the session is assigned to this engine."""
         place = self._places.get(session_key)
         if place is not None and place.member is member:
             self.release(session_key)
 
 
 class LoadHeap:
-    """Names ordered by load: a min-heap whose entries may change. `least` returns the name with the smallest current
-    load, and the oldest name among equals. A changed load leaves its old entry in the heap, to be skipped later."""
+    """A min-heap of names, ordered by load. `least` returns the name with the smallest current load, and among equal
+    loads the name that was added first. When a load changes, the old entry stays in the heap, and `least` skips it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Load, int, str]] = []
@@ -154,12 +155,12 @@ class LoadHeap:
             heapq.heapify(self._heap)
 
     def drop(self, name: str) -> None:
-        """Remove a name, if it is there."""
+        """Remove a name. Does nothing for an unknown name."""
         self._current.pop(name, None)
 
     def least(self, avoid: str | None = None) -> str | None:
-        """Return the least loaded name without removing it. The name `avoid` is returned only if there is no other.
-        None if the heap is empty."""
+        """Return the least loaded name, which stays in the heap. The name `avoid` is returned only if there is no other
+        name. Returns None if the heap is empty."""
         if avoid is not None and len(self._current) > 1:
             return min((entry, name) for name, entry in self._current.items() if name != avoid)[1]
         while self._heap:

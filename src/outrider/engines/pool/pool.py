@@ -1,9 +1,9 @@
-"""Manages the engines of one model, which join, drain and leave, or are listed by a router, and runs each call on one
-of them.
+"""Manages the engines of one model, and runs each call on one of these engines. Engines are added, drained and removed
+one by one, or follow a router's list.
 
-`placement` assigns an engine to a session, `call` makes a call, `health` finds out whether the engines work, `silence`
-finds engines that have fallen silent, and `policy` pauses the engines while their weights change. Invariant: the pool
-closes each engine that it has started, once.
+`placement` assigns an engine to a session, `call` makes a call, `health` checks whether the engines work, `silence`
+detects engines that have stopped responding, and `policy` pauses the engines while their weights change. Invariant: the
+pool closes each engine that it has started exactly once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream, Vocabulary
 
 REMOVAL_SECONDS = 30.0
 DEPARTURE_SECONDS = 600.0
-"""Seconds that generations in flight have to end on an engine that has left its router's list."""
+"""Time limit in seconds for generations in flight on an engine that is no longer in its router's list."""
 
 PROBING = RetryPolicy(first=0.25, longest=15.0)
 
@@ -57,15 +57,16 @@ class EnginePool:
 
     `serves` is the name of a frozen model, None for the policy. Pools that share the set `claimed` never have two
     engines of the same name. `tokenizer` is passed to engines made from a spec. Token ids outside `vocabulary` are
-    rejected. `context_tokens` is the model's context, if the settings give it. `text` makes a decoder of token ids, for
-    stop strings in generations that were cut off and continued. `check` may refuse an engine (by raising an
-    EngineError, such as ModelMismatch) whenever the engine joins or comes back. `patience` is how many seconds a
-    request waits while no engine serves, so that no session fails while an engine restarts. `known` and `keep` let the
-    policy's version outlive the pool (see `Policy`). `paces` are the paces of an earlier pool's engines, by engine name
-    (see `paces()`).
+    rejected. `context_tokens` is the model's context from the settings, None if not set. `text` makes a decoder of
+    token ids, which finds stop strings in generations that were cut off and continued. `check` is called whenever an
+    engine joins or returns, and may refuse the engine by raising an EngineError such as ModelMismatch. A request waits
+    up to `patience` seconds while no engine serves, so that no session fails while an engine restarts. `known` and
+    `keep` restore and store the policy's version (see `Policy`). `paces` are the paces of an earlier pool's engines, by
+    engine name (see `paces()`).
 
-    Pools of other processes may follow this pool: `leader.py` is this pool's side, and `changes` publishes whenever the
-    leader's state may have changed. A following pool is made with `follows`, which makes its policy (`follower.py`).
+    Pools of other processes may follow this pool. `leader.py` has the code for the leading pool, and `changes`
+    publishes whenever the leader's state may have changed. A following pool gets a `follows` argument, which makes the
+    pool's policy (`follower.py`).
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class EnginePool:
         self._remembered = dict(paces)
         self._listings: dict[str, Listing] = {}
         self._claimed = set() if claimed is None else claimed
-        """Names of engines and lists, including those that are still joining."""
+        """Names of all engines and lists, including engines and lists that are still joining."""
         self._tasks = Chores(self.failures)
         self.health = HealthChecks(
             self.members,
@@ -137,8 +138,8 @@ class EnginePool:
             self.placement.refresh(member)
         self._tasks.cancel()
         try:
-            # Only a cancellation is passed on to the pool's tasks. Any other error is the caller's, and is raised by
-            # the `async with` block unchanged.
+            # Only a cancellation is passed on to the task group, because the task group would wrap any other error of
+            # the caller's block.
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
@@ -148,7 +149,7 @@ class EnginePool:
     async def add(self, spec: EngineSpec) -> EngineStatus:
         """Make, start and admit an engine, or all engines of a list. Raises InvalidField for a bad spec, Conflict for a
         name in use, EngineUnavailable for an engine that does not respond or is not healthy, and the errors of `check`.
-        An engine whose workers connect to the service is admitted before its first worker."""
+        An engine whose workers connect to the service is admitted even if no worker has connected yet."""
         numbered = (f"{spec.kind}-{number}" for number in range(len(self._claimed) + 1))
         name = spec.name or next(free for free in numbered if free not in self._claimed)
         async with self._joining(name, spec) as engine:
@@ -163,7 +164,7 @@ class EnginePool:
             return self._admit(engine, health, kind=spec.kind, url=spec.url, owned=True, spec=spec)
 
     async def add_engine(self, engine: AnyEngine, *, kind: str = "in-process") -> EngineStatus:
-        """Admit an engine that the caller has started and will close."""
+        """Admit an engine that the caller has started and will close. Raises the errors of `add`."""
         self._claim(engine.name)
         try:
             return self._admit(engine, await self.health.vet(engine), kind=kind, url=None, owned=False)
@@ -171,7 +172,7 @@ class EnginePool:
             self._unclaim(engine.name)
 
     async def adopt(self, state: EngineState, source: EngineSpec | AnyEngine) -> None:
-        """Admit an engine that the leader has checked; the caller must call `apply_state` next. Raises Conflict for a
+        """Admit an engine that the leader has checked. The caller must call `apply_state` next. Raises Conflict for a
         name in use, and InvalidField for a spec that works only in the leader's process."""
         async with self._joining(state.name, source) as engine:
             self._admit(engine, state.health, kind=state.kind, url=state.url, owned=True)
@@ -190,18 +191,18 @@ class EnginePool:
         return self.engine(name) is not None or name in self._listings
 
     def engine(self, name: str) -> AnyEngine | None:
-        """Return the engine of that name, or None."""
+        """Return the engine with this name, None if there is none or if it is being removed."""
         member = self.members.get(name)
         return None if member is None or member.removed else member.engine
 
     def probe_now(self, name: str) -> None:
-        """Probe an engine that is down without further delay. The caller has a sign that the engine may be back."""
+        """Probe a failed engine immediately. Call this when there is evidence that the engine is back."""
         if (member := self.members.get(name)) is not None:
             member.probe_now.set()
 
     def drain(self, name: str) -> EngineStatus:
-        """Assign no new session to the engine. Its present sessions stay. A drained list adds no new engine either.
-        Raises NotFound."""
+        """Assign no new sessions to the engine, or to all engines of a list. Assigned sessions stay. A drained list
+        adds no new engines. Raises NotFound for an unknown name."""
         if (listing := self._listings.get(name)) is not None:
             listing.drain()
             for engine in listing.engines.values():
@@ -215,9 +216,9 @@ class EnginePool:
         return status_of(member)
 
     async def remove(self, name: str, *, seconds: float = REMOVAL_SECONDS) -> None:
-        """Remove an engine, or a list with all its engines. The sessions move to other engines with their next turn.
-        Generations in flight have `seconds` to end. Then an engine that the pool owns is closed, which cuts them off.
-        Raises NotFound."""
+        """Remove an engine, or a list with all its engines. Sessions move to other engines with their next turn.
+        Generations in flight have `seconds` to end. After that, an engine that the pool owns is closed, and generations
+        still in flight are cut off. Raises NotFound for an unknown name."""
         if (listing := self._listings.pop(name, None)) is not None:
             try:
                 await self._remove_any(await listing.end(), seconds)
@@ -245,7 +246,7 @@ class EnginePool:
                 await shielded(member.engine.close)
 
     def status(self) -> list[EngineStatus]:
-        """Return the status of every list of engines and every engine, in the order they were added."""
+        """Return the status of every list of engines, then of every engine, each in the order of their addition."""
         listings = [self._listing_status(listing) for listing in self._listings.values()]
         return listings + [status_of(member) for member in self.members.values()]
 
@@ -254,17 +255,17 @@ class EnginePool:
         `generate` or `chat` has to be called next. Raises EngineUnavailable if no engine serves within `patience`
         seconds.
 
-        This call moves a session from an overloaded engine to the least loaded engine, so make the call between
-        generations.
+        If the session's engine is overloaded, this call moves the session to the least loaded engine. Call it only
+        between two generations of the session.
         """
         self.placement.rebalance(session_key)
         return serving(await self._calls.engine_for(session_key, (True, False), overdue))
 
     def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
         """Generate on the session's engine. Another engine takes over if this engine fails or misbehaves before the
-        first chunk. A reply that is cut off later, by a pause of the policy or by its engine's silence, is continued if
-        the request's sampling allows that (`continuable`). `overdue` receives the seconds that the session waits longer
-        than is due.
+        first chunk. A reply that is cut off later, by a pause of the policy or because its engine stops responding, is
+        continued if the request's sampling allows a continuation (`continuable`). `overdue` records the overdue seconds
+        of the session's waits.
 
         Raises the errors of `Engine.generate` and of `check_ids`, EngineUnavailable if no engine serves within
         `patience` seconds, and EngineMisbehaved for an impossible reply.
@@ -272,18 +273,19 @@ class EnginePool:
         return PoolReply(lambda reply: cast(AsyncGenerator[Chunk, None], self._calls.chunks(reply, request, overdue)))
 
     def chat(self, request: ChatRequest, overdue: Overdue | None = None) -> PoolReply[ChatChunk]:
-        """Generate like `generate`, on an engine that takes messages."""
+        """Generate on an engine that takes messages. Failover, `overdue` and errors are the same as for `generate`."""
         return PoolReply(
             lambda reply: cast(AsyncGenerator[ChatChunk, None], self._calls.chunks(reply, request, overdue))
         )
 
     def release(self, session_key: str) -> None:
-        """End the session, and take its load off its engine. Idempotent."""
+        """End the session's assignment, and subtract the session from its engine's load. Idempotent."""
         self.placement.release(session_key)
 
     @asynccontextmanager
     async def _joining(self, name: str, source: EngineSpec | AnyEngine) -> AsyncGenerator[Any, None]:
-        """Start an engine, or a list of engines, that the block admits. If the block raises, the engine is closed."""
+        """Claim the name, and start an engine or a list of engines for the block to admit. If the block raises, the
+        engine is closed and the name is free again."""
         self._claim(name)
         try:
             engine: Any = source
@@ -298,7 +300,7 @@ class EnginePool:
             try:
                 await engine.start()
                 yield engine
-            except BaseException:  # cancellation included
+            except BaseException:  # also for a cancellation
                 await shielded(engine.close)
                 raise
         finally:
@@ -323,7 +325,7 @@ class EnginePool:
         return listing.status(serving, self._serves, self.policy.version)
 
     async def _remove_any(self, names: Sequence[str], seconds: float) -> None:
-        """Remove the named engines that are in the pool, concurrently."""
+        """Remove engines concurrently. Ignores names of engines that are not in the pool or are being removed."""
         there = [name for name in names if name in self.members and not self.members[name].removed]
         await asyncio.gather(*(self.remove(name, seconds=seconds) for name in there))
 
@@ -364,7 +366,7 @@ class EnginePool:
         self._claimed.add(name)
 
     def _unclaim(self, name: str) -> None:
-        """Free a name, unless an engine or list of that name is in the pool."""
+        """Free a name, unless an engine or list with this name is in the pool."""
         if name not in self.members and name not in self._listings:
             self._claimed.discard(name)
 

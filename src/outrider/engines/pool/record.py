@@ -1,9 +1,9 @@
-"""The pool's record of an engine, and each view of the record: for a session, for other processes, and for the status.
+"""The pool's record of an engine, and the views of the record: for a session, for other processes, and for the status.
 
-`EngineRecord` is the only place where the state of an engine is kept. A view is a struct that a function makes of the
+`EngineRecord` is the only place that stores the state of an engine. A view is a struct that a function makes from the
 record: `serving` for a session, `use_of` for the leading pool, `state_of` for following pools, `status_of` for the
-status. Invariant: an engine's `idle` is set exactly while the engine has nothing in flight and, if it is being removed,
-no follower uses it.
+status. Invariant: an engine's `idle` is set exactly while the engine has nothing in flight. During the removal of an
+engine, `idle` is set only once no follower uses the engine.
 """
 
 from __future__ import annotations
@@ -35,22 +35,27 @@ from outrider.trajectory import LogprobKind, TokenMode
 T = TypeVar("T", bound=msgspec.Struct)
 
 TOKENS_PER_REQUEST = 16384
-"""Assigned context of this many tokens weighs as much as one request in flight. A request in flight takes time of the
-engine's steps. A session between two requests still takes memory of the engine's cache."""
+"""In the load of an engine, this number of assigned context tokens counts as much as one request in flight. A request
+in flight uses computing time, and a session between two requests still uses memory of the engine's cache."""
 
 Load = tuple[bool, float, int]
 """Sort key for placement: suspect engines last, then by load, then by number of sessions."""
 
 EngineTask = Literal["probe", "trial", "check", "question"]
-"""The kinds of background work on an engine. `probe`: until an engine that failed is back. `trial`: until a suspect
-engine has sent good replies. `check`: whether an engine still works that is silent, or that failed in a follower.
-`question`: how long an engine needs for one token after a client has given its call up. Each kind is a task of its own:
-a probe waits up to 15 s between two tries, and a trial up to a minute for its reply, which must delay no check."""
+"""The kinds of background work on an engine.
+
+- `probe`: probes a failed engine until it works again.
+- `trial`: sends requests to a suspect engine until it has sent good replies.
+- `check`: checks an engine that is silent, or that a follower reported.
+- `question`: measures how long an engine needs for one token after a client has given up a call.
+
+Each kind has its own task, because a probe waits up to 15 s between two tries, a trial waits up to a minute for its
+reply, and neither may delay a check."""
 
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's engine: its name, its last known policy version, its kinds of ids and log-probabilities, and the
-    constraints on replies that it supports."""
+    """The description of a session's engine. `engine` is the name, `version` the last known policy version,
+    `context_tokens` the context (None if unknown), and `constraints` the supported kinds of constraints on replies."""
 
     engine: str
     mode: TokenMode
@@ -64,8 +69,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
-    """One process's use of an engine, and what the process has observed of the engine. `EngineStatus` describes the
-    fields."""
+    """One process's use of an engine, and this process's observations of the engine. `EngineStatus` describes the
+    fields except `pace`."""
 
     in_flight: Count = 0
     sessions: Count = 0
@@ -76,7 +81,7 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     suspect: str | None = None
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
     pace: PaceSummary | None = None
-    """The engine's pace as measured by the process; None until the pace is known."""
+    """The engine's pace as measured by this process, None until it is known."""
 
     @property
     def load(self) -> float:
@@ -84,15 +89,15 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LASTING = ("generated_tokens", "failures", "misbehaved")
-"""Counts of a process that stay counted when the process is gone."""
+"""The counts that the leader adds to its own counts when a follower ends, so that they are not lost."""
 COUNTS = ("in_flight", "sessions", "assigned_tokens", *LASTING)
-"""The fields of `EngineUse` that the status sums up over all processes."""
+"""The fields of `EngineUse` that the status adds up over all processes."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine of the leading pool. `spec` is the JSON of its EngineSpec if followers connect to the engine
-    themselves, and None if only the leader's process has it. `versions` is the leader's value of
-    `RemembersVersions.versions`."""
+    """An engine of the leading pool, as sent to followers. `spec` is the JSON of its EngineSpec if followers connect to
+    the engine directly, and None if only the leader's process has the engine. `versions` is the leader's value of
+    `RemembersVersions.versions`, None for other engines."""
 
     name: str
     kind: str
@@ -108,7 +113,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     versions: KnownVersions | None
     awaits_workers: bool = False
-    """See `AwaitsWorkers`."""
+    """True if the engine may join before its first worker is connected (`AwaitsWorkers`)."""
     pace: PaceSummary | None = None
     """The engine's pace, for followers that have not measured it yet."""
 
@@ -119,13 +124,13 @@ class EngineRecord:
 
     engine: AnyEngine
     health: EngineHealth
-    """The engine's latest report."""
+    """The engine's latest health report."""
     kind: str
     url: str | None
     owned: bool
     """True if the pool closes the engine."""
     model: str | None = None
-    """The frozen model that the engine serves, None for the policy."""
+    """The name of the frozen model that the engine serves, None for the policy."""
     spec: EngineSpec | None = None
     ok: bool = True
     detail: str = ""
@@ -139,21 +144,21 @@ class EngineRecord:
     failures: int = 0
     misbehaved: int = 0
     suspect: str | None = None
-    """Describes the impossible reply of a suspect engine, None for any other engine."""
+    """A description of the impossible reply that made the engine suspect, None for any other engine."""
     uses: dict[str, EngineUse] = field(default_factory=dict)
-    """Each follower's use of the engine."""
+    """Each follower's use of the engine, by follower name."""
     load_elsewhere: float = 0.0
-    """The load from other processes, in a follower."""
+    """The load on the engine by other processes. Set only in a follower."""
     paused: bool = False
-    """True if the engine was ordered to pause and not yet to resume."""
+    """True if the engine was ordered to pause and has not been resumed since."""
     behind: bool = False
     """True if the engine responds but serves no session, because its weights are older than the policy."""
     looked_for: int = 0
-    """The highest version that a follower has reported and for which the engine was then checked."""
+    """The highest version reported by a follower that has triggered a check of the engine."""
     failed_probes: int = 0
     silent: AnyRequest | None = None
-    """Set if the engine fell silent: a request for one token, which the engine must answer before it serves again. None
-    for any other engine."""
+    """A request for one token, which an engine that fell silent must answer before it serves again. None for any other
+    engine."""
     newest_answered: float = 0.0
     """Start time of the newest call that has received a chunk."""
     pace: Pace = field(default_factory=Pace)
@@ -167,7 +172,7 @@ class EngineRecord:
     def __post_init__(self) -> None:
         self.name = self.engine.name
         self.takes_tokens = self.engine.mode is TokenMode.TOKENS
-        """True for an `Engine`, False for a `ChatEngine`."""
+        """True if the engine is an `Engine`, False if it is a `ChatEngine`."""
         self.version = self.health.version
         self.awaits_workers = isinstance(self.engine, AwaitsWorkers) and self.engine.awaits_workers
         self.idle.set()
@@ -175,7 +180,7 @@ class EngineRecord:
 
     @property
     def serves(self) -> bool:
-        """True if a session that is assigned to the engine may continue there."""
+        """True if sessions that are already assigned to the engine may use it."""
         return self.ok and not self.removed
 
     @property
@@ -193,9 +198,9 @@ class EngineRecord:
         return self.suspect is not None, load, self.sessions
 
     def read_constraints(self) -> None:
-        """Cache the engine's constraints: an isinstance check on a protocol takes 30 microseconds, and every call would
-        make two. This method is called again when an engine comes back: the constraints of a relay are known only once
-        its first worker attaches."""
+        """Cache the engine's constraints, because an isinstance check on a protocol takes 30 microseconds and every
+        call would make two. Call this again when an engine returns, because the constraints of a relay are known only
+        once its first worker attaches."""
         self.constraints = self.engine.constraints if isinstance(self.engine, TakesConstraints) else frozenset()
 
     def enter(self) -> None:
@@ -204,13 +209,13 @@ class EngineRecord:
         self.idle.clear()
 
     def leave(self, generated: int) -> None:
-        """Count the end of a generation, successful or not, and the number of tokens that it generated."""
+        """Count the end of a generation, successful or not, and its `generated` tokens."""
         self.in_flight -= 1
         self.generated_tokens += generated
         self._look_idle()
 
     def note_use(self, follower: str, use: EngineUse | None) -> None:
-        """Record a follower's use; None if the follower is gone."""
+        """Record a follower's use of the engine. `use` is None if the follower is gone or no longer has the engine."""
         before = self.uses.pop(follower, None)
         if use is not None:
             self.uses[follower] = use
@@ -220,7 +225,8 @@ class EngineRecord:
         self._look_idle()
 
     def remove(self, seconds: float) -> None:
-        """Assign no more work to the engine. Generations in flight have `seconds` to end."""
+        """Mark the engine as being removed, so that it gets no more work. Generations in flight have `seconds` to
+        end."""
         self.removed = self.draining = True
         self.removal_seconds = seconds
         self._look_idle()
@@ -234,13 +240,14 @@ class EngineRecord:
             task.cancel()
 
     def known_pace(self) -> PaceSummary | None:
-        """Return the engine's pace as measured over the most calls, here or in a follower; None if no pace is known
-        yet."""
+        """Return the pace measured over the most calls, by this process or a follower. Returns None if none of these
+        processes has measured a pace."""
         all_paces = (self.pace.summary, *(use.pace for use in self.uses.values()))
         return max((pace for pace in all_paces if pace is not None), key=lambda pace: pace.calls, default=None)
 
     def _look_idle(self) -> None:
-        # A follower reports a use of a removed engine until the follower's own generations on the engine have ended.
+        # For a removed engine any use counts, because a follower reports its use until its generations on the engine
+        # have ended.
         if self.in_flight or (self.uses if self.removed else self.busy):
             self.idle.clear()
         else:
@@ -294,6 +301,7 @@ def status_of(record: EngineRecord) -> EngineStatus:
 
 
 def _view(kind: type[T], record: EngineRecord, **others: Any) -> T:
-    """Make a struct of the attributes of the record that have the names of its fields, and of `others`."""
+    """Make a struct of type `kind`. Fields in `others` get their value from there, all other fields from the record's
+    attribute of the same name."""
     own = {name: getattr(record, name) for name in kind.__struct_fields__ if name not in others}
     return kind(**own, **others)

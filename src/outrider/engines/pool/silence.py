@@ -1,10 +1,10 @@
-"""Finds engines that have fallen silent, and calls that an engine has lost.
+"""Detects engines that have fallen silent, and calls that an engine has lost.
 
-Every generation in flight is a `Flight`. A flight measures how long its consumer waits for the engine and compares the
-wait with the engine's recent calls (`Pace`). A watch checks all flights a few times a second. An engine that sends no
-chunk to any call for longer than is due gets a request for one token. If no token comes, the engine has failed, and its
-generations continue on other engines. Overdue seconds go to the session's `Overdue`. Invariant: a generation is cut off
-only while its consumer waits for the engine.
+Every generation in flight is a `Flight`. A flight measures how long its consumer waits for the engine, and compares the
+wait with the engine's recent calls (`Pace`). A `SilenceWatch` checks all flights a few times a second. If an engine
+sends no chunk to any call and a wait is overdue, the watch sends the engine a request for one token. If no token
+arrives, the engine counts as failed, and its generations continue on other engines. Overdue seconds are recorded in the
+session's `Overdue`. Invariant: a generation is cut off only while its consumer waits for the engine.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from outrider.errors import EngineError, EngineSilent, EngineUnavailable
 from outrider.messages import Message, Role
 
 UNANSWERED_SECONDS = 1.0
-"""A call that the client gave up after a shorter wait is no evidence against the engine."""
+"""If a client gives up a call after a shorter wait, the engine is not blamed."""
 SLOWER = 2.0
-"""Waits that a session gives up in a row are added up, if each has lasted at least this multiple of the usual seconds.
-Several such waits are as unlikely as a single wait of their total length."""
+"""If a session gives up several waits in a row, waits of at least this multiple of the usual seconds are added up,
+because several such waits are as unlikely as one wait of their total length."""
 
 
 class Flight:
-    """One generation on one engine. Iterate over the chunks with `async for`, then call `land` once.
+    """One generation on one engine. The consumer iterates over the chunks with `async for`, then calls `land` once.
 
-    `new_tokens` is the number of prompt tokens that are not in the session's context on that engine. Iteration raises
+    `new_tokens` is the number of prompt tokens that are not in the session's context on this engine. Iteration raises
     the engine's errors, and EngineSilent if the watch has cut the generation off.
     """
 
@@ -74,13 +74,13 @@ class Flight:
         self._first_tokens = 0
         self._tokens = 0
         self._finished: float | None = None
-        """Time of the last chunk."""
+        """Time of the reply's last chunk, None before it has arrived."""
         self._known = member.pace.known
         self.forgiven = 0.0
-        """Overdue seconds that an engine of unknown pace took for the first chunk. They are no reason to cut the
-        generation off."""
+        """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The generation is not cut
+        off because of these seconds."""
         self.given_up: GivenUp | None = None
-        """The wait that the consumer has given up, if any."""
+        """The wait that the consumer has given up, None if it has given up no wait."""
         if overdue is not None:
             overdue.add(self.wait)
 
@@ -88,7 +88,7 @@ class Flight:
         return self
 
     async def __anext__(self) -> Any:
-        # This method runs once per chunk: short steps are inlined instead of called.
+        # This method runs once per chunk, so short steps are inlined.
         wait, loop = self.wait, self._loop
         wait.since = began = loop.time()
         self._task = task = asyncio.current_task(loop)
@@ -101,20 +101,22 @@ class Flight:
             self._end_stretch(now)
             self._raise_if_cut()
             if isinstance(error, asyncio.CancelledError):
-                # The engine was not silent while it served earlier calls of the same session first.
+                # The wait begins only after the last chunk of the session's earlier calls, which the engine serves
+                # first.
                 began = max(began, 0.0 if self._overdue is None else self._overdue.behind(wait))
                 self.given_up = self._given_up(began, now)
             raise
         now = loop.time()
         seconds = now - began
-        # Count a stretch that is overdue, or so long that a later call of the session, queued behind this call, may be
-        # overdue. No later call can be overdue within `least` seconds of a chunk of this call.
+        # The session's `Overdue` is updated if this stretch is overdue, or if it was so long that a later call of the
+        # session, queued behind this call, may be overdue. A later call cannot be overdue within `least` seconds after
+        # a chunk of this call.
         if seconds > self._least or seconds > wait.allowance - wait.waited:
             self._end_stretch(now)
         else:
             wait.since = None
             wait.waited += seconds
-        if self.error is not None:  # the engine's code has swallowed the cancellation
+        if self.error is not None:  # true if the engine's code has suppressed the cancellation
             self._raise_if_cut()
         member = self.member
         member.last_sign = wait.last = now
@@ -124,7 +126,7 @@ class Flight:
             self._first, self._first_tokens = wait.waited, tokens
             self._token_due = member.pace.token_due()
             self.forgiven = 0.0 if self._known else wait.overdue
-            wait.allowance = wait.waited + self._least  # time saved by the first chunk is not credited to the others
+            wait.allowance = wait.waited + self._least  # an early first chunk gives later chunks no additional time
         self._tokens += tokens
         wait.allowance += tokens * self._token_due
         if chunk.finish is not None:
@@ -134,13 +136,13 @@ class Flight:
         return chunk
 
     def cut(self, error: EngineSilent) -> None:
-        """Cut the generation off, if its consumer waits for the engine now and is not itself being cancelled."""
+        """Cut the generation off. Does nothing if the consumer does not wait for the engine, or is being cancelled."""
         task = self._task
         if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
             return
         self.error = error
-        # Cancel at once and not by a timer: when a timer fires, the consumer might be past the wait and would be
-        # cancelled elsewhere.
+        # The task is cancelled directly and not by a timer, because when a timer fires, the consumer may no longer wait
+        # for the engine and would be cancelled elsewhere.
         task.cancel()
 
     def _raise_if_cut(self) -> None:
@@ -149,10 +151,11 @@ class Flight:
             raise self.error from None
 
     def land(self) -> None:
-        """End the flight, however its generation ended, and record the engine's pace."""
+        """End the flight, after a success or a failure, and record the measurements in the engine's pace."""
         if self._overdue is not None:
             self._overdue.remove(self.wait)
-        # A call that was given up, or whose consumer was slow, does not measure the engine's pace.
+        # Calls without a finish and calls with a slow consumer are not recorded, because their times do not show the
+        # engine's pace.
         if self._first is not None and self._finished is not None and self._read_at_once(self._finished):
             self.member.pace.note(
                 self._finished,
@@ -165,12 +168,12 @@ class Flight:
             )
 
     def _read_at_once(self, end: float) -> bool:
-        """Return True if the consumer read the chunks promptly: until the reply's end, the consumer spent about half of
-        the time or more waiting for the engine."""
+        """Return True if the consumer read the chunks promptly: the consumer spent at least about half of the time
+        until `end` waiting for the engine."""
         return end - self.began <= 2 * self.wait.waited + 1.0
 
     def _given_up(self, began: float, now: float) -> GivenUp:
-        """Describe the wait of a consumer that gives the call up, having waited for a chunk since `began`."""
+        """Return the wait that the consumer has given up at the time `now`, after waiting for a chunk since `began`."""
         pace, stretch = self.member.pace, now - began
         if not pace.known:
             return GivenUp(began, stretch, None)
@@ -180,13 +183,13 @@ class Flight:
         token = pace.usual_token
         whole, waited = first + token * (self._tokens + 1), self.wait.waited
         late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-        if late and stretch >= SLOWER * token:  # a shorter wait was given up because of the last chunk's content
+        if late and stretch >= SLOWER * token:  # a consumer that gives up sooner does so because of the reply's content
             return GivenUp(began, waited, whole)
         return GivenUp(began, stretch, token)
 
     @property
     def longest_wait(self) -> float:
-        """Total seconds of the consumer's wait after which the call can count as lost."""
+        """Seconds of the consumer's whole wait after which the call may count as lost."""
         if self.begun:
             return self.wait.allowance + self.grace
         whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
@@ -194,7 +197,7 @@ class Flight:
 
     @property
     def grace(self) -> float:
-        """Additional seconds before an engine of unknown pace is checked; 0 if the pace is known."""
+        """Additional seconds before the engine is checked if its pace is unknown; 0 if the pace is known."""
         if self._known:
             return 0.0
         if self.begun:
@@ -213,7 +216,7 @@ class Flight:
 
 
 class SilenceWatch:
-    """Checks all flights of a pool; `look` is one turn of its chore."""
+    """Checks all flights of a pool. The pool runs `look` repeatedly in the background."""
 
     def __init__(self, limits: SilenceLimits, health: HealthChecks) -> None:
         self.limits = limits
@@ -222,9 +225,9 @@ class SilenceWatch:
         self._flights: set[Flight] = set()
         self._flying = asyncio.Event()
         self._deaf_until = 0.0
-        """No chunk could arrive before this time: the policy was paused, or the event loop stood still."""
+        """Silence before this time is not counted, because the policy was paused or the event loop was blocked."""
         self._questions: dict[EngineRecord, TokenProbe] = {}
-        """The probes in progress."""
+        """The token probes in progress, by engine."""
 
     @contextmanager
     def flight(
@@ -236,7 +239,7 @@ class SilenceWatch:
         chunks: AsyncGenerator[Any, None],
         overdue: Overdue | None,
     ) -> Iterator[Flight]:
-        """Watch a generation for the length of the block, which reads the flight."""
+        """Watch a generation during the block. The block must read the chunks from the returned flight."""
         flight = Flight(member, request, prompt_tokens, new_tokens, chunks, self.limits, overdue)
         self._flights.add(flight)
         self._flying.set()
@@ -250,8 +253,8 @@ class SilenceWatch:
 
     def _note_given_up(self, flight: Flight, given_up: GivenUp, overdue: Overdue) -> None:
         """Add a check of the wait to the session's `pending_checks`. If the engine has sent no chunk since the wait
-        began, it gets a request for one token now, not when the run is judged: the length of the silence cannot be
-        measured later."""
+        began, a request for one token is sent to the engine immediately, because the length of the silence cannot be
+        measured when the run is judged."""
         member = flight.member
         question: TokenProbe | None = None
         if member.last_sign <= given_up.began and not member.removed:
@@ -269,7 +272,7 @@ class SilenceWatch:
             overdue.given_up_seconds += given_up.waited
 
     async def look(self) -> None:
-        """Wait for a flight, and check all flights once."""
+        """Wait until there is a flight, then check all flights and token probes once."""
         await self._flying.wait()
         before = loop_time()
         await asyncio.sleep(self.limits.tick)
@@ -289,15 +292,15 @@ class SilenceWatch:
             return
         overdue = wait.overdue_by(now) - flight.forgiven - flight.grace
         if self._gate.mode is not None and overdue > self.limits.slow:
-            # During a pause no engine may be probed. The pause may be waiting for this call, which can continue
-            # afterwards.
+            # The engine is not checked first, because no engine may be probed during a pause. The call is cut off,
+            # because the pause may be waiting for it, and the call can continue after the pause.
             flight.cut(EngineSilent(f"engine {member.name!r} has kept a pause of the policy waiting for a call"))
         since = max(wait.since, self._deaf_until)
         silent = now - since
         if silent < self.limits.least:
             return
-        # A call is not lost while it may be queued behind others, that is, until a later call has received a chunk
-        # first. To repeat a queued call would only move it to the end of the queue.
+        # Until a later call has received a chunk, this call may be queued behind earlier calls, and does not count as
+        # lost: a repeated call would only move to the end of the queue.
         overtaken = member.newest_answered > flight.began
         lost = silent > max(0.0, flight.longest_wait - wait.waited) + self.limits.lost
         if member.last_sign <= since or (lost and not overtaken and not member.awaits_workers):
@@ -318,7 +321,8 @@ class SilenceWatch:
             )
 
     async def _check_silent(self, member: EngineRecord, request: AnyRequest, since: float) -> None:
-        """Check an engine that sends no chunk to any call, or none to a call that may be lost."""
+        """Check an engine that sends no chunk to any call, or no chunk to a call that may be lost. If the check fails,
+        the engine is marked as failed and its flights are cut off. `since` is the start time of the silence."""
         requested_at = loop_time()
         try:
             proof = await self._health.prove(member, request, self._check_seconds(member))
@@ -342,8 +346,8 @@ class SilenceWatch:
                     member.newest_answered = max(member.newest_answered, requested_at)
 
     def _check_seconds(self, member: EngineRecord) -> float:
-        """Return the seconds in which an engine must give one token. The engine may have to read a prompt first. An
-        engine of unknown pace may, before its first chunk, have to compile or load a model."""
+        """Return the time limit in seconds for one token from the engine. The limit allows for prompts that the engine
+        has to read first, and for compiling or loading a model if the engine has sent no chunk yet."""
         known = member.pace.known or member.newest_answered
         seconds = self.limits.check if known else self.limits.first_check
         waiting = [flight.new_tokens for flight in self._flights if flight.member is member and not flight.begun]
@@ -352,7 +356,8 @@ class SilenceWatch:
         return max(seconds, reading, due)
 
     async def _request_token(self, question: TokenProbe, member: EngineRecord, request: AnyRequest) -> None:
-        """Request one token from an engine that was silent until a call was given up, and record how long it takes."""
+        """Request one token from an engine that was silent until a call was given up. Records the time that the token
+        takes, or the error, in `question`."""
         try:
             while await self._health.prove(member, request, self._check_seconds(member), by_token=True) is None:
                 await self._gate.opened()
@@ -366,9 +371,11 @@ class SilenceWatch:
 
 
 class TokenProbe:
-    """A request for one token, made at the time `requested_at` to an engine that was silent until a call was given up.
-    `answered`: seconds until the token came. `sign`: seconds until another call received a chunk, if sooner. `error`:
-    why no token came."""
+    """A request for one token, sent at the time `requested_at` to an engine that was silent until a call was given up.
+
+    `answered` is the number of seconds until the token arrived. `sign` is the number of seconds until another call
+    received a chunk, if this happened first. `error` is the error if no token arrived. Each is None until known.
+    """
 
     def __init__(self, member: EngineRecord, requested_at: float) -> None:
         self.requested_at = requested_at
@@ -384,10 +391,12 @@ class TokenProbe:
 
 
 class GivenUp(msgspec.Struct, frozen=True):
-    """A wait that a call's consumer gave up. `began`: start time of the wait for the last chunk. `waited`: seconds
-    waited. `usual`: seconds that the engine usually takes, None while unknown. Both durations are for the last chunk.
-    The exception is a reply that, compared with the usual seconds, was later as a whole than its last chunk: then both
-    durations are for all chunks."""
+    """A wait that a call's consumer gave up.
+
+    `began` is the start time of the wait for the chunk that did not arrive. `waited` is the number of seconds waited,
+    and `usual` the number of seconds that the engine usually takes, None if unknown. Both are for this chunk alone or,
+    if the reply as a whole is later than this chunk in relation to the usual seconds, for all chunks of the reply.
+    """
 
     began: float
     waited: float
@@ -395,12 +404,12 @@ class GivenUp(msgspec.Struct, frozen=True):
 
 
 async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, before: float) -> None:
-    """Raise EngineUnavailable if the engine was at fault when a client gave its call up. `before`: total seconds of the
-    calls given up in a row before this call."""
+    """Raise EngineUnavailable if the engine was at fault when a client gave up a call. `before` is the total number of
+    seconds of the calls that were given up directly before this call."""
     silent = given_up.waited
     if question is not None:
         if question.task is not None:
-            await asyncio.wait([question.task])  # does not raise the task's error
+            await asyncio.wait([question.task])  # `wait` does not raise the task's error
         if question.sign is not None:
             silent += question.sign
         elif question.answered is not None:
@@ -416,20 +425,21 @@ async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, be
 
 def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
     """Return True if the engine is at fault for a call that its client gave up after `silent` seconds. `usual` is the
-    engine's usual seconds; while these are unknown (None), the engine is blamed rather than the agent. `before` is the
-    total seconds of the calls given up in a row before this call."""
+    number of seconds that the engine usually takes. If `usual` is None (unknown), the engine is blamed rather than the
+    agent. `before` is the total number of seconds of the calls that were given up directly before this call."""
     if usual is None:
         return silent + before > LIMITS.least
     return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual
 
 
 def _about_tokens(chunk: ChatChunk) -> int:
-    """Estimate the tokens of a chunk that has only text."""
+    """Estimate the number of tokens of a text chunk, at four characters per token."""
     return -(-(len(chunk.text) + len(chunk.reasoning)) // 4)
 
 
 def probe_request(request: AnyRequest) -> AnyRequest:
-    """Make a request for one token, of the same kind as `request`."""
+    """Return a request for one token, of the same type as `request`. The prompt is at most 16 ids of the original
+    prompt, or one short message."""
     sampling = SamplingParams(max_tokens=1)
     if isinstance(request, GenerateRequest):
         return msgspec.structs.replace(request, input_ids=request.input_ids[:16], sampling=sampling)
