@@ -67,8 +67,8 @@ DISK_MIB = 64
 FULLEST_COMMIT = 0.2
 DAY = 86_400.0
 LEAST_JUMP = 7200.0
-"""Minimum jump of the clock, in seconds. It is longer than the hour that a receiver of callbacks may request as a
-delay: a callback due within an hour keeps its time."""
+"""Minimum jump of the clock, in seconds. It is more than an hour, because the service takes a due time up to one hour
+ahead for a delay that the receiver of a callback requested."""
 MOST_CUTS = 5
 CUT_PAUSE_SECONDS = 0.7
 """Seconds between two cuts: at least as long as a node waits before it dials again."""
