@@ -259,7 +259,7 @@ async def _serve_relay(url: str) -> None:
 async def _serve_echo() -> None:
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive()).get("more_body"):
-            """Read the whole request before the reply."""
+            """The whole request is read first."""
         headers = [(b"content-type", b"application/json"), (b"content-length", b"2")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"{}"})
