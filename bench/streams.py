@@ -34,7 +34,7 @@ TOOL: ToolSpec = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
-"""Parameters of the request. They offer a tool, so that all text is searched for the beginning of a tool call."""
+"""The tool that the request offers, so that all text is searched for the beginning of a tool call."""
 
 
 class Sampled(msgspec.Struct, frozen=True):

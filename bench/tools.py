@@ -45,7 +45,7 @@ SECONDS = 60.0
 DAEMON_SECONDS = 20
 BOX = ("--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
 """Arguments of the container engines. The limits are set, because Podman's default limits may be higher than the limits
-of root, and the start would fail."""
+of root."""
 FIRST = 50
 """Number of first calls of a quick way that only warm it up and are not counted."""
 
