@@ -15,8 +15,9 @@ Definitions:
   lines run from `def` to its last line; the docstring is included, decorators are not.
 - A docstring is the first string of a module, class or function. A string directly below an assignment in the body of
   a module or class documents the assigned name. A code line holds a token of neither of these and of no comment.
-- A comment is a line with a `#`, also behind code. A shebang, a coding line, and a comment that is only an instruction to a tool (`type: ignore`, `noqa`, `pragma: no cover`, `fmt: off`) do not count; an instruction with a reason behind it counts. A string that
-  documents an assigned name counts as one comment.
+- A comment is a line with a `#`, also behind code. A shebang, a coding line, and a comment that is only an
+  instruction to a tool (`type: ignore`, `noqa`, `pragma: no cover`, `fmt: off`) do not count; an instruction with a
+  reason behind it counts. A string that documents an assigned name counts as one comment.
 - A private helper is a function whose name starts with exactly one underscore. It is left out if it has a decorator
   that is not in TRANSPARENT, which may register it, or if its module defines two helpers of this name, such as a
   method and its override.
@@ -117,13 +118,13 @@ class Module:
 
     @cached_property
     def names(self) -> Counter[str]:
-        """Count the reads of each name."""
+        """The number of reads of each name."""
         names = (node for node in self.nodes if isinstance(node, ast.Name))
         return Counter(node.id for node in names if isinstance(node.ctx, ast.Load))
 
     @cached_property
     def attributes(self) -> Counter[str]:
-        """Count the mentions of each attribute, whatever the object."""
+        """The number of uses of each attribute name, whatever the object."""
         return Counter(node.attr for node in self.nodes if isinstance(node, ast.Attribute))
 
     @cached_property
@@ -231,7 +232,7 @@ def read(folder: Path) -> Package:
     not Python."""
     root = folder.resolve()
     names = [root.name]
-    # Because imports use the full name of a package inside another package.
+    # Imports use the full name of a package inside another package.
     while (root.parent / "__init__.py").exists():
         root = root.parent
         names.insert(0, root.name)

@@ -172,7 +172,7 @@ async def soak(minutes: float, peak_seconds: float, folder: Path) -> dict[str, f
                         flush=True,
                     )
                 seconds = time.monotonic() - steady
-                while await under_way(client):  # noqa: ASYNC110  # there is no event to wait for: the sessions end in the service's process
+                while await under_way(client):  # noqa: ASYNC110  # sessions end in another process
                     await asyncio.sleep(LOOK_SECONDS / 10)
                 await asyncio.sleep(LOOK_SECONDS / 10)
                 consumer.cancel()
