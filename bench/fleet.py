@@ -1,12 +1,12 @@
 """Simulated engines, the sessions that call them, and the clock of both: a discrete-event simulation.
 
 An engine reads prompts in chunks, first come first served, beside the replies that it decodes; all replies advance by
-one token a step. A step takes longer with more replies, more context, and a chunk to read. Time between two events is
-not stepped through, because rates are constant there. The prefix cache is counted in blocks, and evicts from the end
-of the least recently used prefix.
+one token a step. A step takes longer with more replies, with more context, and with a chunk to read. Time between two
+events is not stepped through, because rates are constant there. The prefix cache is counted in blocks, and evicts from
+the end of the least recently used prefix.
 
-The losses of real engines with a full cache are understated: a call is admitted only once its whole reply has room,
-so nothing is preempted, and a prompt token costs the same at the end of a long context as at its beginning. The
+The losses of real engines with a full cache are understated: a call is admitted only if its whole reply fits into the
+cache, so no call is preempted, and a prompt token costs the same at the end of a long context as at its beginning. The
 module does not depend on Outrider, and draws nothing at random. Invariants: cached blocks never exceed the capacity;
 every prompt token is either cached or read.
 """
@@ -46,7 +46,8 @@ SPEED = Speed()
 
 Path = tuple[tuple[str, int], ...]
 """A prompt as segments, each a name and a number of tokens, from the beginning. Equal names mean equal tokens, and a
-segment always follows the same segments. All but the last are whole blocks, as are the segments that sessions share."""
+segment always follows the same segments. Every segment but the last consists of whole blocks; so does every segment
+that sessions share."""
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
@@ -314,8 +315,9 @@ class Joining(msgspec.Struct, frozen=True):
 
 @dataclass
 class Played:
-    """The result of a simulation. `first_token` are seconds from each call to its first token, `done` the times at
-    which sessions ended, `moves` the number of calls that went to another engine than the session's call before."""
+    """The result of a simulation. `first_token` are seconds from each call to its first token, `done` are the times at
+    which sessions ended, and `moves` is the number of calls that went to another engine than the previous call of the
+    session."""
 
     engines: list[Engine]
     first_token: list[float] = field(default_factory=list)

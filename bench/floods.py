@@ -36,7 +36,8 @@ SIZES = (64 << 20, MAX_TEXT_BODY - (64 << 10), 1 << 20)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The kinds of floods, the sizes that every attacker sends of each, and the seconds of calls before the floods."""
+    """The kinds of floods, the sizes that every attacker sends of each, and the duration of the calls before the
+    floods, in seconds."""
 
     kinds: Sequence[str]
     sizes: Sequence[int] = SIZES

@@ -38,7 +38,7 @@ Operation = Callable[[], Awaitable[object]]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Finished sessions, and how often each operation is timed."""
+    """The number of finished sessions, and the number of times that each operation is timed."""
 
     sessions: int
     rounds: int

@@ -20,11 +20,11 @@ from bench.routers import CacheAware, ConsistentHash, LeastLoaded, Outrider, Rou
 ENGINES = 4
 GROUPS = 36
 AT_ONCE = 320
-"""Sessions at once, 80 per engine; each further session begins when another ends."""
+"""Number of sessions at once, 80 per engine; each further session begins when another ends."""
 START_SECONDS = 60.0
 """The first sessions begin within this many seconds, because sandboxes are not ready all at once."""
 INSTRUCTIONS = 4096
-"""Tokens with which all sessions begin: the harness's instructions and tools."""
+"""Number of tokens with which all sessions begin: the harness's instructions and tools."""
 TASK = 2048
 """Number of tokens of the task. The task follows the instructions, and is shared by the sessions of a group."""
 LONG_TASK = 24_576
@@ -32,7 +32,7 @@ LONG_TASK = 24_576
 CONTEXT = 131_072
 """A session ends when its context has this many tokens, however many turns are left."""
 CACHE = 3_600_000
-"""Tokens of an engine's cache. Eighty of the sessions have about 2.2 million at once."""
+"""Number of tokens that an engine's cache can hold. Eighty of the sessions have about 2.2 million at once."""
 SMALL_CACHE = 2_000_000
 """Number of tokens of a small cache: not enough for eighty sessions, but enough for sixty."""
 

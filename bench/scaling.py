@@ -51,7 +51,7 @@ QUICK = Plan(processes=(1, 2), waves=2)
 
 
 class WaitingAgent:
-    """Calls its model and waits, several times."""
+    """An agent that calls its model and then waits, several times."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._seconds = float(options["seconds"])

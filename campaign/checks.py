@@ -116,7 +116,7 @@ def judge_events(events: Iterable[Event], groups: set[str]) -> list[Finding]:
     lost: set[tuple[str, int]] = set()
     ended: Counter[str] = Counter()
     for event in events:
-        # Because the event of a cancellation has no attempt.
+        # The event of a cancellation has no attempt.
         if event.session_id is not None and event.kind is not EventKind.SESSION_CANCELLED:
             attempt = event.data["attempt"]
             if attempt < newest[event.session_id]:
@@ -262,7 +262,7 @@ def _text(turn: Turn) -> str:
 
 
 class Ledger:
-    """The engine's calls, each of which may become one turn."""
+    """The engine's calls. Each call may become at most one turn."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)

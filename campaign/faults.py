@@ -15,7 +15,7 @@ import msgspec
 
 
 class FaultKind(StrEnum):
-    """What is broken. `seconds` and `share` in the comments are the fields of `Fault`."""
+    """The kind of a fault. `seconds` and `share` in the comments are the fields of `Fault`."""
 
     SERVICE_KILLED = "service killed"
     SERVICE_STOPPED = "service stopped in order"
@@ -62,7 +62,7 @@ SILENCES = (
     FaultKind.STORE_SILENT,
     FaultKind.STORE_AWAY,
 )
-"""Faults that take long: every run has two of them, and its other faults are of other kinds."""
+"""Faults that take long. Every run has a fixed number of them; all other faults of the run are of other kinds."""
 ON_NODES = frozenset({FaultKind.NODE_KILLED})
 ON_MACHINES = (
     FaultKind.MACHINE_KILLED,
@@ -98,10 +98,10 @@ class Fault(msgspec.Struct, frozen=True, order=True):
 
 
 DRAWN = 6
-"""Faults of any kind in a run, besides those that every run has."""
+"""Number of faults of any kind in a run, besides the faults that every run has."""
 SILENT = 2
 DRAWN_ON_MACHINES = 3
-"""Further faults of machines that join, in runs that have machines."""
+"""Number of further faults of machines that join, in runs that have machines."""
 
 
 def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE, *, silent: int = SILENT) -> list[Fault]:
