@@ -93,7 +93,7 @@ class _Copy(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Uvloop's transport has these methods, but another base class.
+        # uvloop's transport has these methods, but another base class.
         self._transport = cast(asyncio.Transport, transport)
 
     def pass_on_to(self, to: asyncio.Transport) -> None:

@@ -45,7 +45,7 @@ class FaultKind(StrEnum):
     POWER_LOST = "power lost"  # the service is killed, and all that it had not synced to its disk is lost
     DISK_FULL = "disk full"  # for its `seconds`
     DISK_SLOW = "disk slow"  # for its `seconds`: each commit waits 0.2 seconds times the `share`
-    CLOCK_JUMPED = "clock jumped"  # by hours, backwards if the `share` is below a half; set right after its `seconds`
+    CLOCK_JUMPED = "clock jumped"  # by hours, backwards if the `share` is below a half; corrected after its `seconds`
     LEASES_LAPSED = "leases lapsed"
     DATABASE_KILLED = "database killed"
     DATABASE_STOPPED = "database restarted"
