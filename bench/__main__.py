@@ -1,10 +1,10 @@
 """`python -m bench [NAMES...] [--rounds N] [--quick] [--json FILE]`: run benchmarks one after another, and print
 them.
 
-A full run of all of them is stored in bench/results; a quick or partial run is only printed. With `--rounds N` all
-run N times, and each figure is the median of its rounds, with their range. With `--against CHECKOUT` the benchmarks
-of another checkout run in the same rounds, with its own `.venv` (`make venv` in it first). Which of the two goes
-first alternates, so that other work of the machine disturbs both alike.
+A full run of all of them is stored in bench/results; a quick or partial run is only printed. With `--rounds N` every
+benchmark runs N times, and each figure is the median of its rounds, with their range. With `--against CHECKOUT` the
+benchmarks of another checkout run in the same rounds, with its own `.venv` (`make venv` in it first). The two checkouts
+take turns at running first, so that other work of the machine disturbs both alike.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Rounds(NamedTuple):
-    """The results of each round, those of the other checkout, and the seconds of each of our benchmarks."""
+    """The results of each round, the results of the other checkout, and the duration of each benchmark of this
+    checkout, in seconds."""
 
     own: list[Results]
     others: list[Results]
@@ -126,7 +127,8 @@ def _one_round(names: Sequence[str], options: argparse.Namespace, console: Conso
 
 
 def _rounds(names: Sequence[str], options: argparse.Namespace, console: Console) -> Rounds:
-    """Run each benchmark of each round in its own process, those of the other checkout just before or after ours."""
+    """Run each benchmark of each round in its own process. A benchmark of the other checkout runs just before or after
+    the same benchmark of this one."""
     own: list[Results] = [{} for _ in range(options.rounds)]
     others: list[Results] = [] if options.against is None else [{} for _ in range(options.rounds)]
     seconds = dict.fromkeys(names, 0.0)

@@ -1,6 +1,6 @@
 """A scripted engine with the pace of a batch engine: each step gives every request in flight its next tokens.
 
-It samples nothing and is independent of the protocol. Invariant: all requests together get at most
+The engine samples nothing and is independent of the protocol. Invariant: all requests together get at most
 `tokens_per_second`; a step takes at least LEAST_STEP, however few requests share it.
 """
 
@@ -61,7 +61,7 @@ class BatchEngine:
 
     def _set_timer(self, begun: float) -> None:
         """Set the timer to the end of a step. The next step is shortened by the lateness of this one, because timers
-        have whole milliseconds; a step that is too long is not made up for."""
+        have whole milliseconds; a step that takes longer than its limit does not shorten the next."""
         loop = asyncio.get_running_loop()
         due = max(begun + max(self._least, self._running * self._seconds_each), loop.time())
         self._timer = loop.call_at(due, self._end_step, due)

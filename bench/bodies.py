@@ -2,7 +2,8 @@
 
     python -m bench.bodies http://127.0.0.1:PORT/s/KEY KIND BYTES...
 
-prints for each size the status of the reply, or 0 for none. It imports little, so that it starts at once.
+prints for each size the status of the reply, or 0 for none. The module imports little, so that the program starts at
+once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ ONE = b'{"role":"user","content":"a"}'
 
 
 class Flood:
-    """A body: `head`, then `item` as often as fits, separated by commas, then `tail`."""
+    """The parts of a body: `head`, then as many copies of `item` as fit into the size, separated by commas, then
+    `tail`."""
 
     def __init__(self, path: str, head: bytes, item: bytes, tail: bytes, *, between: bytes = b",") -> None:
         self.path = path

@@ -1,8 +1,8 @@
 """Texts to benchmark with, and a tokenizer for them: both made at run time from the standard library's source.
 
-Independent of the engine. A real model's tokenizer would have to be downloaded. This one has Qwen's special tokens
-and splitting rule, and its tokens are about 3.5 characters long, like those of such a tokenizer on code. Invariant:
-no two texts are the same, so that no cache of whole texts can help.
+The module is independent of the engine. A real model's tokenizer would have to be downloaded. The tokenizer of this
+module has Qwen's special tokens and splitting rule, and its tokens are about 3.5 characters long, like the tokens of a
+real tokenizer on code. Invariant: no two texts are the same, so that no cache of whole texts can help.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen's rule, with its look-ahead."""
+"""Qwen's rule for splitting text before the tokens are formed, as a regular expression with a look-ahead."""
 
 VOCABULARY = 8_000
 TRAINED_ON = 20
@@ -63,11 +63,11 @@ class Corpus:
         return mark + self._text[start : start + characters - len(mark)]
 
     def tokens(self, count: int) -> str:
-        """A text of about `count` tokens."""
+        """Return a text of about `count` tokens."""
         return self.text(characters=int(count * self._characters_per_token))
 
     def reply(self, tokens: int) -> list[int]:
-        """The ids of a reply of exactly `tokens` tokens, the last of which ends the turn."""
+        """Return the ids of a reply of exactly `tokens` tokens. The last token ends the turn."""
         words = self.tokenizer.encode("The answer is in the file. " * tokens)[: tokens - 1]
         return [*words, *self.tokenizer.encode("<|im_end|>")]
 

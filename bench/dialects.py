@@ -1,9 +1,9 @@
 """The four dialects compared: the time the gateway adds to a call, one more turn on a long history, a streamed token.
 
-The first is the measurement of `gateway`, of streamed calls one at a time; the second is `own_ms` of `turns`, in
-conversations that grow as each dialect's clients grow them; the third is `streams`. In all three the dialects
-alternate, in an order that rotates with every round, so that the machine's other load affects them alike. Wire
-formats are left to `speakers`.
+The added time is measured as in `gateway`, with streamed calls one at a time. The turn is `own_ms` of `turns`, in
+conversations that grow as with each dialect's clients. The streamed token is measured by `streams`. In all three the
+dialects alternate, in an order that rotates with every round, so that the machine's other load affects them alike. The
+wire formats are in `speakers`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How much is measured: rounds of blocks of calls, turns at some lengths of history, rounds of one reply."""
+    """The amount of measurement: rounds of blocks of calls, turns at some lengths of history, rounds of one reply."""
 
     latency_rounds: int
     latency_block: int
@@ -81,7 +81,8 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 
 async def _calls(corpus: Corpus, plan: Plan) -> dict[str, Any]:
-    """Per dialect the percentiles until the first and the last byte, and the time that the gateway adds to each."""
+    """Measure for each dialect the percentiles of the time until the first and the last byte, and the time that the
+    gateway adds to each."""
     spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
     sessions = gateway.CONCURRENCY
     async with (
@@ -105,7 +106,8 @@ async def _calls(corpus: Corpus, plan: Plan) -> dict[str, Any]:
 
 
 async def _turns(corpus: Corpus, points: Sequence[Point]) -> dict[str, Any]:
-    """Per length of history and kind of conversation the processor time of a turn and the size of its request."""
+    """Measure the processor time of a turn and the size of its request, for each length of history and kind of
+    conversation."""
     found = []
     async with _service(corpus, points) as parking:
         entrance = Gateway(parking.opened.own_node)
@@ -156,7 +158,8 @@ class Exchange:
 
 @asynccontextmanager
 async def _service(corpus: Corpus, points: Sequence[Point]) -> AsyncIterator[Parking]:
-    """A service in this process with a session for each conversation, and its engine in another."""
+    """Run a service in this process, with a session for each conversation. The service's engine is in another
+    process."""
     sessions = len(CONVERSING) * sum(point.conversations for point in (WARM, *points))
     async with upstream(corpus, reply_tokens=REPLY_TOKENS) as process:
         engine = EngineSpec(kind="vllm", url=process.urls[0])
@@ -172,7 +175,8 @@ def _medians(took: dict[str, list[Took]]) -> dict[str, Any]:
 
 
 def _rotated(items: Sequence[T], rounds: int) -> Iterator[list[T]]:
-    """The items in each round, beginning with the next one every time."""
+    """Yield the items once per round. Each round begins with the next item, and continues with the first after the
+    last."""
     for number in range(rounds):
         at = number % len(items)
         yield [*items[at:], *items[:at]]

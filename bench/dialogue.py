@@ -1,6 +1,5 @@
-"""A conversation as a client keeps it: messages as JSON, a new one before each turn, the reply after it.
-
-Independent of tokens. Invariant: a message that was sent once is sent again byte for byte, as clients do.
+"""A conversation as stored by a client: messages as JSON. Each turn adds a new message and then the reply. The module
+is independent of tokens. Invariant: a message that was sent once is sent again byte for byte, as clients do.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Simulated engines, the sessions that call them, and the clock of both: a discrete-event simulation.
 
 An engine reads prompts in chunks, first come first served, beside the replies that it decodes; all replies advance by
-one token a step. A step takes longer with more replies, more context, and a chunk to read. Time between two events is
-not stepped through, because rates are constant there. The prefix cache is counted in blocks, and evicts from the end
-of the least recently used prefix.
+one token a step. A step takes longer with more replies, with more context, and with a chunk to read. Time between two
+events is not stepped through, because rates are constant there. The prefix cache is counted in blocks, and evicts from
+the end of the least recently used prefix.
 
-The losses of real engines with a full cache are understated: a call is admitted only once its whole reply has room,
-so nothing is preempted, and a prompt token costs the same at the end of a long context as at its beginning. The
+The losses of real engines with a full cache are understated: a call is admitted only if its whole reply fits into the
+cache, so no call is preempted, and a prompt token costs the same at the end of a long context as at its beginning. The
 module does not depend on Outrider, and draws nothing at random. Invariants: cached blocks never exceed the capacity;
 every prompt token is either cached or read.
 """
@@ -23,16 +23,17 @@ from typing import Protocol
 import msgspec
 
 BLOCK = 64
-"""Tokens of a block of the cache; only whole blocks can be reused."""
+"""Number of tokens in a block of the cache. Only whole blocks can be reused."""
 EPSILON = 1e-6
-"""Steps that rounding may leave over."""
+"""Numbers of steps below this count as zero, because of rounding errors."""
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's constants, near those of a model of 100 billion parameters (12 active) on eight H100: 20,000 prompt
-    tokens a second read alone, 60 tokens a second for one reply alone, 40 for each of 64 with 30,000 tokens of context.
-    `step` is the seconds of a step that decodes, `per_reply` what each reply in it adds, `per_token` what each token
-    of their contexts adds; `chunk` is the prompt tokens read in one step."""
+    """An engine's constants, near those of a model with 100 billion parameters (12 billion active) on eight H100. Such
+    an engine reads 20,000 prompt tokens per second if it does nothing else; it generates 60 tokens per second for a
+    single reply, and 40 for each of 64 replies with contexts of 30,000 tokens. `step` is the duration of a decoding
+    step, to which each reply adds `per_reply` and each token of its context `per_token` (all in seconds). `chunk` is
+    the number of prompt tokens read in one step."""
 
     prefill_per_second: float = 20_000
     chunk: int = 2048
@@ -45,7 +46,8 @@ SPEED = Speed()
 
 Path = tuple[tuple[str, int], ...]
 """A prompt as segments, each a name and a number of tokens, from the beginning. Equal names mean equal tokens, and a
-segment always follows the same segments. All but the last are whole blocks, as are the segments that sessions share."""
+segment always follows the same segments. Every segment but the last consists of whole blocks; so does every segment
+that sessions share."""
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
@@ -58,7 +60,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 
 
 class Session(msgspec.Struct, frozen=True):
-    """A session. `shared` are the segments of its prompts that other sessions have, too."""
+    """A session. `shared` are the segments that the session's prompts have in common with those of other sessions."""
 
     name: str
     shared: Path
@@ -96,7 +98,7 @@ class Call(msgspec.Struct, eq=False):
         return self.turn + 1 == len(self.session.turns)
 
     def following(self, begun: float) -> Call:
-        """The session's next call, whose prompt begins with this call's prompt and reply."""
+        """Return the session's next call. The call's prompt begins with this call's prompt and reply."""
         turn, (name, own) = self.session.turns[self.turn + 1], self.path[-1]
         more = self.reply + turn.new
         path = (*self.path[:-1], (name, own + more))
@@ -110,7 +112,8 @@ def first_call(session: Session, begun: float) -> Call:
 
 
 class _Cached(msgspec.Struct, eq=False):
-    """A segment: its blocks, including a begun one, its tokens, and the number of calls that pin it."""
+    """A segment: its number of blocks, including a partly filled block, its number of tokens, and the number of calls
+    that pin it."""
 
     tokens: int = 0
     blocks: int = 0
@@ -126,13 +129,13 @@ class PrefixCache:
         self.used = 0
         self.most_used = 0
         self.pinned = 0
-        """Blocks of calls under way."""
+        """Number of blocks pinned by calls under way."""
         self._segments: dict[str, _Cached] = {}
         self._free: OrderedDict[str, _Cached] = OrderedDict()
         """Segments that are not pinned, least recently used first."""
 
     def matched(self, path: Path) -> int:
-        """The number of cached tokens from the beginning of the prompt."""
+        """Return the number of cached tokens from the beginning of the prompt."""
         found = 0
         for name, tokens in path:
             cached = self._segments.get(name)
@@ -143,8 +146,8 @@ class PrefixCache:
         return found
 
     def admit(self, path: Path, reply: int) -> int | None:
-        """Make room for prompt and reply and pin both. Returns the number of cached tokens of the prompt, less than all
-        of them. None if the other calls under way leave no room."""
+        """Evict until prompt and reply fit into the cache, and pin both. Returns the number of cached tokens of the
+        prompt, always less than the whole prompt, or None if the blocks of the other calls under way leave too few."""
         extra = to_pin = 0
         wanted: list[tuple[str, int, int, _Cached]] = []
         for name, tokens in path:
@@ -171,7 +174,7 @@ class PrefixCache:
         return found
 
     def release(self, path: Path) -> None:
-        """Unpin the segments of an ended call; they stay cached until their room is needed."""
+        """Unpin the segments of an ended call; the segments stay cached until their blocks are needed."""
         for name, _ in reversed(path):
             cached = self._segments[name]
             cached.pins -= 1
@@ -204,12 +207,12 @@ class Engine:
         self.cache = PrefixCache(cache_tokens // BLOCK)
         self.prompt_tokens = self.cached_tokens = self.reply_tokens = 0
         self.looks = 0
-        """Number of changes of state; an event for an earlier state is void."""
+        """Number of changes of state so far. An event that was planned in an earlier state is ignored."""
         self._speed = speed
         self._pace = pace
         self._now = 0.0
         self._steps = 0.0
-        """Steps so far: the number of tokens of a reply that has been under way since the beginning."""
+        """Number of steps so far. A reply that has been decoded since the beginning would have as many tokens."""
         self._waiting: deque[Call] = deque()
         self._reading: deque[Call] = deque()
         self._unread_steps = 0.0
@@ -226,7 +229,8 @@ class Engine:
         self._admit()
 
     def next_change(self) -> float | None:
-        """The time at which the prompt being read or the next reply ends; None while idle."""
+        """Return the time at which either the prompt being read or the next reply ends, whichever is first. None while
+        idle."""
         step, steps = self._step_seconds(), math.inf
         if self._reading:
             steps = self._unread_steps
@@ -311,8 +315,9 @@ class Joining(msgspec.Struct, frozen=True):
 
 @dataclass
 class Played:
-    """The result of a simulation. `first_token` are seconds from each call to its first token, `done` the times at
-    which sessions ended, `moves` the number of calls that went to another engine than the session's call before."""
+    """The result of a simulation. `first_token` are seconds from each call to its first token, `done` are the times at
+    which sessions ended, and `moves` is the number of calls that went to another engine than the previous call of the
+    session."""
 
     engines: list[Engine]
     first_token: list[float] = field(default_factory=list)

@@ -1,6 +1,7 @@
-"""The effect on other sessions of two that send bodies made to cause as much work as possible, in each dialect.
+"""The effect of two attacking sessions on other sessions, in each dialect. The attackers send bodies that cause as much
+work as possible.
 
-Fifty sessions make calls, with a pause between them, first alone and then while two others send such bodies: of 64
+Fifty sessions make calls, with a pause between them, first alone and then while the two attackers send bodies: of 64
 MiB, of the maximum size accepted, and of 1 MiB. Durations are milliseconds.
 """
 
@@ -35,7 +36,8 @@ SIZES = (64 << 20, MAX_TEXT_BODY - (64 << 10), 1 << 20)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The kinds of floods, the sizes that every attacker sends of each, and the seconds of calls before the floods."""
+    """The kinds of floods, the sizes that every attacker sends of each, and the duration of the calls before the
+    floods, in seconds."""
 
     kinds: Sequence[str]
     sizes: Sequence[int] = SIZES
@@ -106,7 +108,7 @@ async def _measured(plan: Plan, processes: World) -> dict[str, Any]:
 
 
 async def _calling(client: Client, url: str, calls: list[_Call]) -> None:
-    """One innocent session: a call, a pause, and so on."""
+    """Run one innocent session: calls with a pause after each."""
     body = orjson.dumps(
         {"model": "policy", "max_tokens": REPLY_TOKENS, "messages": [{"role": "user", "content": "Hi"}]}
     )
@@ -119,7 +121,7 @@ async def _calling(client: Client, url: str, calls: list[_Call]) -> None:
 
 
 async def _flooding(url: str, kind: str, sizes: Sequence[int]) -> list[int]:
-    """The statuses of the replies."""
+    """Send a flood of each size and return the statuses of the replies."""
     sender = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.bodies", url, kind, *map(str, sizes)), stdout=asyncio.subprocess.PIPE, cwd=ROOT
     )
@@ -128,7 +130,7 @@ async def _flooding(url: str, kind: str, sizes: Sequence[int]) -> list[int]:
 
 
 async def _stalls(url: str) -> dict[str, float]:
-    """The stalls recorded by the service's watchdog."""
+    """Return the stalls recorded by the service's watchdog."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     writer.write(b"GET /v1/status HTTP/1.0\r\nHost: localhost\r\n\r\n")

@@ -1,13 +1,13 @@
 """The floors of our figures: the same work done as simply as possible, measured in the same run.
 
-Machines differ by a factor, and a shared one differs from hour to hour. A ratio of two figures of one run depends on
-neither. There are three floors:
+Machines differ by a factor, and a shared one differs from hour to hour. A ratio of two figures of one run does not
+depend on the machine or the hour. There are three floors:
 
-- the relay copies bytes between two TCP connections, with asyncio protocols: what any hop costs;
-- the proxy is a bare ASGI application on uvicorn that posts what it gets with aiohttp: what a hop over HTTP costs;
-- the round trip is the smallest HTTP call, aiohttp to uvicorn, for what makes no model calls.
+- the relay copies bytes between two TCP connections, with asyncio protocols: the cost of any hop;
+- the proxy is a bare ASGI application on uvicorn that forwards each request with aiohttp: the cost of a hop over HTTP;
+- the round trip is the smallest HTTP call, aiohttp to uvicorn, for benchmarks without model calls.
 
-Processes of their own run the first two and the server of the third (`processes.py`).
+The relay, the proxy and the server of the round trip run in separate processes (`processes.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RoundTrip:
 
 @asynccontextmanager
 async def round_trips(url: str) -> AsyncIterator[RoundTrip]:
-    """Round trips to the server at `url`, warmed up, with nothing measured yet."""
+    """Yield a `RoundTrip` to the server at `url` that is warmed up and has no measurements yet."""
     async with aiohttp.ClientSession() as http:
         await RoundTrip(http, url).take(50)
         yield RoundTrip(http, url)
@@ -93,7 +93,8 @@ class _Copy(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods and another base
+        # uvloop's transport has these methods, but another base class.
+        self._transport = cast(asyncio.Transport, transport)
 
     def pass_on_to(self, to: asyncio.Transport) -> None:
         self.to = to
@@ -132,7 +133,7 @@ class _Accepted(_Copy):
 
 @asynccontextmanager
 async def relay(engine_url: str) -> AsyncIterator[str]:
-    """The relay's URL, while it runs."""
+    """Run a relay to the engine during the block. Yields the relay's URL."""
     async with asyncio.TaskGroup() as owner:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Accepted(URL(engine_url), owner), "127.0.0.1", 0)

@@ -2,8 +2,9 @@
 directly.
 
 Processes: this client, the service, the engine, and the two floors (`floors.py`). A gateway request is a fresh 2 KB
-prompt, here in Chat Completions; the others post the ids to which it is rendered. Blocks of all ways alternate, so
-that the machine's other load affects them alike. Durations are milliseconds, rates are per second.
+prompt, here in Chat Completions; the other requests post the ids of the same rendered prompt. Blocks of all kinds of
+request alternate, so that the machine's other load affects them alike. Durations are milliseconds, rates are per
+second.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ PERCENTILES = (50, 95, 99)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How much is measured: rounds of blocks of so many requests, one after another and `CONCURRENCY` at once."""
+    """The amount of measurement: the number of rounds, and the number of requests in each block, one after another and
+    `CONCURRENCY` at once."""
 
     latency_rounds: int
     latency_block: int
@@ -50,7 +52,8 @@ QUICK = Plan(latency_rounds=6, latency_block=25, rate_rounds=2, rate_block=200)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One HTTP call, ready to be sent. `last` is found in the last event of a whole stream."""
+    """One HTTP call, ready to be sent. `last` is a byte string that only the last event of a complete stream
+    contains."""
 
     url: str
     body: bytes
@@ -66,7 +69,7 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Through(StrEnum):
-    """What a request passes on its way to the engine."""
+    """The hop that a request passes on its way to the engine."""
 
     NOTHING = "direct"
     RELAY = "relay"
@@ -148,7 +151,7 @@ class Requests:
 
 
 class Load:
-    """Sends requests and takes the time."""
+    """Sends requests and measures their durations."""
 
     def __init__(self, client: Client, requests: Requests) -> None:
         self._client = client
@@ -158,7 +161,7 @@ class Load:
         return [await self._send(request) for request in self._requests.make(way, count)]
 
     async def at_once(self, way: Way, count: int) -> float:
-        """Seconds for `count` requests, `CONCURRENCY` of them in flight at any time."""
+        """Send `count` requests, at any time `CONCURRENCY` of them in flight. Returns the duration in seconds."""
         waiting = iter(self._requests.make(way, count))
         begun = time.perf_counter()
         async with asyncio.TaskGroup() as group:
@@ -192,8 +195,8 @@ def _is_whole(request: Request, answer: bytes) -> bool:
 
 
 async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
-    """One request at a time: the percentiles per reply, byte and way, and the time that the way adds to a direct
-    call."""
+    """Measure one request at a time: the percentiles per reply, byte and way, and the time that the way adds to a
+    direct call."""
     spent: dict[Way, list[Spent]] = {way: [] for way in WAYS}
     for number in range(plan.latency_rounds):
         for way in WAYS if number % 2 else reversed(WAYS):
@@ -211,7 +214,8 @@ async def _latency(load: Load, plan: Plan) -> dict[str, Any]:
 
 
 def compared(direct: Sequence[Spent], through: Sequence[Spent], byte: str) -> dict[str, dict[str, float]]:
-    """Percentiles, in milliseconds, until the "first" or the "last" byte, and the excess over direct calls."""
+    """Return percentiles of the time until the "first" or the "last" byte, in milliseconds, and the excess over direct
+    calls."""
     without, within = _cuts(direct, byte), _cuts(through, byte)
     return {"spent_ms": within, "added_ms": {name: within[name] - without[name] for name in within}}
 
@@ -222,7 +226,7 @@ def _cuts(spent: Sequence[Spent], byte: str) -> dict[str, float]:
 
 
 async def _rate(load: Load, plan: Plan, processes: World, below: Floors) -> dict[str, Any]:
-    """Requests per second at `CONCURRENCY`, and the processor time of each process per request."""
+    """Measure the requests per second at `CONCURRENCY`, and the processor time of each process per request."""
     between = {Through.RELAY: below.relay, Through.PROXY: below.proxy, Through.GATEWAY: processes.gateway}
     rates: dict[Way, list[float]] = {way: [] for way in WAYS}
     used: dict[Way, dict[str, float]] = {way: dict.fromkeys(("client", "between", "engine"), 0.0) for way in WAYS}

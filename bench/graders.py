@@ -1,11 +1,11 @@
 """The cost of grading an outcome by kind of evaluator, warm: alone, and 32 at once, each compared with its floor.
 
-Milliseconds of wall clock and of processor time, from `evaluate` to its verdict, without a session. The processor
-time includes this process and all its descendants. The floor of a kind is its indispensable work, done as simply as
-possible: the library's own comparison in a process that has it loaded, the bare program, or the bare HTTP request to
-the same server, which replies from a script. Each concurrent verdict has a sandbox of its own, of kind `namespace`
-where that runs. Kinds whose library or sandbox is missing are left out, and named. Answers differ from one verdict to
-the next, so that no cache helps.
+Milliseconds of wall clock and of processor time, from `evaluate` to its verdict, without a session. The processor time
+includes this process and all its descendants. The floor of a kind is its indispensable work, done as simply as
+possible: the library's own comparison in a process that has the library loaded, the bare program, or the bare HTTP
+request to the same server, which replies from a script. Each concurrent verdict has a sandbox of its own, of kind
+`namespace` if the machine can run it. Kinds whose library or sandbox is missing are left out, and listed in the result.
+Answers differ from one verdict to the next, so that no cache helps.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MARK = re.compile(rb"GRADE (\w{12})")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Number of verdicts of each kind, at each concurrency. Kinds that start programs are `slow`, and get fewer."""
+    """Number of verdicts of each kind, at each concurrency. `slow` is the number for kinds that start programs."""
 
     verdicts: int
     slow: int
@@ -134,7 +134,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 @asynccontextmanager
 async def a_sandbox(host: Host, kind: str) -> AsyncIterator[Runtime]:
-    """A sandbox with the program that kind `code` tests."""
+    """Run a sandbox with the program that kind `code` tests."""
     directory = Path(tempfile.mkdtemp(dir=host.folder))
     context = SandboxContext(
         session_id=directory.name,
@@ -155,8 +155,8 @@ async def a_sandbox(host: Host, kind: str) -> AsyncIterator[Runtime]:
 
 
 async def grader(scope: Scope, receive: Receive, send: Send) -> None:
-    """The judge and the external grader as an ASGI application: the judge approves every answer, the grader gives a
-    reward of 1."""
+    """Serve the judge and the external grader as an ASGI application. The judge approves every answer, the grader gives
+    a reward of 1."""
     body, more = b"", True
     while more:
         message: MutableMapping[str, Any] = await receive()
@@ -171,14 +171,14 @@ async def grader(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def grade_nothing(outcome: Outcome) -> float:
-    """The function of kind `callable`."""
+    """Return a reward at once: the function that kind `callable` calls."""
     return 1.0
 
 
 def kinds(
     host: Host, url: str, http: aiohttp.ClientSession, *, isolated: bool
 ) -> tuple[dict[str, Kind], dict[str, str]]:
-    """The available kinds by name, and the reasons why the others are missing."""
+    """Return the available kinds by name, and the reasons why the other kinds are missing."""
     made = {"callable": of_spec(EvaluatorSpec(kind="callable", path="bench.graders:grade_nothing"))}
     left_out: dict[str, str] = {}
     made |= of_programs() | outside(url, http)
@@ -206,7 +206,7 @@ def counted(reply: Callable[[int], str]) -> Iterator[str]:
 
 
 def outside(url: str, http: aiohttp.ClientSession) -> dict[str, Kind]:
-    """Kinds that send requests to a server."""
+    """Return the kinds that send requests to a server."""
     endpoints = Endpoints([GraderConfig(name="bench", url=url)])
 
     async def floor(reply: str) -> None:
@@ -229,10 +229,10 @@ def outside(url: str, http: aiohttp.ClientSession) -> dict[str, Kind]:
 
 
 def of_programs() -> dict[str, Kind]:
-    """Kinds that run programs in a sandbox."""
+    """Return the kinds that run programs in a sandbox."""
 
     def bare(*argv: str, given: bytes = b"", times: int = 1) -> Callable[[str], Awaitable[None]]:
-        def run() -> None:  # the event loop's way of starting programs copies the page tables of this process
+        def run() -> None:  # not asyncio's subprocess, which copies the page tables of this process
             for _ in range(times):
                 subprocess.run(argv, input=given, stdout=subprocess.DEVNULL, check=True)
 
@@ -262,12 +262,12 @@ def of_programs() -> dict[str, Kind]:
 
 
 Check = Callable[[dict[str, Any]], dict[str, Any]]
-"""The check of a module in outrider/evaluators/checks."""
+"""The function `check` of a module in outrider/evaluators/checks."""
 IN_PROCESS = "the library, in one process"
 
 
 def of_math(check: Check, _: Host) -> dict[str, Kind]:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # math_verify warns that its own time limits are off
 
     def kind(gold: str, answer: Callable[[int], str]) -> Kind:
         async def floor(reply: str) -> None:
@@ -311,7 +311,8 @@ def of_reasoning(check: Check, _: Host) -> dict[str, Kind]:
 
 
 def of_logs(check: Check, host: Host) -> dict[str, Kind]:
-    """The grading of a log alone: the command that runs the tests is the task's."""
+    """Return the kinds that grade the log of a test run. Only the grading is measured, not the command that runs the
+    tests."""
     names = [f"tests/test_shop.py::test_{number}" for number in range(TESTS)]
     options = SwebenchOptions(
         instance_id="shop__shop-1",

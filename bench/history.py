@@ -1,4 +1,5 @@
-"""Whether a million finished sessions slow the store: its operations on an empty store and on one with that history.
+"""The effect of a million finished sessions on the store: the durations of operations on an empty store and on a store
+with this history.
 
 The history is written with SQL, because a million sessions through the store's own methods would take hours: groups
 of eight, each session with a result, a turn and six events. Durations are milliseconds; the databases are files in
@@ -31,13 +32,13 @@ GROUP_SIZE = 8
 EVENTS_EACH = 6
 QUEUED_GROUPS = 20
 AT_ONCE = 50_000
-"""Sessions of history that are written in one transaction."""
+"""Number of finished sessions that are written in one transaction."""
 
 Operation = Callable[[], Awaitable[object]]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Finished sessions, and how often each operation is timed."""
+    """The number of finished sessions, and the number of times that each operation is timed."""
 
     sessions: int
     rounds: int
@@ -134,7 +135,8 @@ def _history(start: int, sessions: int) -> Callable[[Connection], Any]:
 
 
 async def _operations(store: Store) -> Mapping[str, Operation]:
-    """The operations that a service does all the time, on a queue and with one session under way."""
+    """Return the operations that a service does all the time, for a store with queued sessions and one session under
+    way."""
     for number in range(QUEUED_GROUPS):
         await _group(store, f"queued-{number}", GROUP_SIZE, priority=0)
     await _group(store, "under-way", 1, priority=9)
@@ -175,7 +177,8 @@ async def _operations(store: Store) -> Mapping[str, Operation]:
 
 
 async def _removal(store: Store) -> dict[str, float]:
-    """The rate at which the oldest groups are removed, and how long the longest transaction holds the writer."""
+    """Measure the rate at which the oldest groups are removed, and the time for which the longest transaction holds the
+    writer."""
     await store.consumers.remove("bench")
     candidates = await store.removals.candidates(force=False, limit=SESSIONS_AT_ONCE // GROUP_SIZE)
     spent: list[float] = []

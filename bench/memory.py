@@ -1,8 +1,8 @@
-"""The memory that a live conversation keeps of each call: bytes per call of 2,000 tokens.
+"""The memory that a live conversation holds for each call, in bytes per call of 2,000 tokens.
 
-A call brings two messages of 750 tokens and gets a reply of 500. Counted is the memory that Python has allocated and
-not freed (tracemalloc) once the calls are over and their client and engine are gone, so it is the memory that stays
-in the service between two turns. The ids alone, at four bytes each, are 8,000 bytes of it.
+A call brings two messages of 750 tokens and gets a reply of 500. The figure is the memory that Python has allocated and
+not freed (tracemalloc) after the calls have ended and their client and engine are deleted: the memory that the service
+holds between two turns. The ids alone, at four bytes each, are 8,000 bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from outrider.trajectory import Turn
 MESSAGE_TOKENS = 750
 REPLY_TOKENS = 500
 SOURCES = 6
-"""Number of the largest allocation sites to name."""
+"""Number of allocation sites reported, the largest first."""
 
 
 CALL = WireCall("POST", "/v1/chat/completions")
@@ -119,4 +119,4 @@ async def _conversation(corpus: Corpus, endpoint: ModelBackend, *, calls: int, n
 
 
 async def _not_stored(turn: Turn) -> None:
-    """Drop the turn: the store's copy would be on disk."""
+    """Drop the turn, because a real store would write it to disk."""

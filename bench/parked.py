@@ -1,7 +1,7 @@
 """A whole service whose agents do nothing: their sessions run, and the benchmark makes their model calls.
 
-Measures nothing itself. Invariant: calls are served by the product as shipped (HTTP server, gateway, conversation,
-pool, store), not by an imitation.
+The module measures nothing itself. Invariant: calls are served by the product as shipped (HTTP server, gateway,
+conversation, pool, store), not by an imitation.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CONTEXT_TOKENS = 1 << 20
 
 
 class ParkedAgent:
-    """Writes its session's base URL, a line, to the named pipe in its options, then waits until it is ended."""
+    """Writes its session's base URL as one line to the named pipe in its options, then waits until it is cancelled."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._pipe = Path(options["pipe"])
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         with self._pipe.open("a") as lines:
@@ -51,7 +51,7 @@ class Parking(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int, processes: int = 1) -> AsyncIterator[Parking]:
-    """A service that runs `sessions` in `processes`. Its store is a file."""
+    """Run a service with `sessions` parked sessions in `processes` processes. The service's store is a file."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
         config = Config(
             port=0,
@@ -64,8 +64,8 @@ async def parked(tokenizer: Path, engine: EngineSpec, *, sessions: int, processe
         )
         pipe = Path(data) / "urls"
         os.mkfifo(pipe)
-        # A pipe opened for reading and writing waits for no other end, and stays open when an agent closes its own
-        # end.
+        # The pipe is opened for reading and writing, so that the open call does not wait for a writer, and so that no
+        # end of file arrives when an agent closes its end.
         with os.fdopen(os.open(pipe, os.O_RDWR)) as lines:
             async with open_service(config) as opened, serving(*opened) as url:
                 await opened.service.submit(_group(pipe, sessions))

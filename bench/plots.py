@@ -10,7 +10,8 @@ COLOURS = {"static": "#9aa5b1", "synchronous": "#d08c60", "asynchronous": "#3f7f
 
 
 def sampling_svg(found: dict[str, Any]) -> str:
-    """Batches per hour for each way and fraction of useless prompts, relative to synchronous waves of 3 batches."""
+    """Return a chart of the batches per hour for each way and fraction of useless prompts, relative to synchronous
+    waves of 3 batches."""
     parts: list[str] = []
     top = 34
     for useless in dict.fromkeys(row["useless"] for row in found["simulated"]):

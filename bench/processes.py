@@ -8,7 +8,8 @@
     python -m bench.processes service  TOKENIZER DATA RUN_LANE STORE_URL PAUSES
     python -m bench.processes echo
 
-Each prints its URLs, a line each, and ends when its standard input ends, so that none outlives its parent.
+Each program prints its URLs, one per line, and ends when its standard input ends, so that no program outlives its
+parent.
 """
 
 from __future__ import annotations
@@ -57,20 +58,21 @@ class Process:
         self._pid = child.pid
 
     def cpu_seconds(self) -> float:
-        """Processor time used so far, by all its threads (proc(5), fields utime and stime)."""
+        """Return the processor time used so far by all threads of the process, in seconds (proc(5), fields utime and
+        stime)."""
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
 
     def cpu_seconds_of_all(self) -> float:
-        """Processor seconds of this process and of those that it has started."""
+        """Return the processor time of this process and of the processes that it has started, in seconds."""
         return sum(map(ticks_of, (self._pid, *descendants_of(self._pid)))) / TICKS
 
     def memory_mib(self) -> float:
-        """Resident memory now (proc(5), VmRSS)."""
+        """Return the present resident memory in MiB (proc(5), VmRSS)."""
         return self._status("VmRSS")
 
     def peak_memory_mib(self) -> float:
-        """Peak resident memory (proc(5), VmHWM)."""
+        """Return the peak resident memory in MiB (proc(5), VmHWM)."""
         return self._status("VmHWM")
 
     def _status(self, field: str) -> float:
@@ -111,8 +113,8 @@ async def upstream(corpus: Corpus, *, reply_tokens: int) -> AsyncIterator[Proces
 async def batch_engine(
     corpus: Corpus, protocol: EngineProtocol, *, tokens_per_second: float, event_tokens: int, reply_tokens: int
 ) -> AsyncIterator[Process]:
-    """An engine with the pace of a batch engine (`batch_engine.py`). Its replies are as long as a request allows, up to
-    `reply_tokens`."""
+    """Run an engine with the pace of a batch engine (`batch_engine.py`). Its replies are as long as a request allows,
+    up to `reply_tokens`."""
     numbers = map(str, (tokens_per_second, event_tokens, reply_tokens))
     async with _process(1, "batch", str(corpus.folder), protocol, *numbers) as process:
         yield process
@@ -122,7 +124,8 @@ async def batch_engine(
 async def service_of(
     corpus: Corpus, engine_url: str, *, sessions: int, protocol: EngineProtocol = "vllm", processes: int = 1
 ) -> AsyncIterator[Process]:
-    """A service of parked sessions on an engine's server. The process's URLs are those of its sessions."""
+    """Run a service of parked sessions that uses an engine's server. The URLs of the process are the base URLs of its
+    sessions."""
     arguments = (str(corpus.folder), protocol, engine_url, str(sessions), str(processes))
     async with _process(sessions + 1, "gateway", *arguments) as process:
         *urls, process.control = process.urls
@@ -134,8 +137,8 @@ async def service_of(
 async def service_process(
     tokenizer: Path, data: Path, run_lane: int, store_url: str, *, pauses: str = ""
 ) -> AsyncIterator[Process]:
-    """A service on a scripted engine, with its store in the folder `data` if the URL is empty. It may be killed. With
-    `pauses` "python" garbage is collected as Python does by default."""
+    """Run a service on a scripted engine, with its store in the folder `data` if the URL is empty. The caller may kill
+    the process. With `pauses` "python" garbage is collected as Python does by default."""
     async with _process(1, "service", str(tokenizer), str(data), str(run_lane), store_url, pauses) as process:
         yield process
 
@@ -148,7 +151,7 @@ async def floors(url: str) -> AsyncIterator[Floors]:
 
 @asynccontextmanager
 async def a_round_trip() -> AsyncIterator[RoundTrip]:
-    """Round trips to a server that replies to everything with a few bytes, with none of our code in it."""
+    """Yield round trips to a server that replies to every request with a few bytes and runs no code of Outrider."""
     async with _process(1, "echo") as echo, round_trips(echo.urls[0]) as trips:
         yield trips
 
@@ -201,7 +204,7 @@ async def _serve_batch(
         tokens_per_second=float(tokens_per_second),
         event_tokens=int(event_tokens),
     )
-    # The engine has no tokenizer, so that its work on texts that the client does not read is not measured.
+    # The engine has no tokenizer, because the client does not read the texts that it would decode.
     async with serving(engine_app(engine, protocol, ServeSettings(incremental=True))) as url:
         await _until_told([url])
 
@@ -222,7 +225,7 @@ async def _serve_service(tokenizer: str, data: str, run_lane: str, store_url: st
         store=store_url or None,
         model=ModelConfig(tokenizer=tokenizer, renderer="qwen3", context_tokens=CONTEXT_TOKENS),
         lanes=LanesConfig(run=int(run_lane)),
-        # More than the machine has: the sandboxes are in memory and use none of it.
+        # These limits may exceed the machine's resources, because the sandboxes are simulated in memory and use none.
         sandboxes=SandboxesConfig(cpus=float(run_lane), memory_mb=int(run_lane) * 1024),
         plugins=PluginsConfig(allow=("*",)),
         engines=(
@@ -234,7 +237,7 @@ async def _serve_service(tokenizer: str, data: str, run_lane: str, store_url: st
     async with (
         open_service(config) as opened,
         server.serving(*opened) as url,
-        # The pauses are measured against those of Python's own collector.
+        # With "python", Python's own collector runs, as the baseline for the pauses.
         nullcontext()
         if pauses == "python"
         else short_pauses(lambda: not opened.service.scheduler.under_way, opened.service.failures),
@@ -265,9 +268,10 @@ async def _serve_echo() -> None:
 
 
 async def _serve_bare(app: Any) -> None:
-    """Serve by uvicorn unchanged."""
+    """Serve the application with unmodified uvicorn."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        # After uvicorn's own 5 seconds a connection could be closed at the moment when a slow client uses it again.
+        # With uvicorn's default of 5 seconds, a connection could be closed at the moment when a slow client uses it
+        # again.
         config = uvicorn.Config(
             app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=75
         )

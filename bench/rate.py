@@ -1,9 +1,9 @@
 """Tokens per second through a service of several processes, compared with direct calls to the same engine.
 
-Processes: this client, the service's, and a scripted engine with the pace of a batch engine (`batch_engine.py`). A
-call through the service is a Chat Completions request with a fresh prompt; a direct call posts the same ids to the
-engine's own route. All replies are streamed. Each block of one kind has a block of the other beside it. In a block so
-many clients each make one call after another, of different lengths, so that they do not end together. Tokens are
+Processes: this client, the service's, and a scripted engine with the pace of a batch engine (`batch_engine.py`). A call
+through the service is a Chat Completions request with a fresh prompt; a direct call posts the same ids to the engine's
+own route. All replies are streamed. Each block of one kind is next to a block of the other kind. In a block a number of
+clients each make one call after another. The calls have different lengths, so that they do not end together. Tokens are
 counted after about the first call of each client, while all clients are at work. On few cores the processes of all
 sides share them, and the rate is bound by the machine. An engine that puts several tokens into an event, or a slower
 engine, leaves cores free.
@@ -39,7 +39,8 @@ PROCESSES = 4
 PROMPT_CHARACTERS = 2048
 REPLY_TOKENS = range(50, 151)
 SHORT_REPLY = 10
-"""Tokens of a second, shorter kind of reply: the difference separates the cost of a call from the cost of a token."""
+"""Number of tokens in a second, shorter kind of reply. The difference between the two kinds separates the cost of a
+call from the cost of a token."""
 ROUTES: dict[EngineProtocol, str] = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
 
 
@@ -85,7 +86,8 @@ async def measure(plan: Plan) -> dict[str, Any]:
         for engine, levels in plan.engines.items():
             async with _load(corpus, engine, max(levels)) as load:
                 for direct in (True, False):
-                    await load.block(max(levels), 0.1, direct=direct, tokens=(SHORT_REPLY,))  # to warm up
+                    # This block only warms up the connections and caches.
+                    await load.block(max(levels), 0.1, direct=direct, tokens=(SHORT_REPLY,))
                 for level in levels:
                     points.append(msgspec.to_builtins(engine) | await _point(load, level, plan.seconds))
                 if not parts:
@@ -126,7 +128,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Requests:
-    """Makes requests, each with a fresh prompt. The sessions get them in turn."""
+    """Makes requests, each with a fresh prompt, for the sessions in turn."""
 
     def __init__(self, corpus: Corpus, protocol: EngineProtocol, engine_url: str, sessions: Sequence[str]) -> None:
         self._corpus = corpus
@@ -239,7 +241,7 @@ class Load:
 
     def _found(self, begun: Mark, ended: Mark) -> Found:
         seconds = ended.at - begun.at
-        # All replies have the same bytes per token, wherever they are when a mark is taken.
+        # Bytes are converted to tokens, because all replies have the same number of bytes per token at every mark.
         tokens = (ended.arrived - begun.arrived) * self._call_tokens / self._call_bytes
         return Found(
             tokens_per_second=tokens / seconds,
@@ -268,7 +270,7 @@ def _summary(block: Found) -> dict[str, Any]:
 
 
 def _parts(point: dict[str, Any], short: Found) -> dict[str, float]:
-    """Microseconds of the service's processor time for a call and for each of its tokens, from replies of two
+    """Return the service's processor time for a call and for each of its tokens, in microseconds, from replies of two
     lengths."""
     length = statistics.mean(REPLY_TOKENS)
     whole = length * point["through"]["us_per_token"]["service"]

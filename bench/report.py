@@ -43,7 +43,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     against: tuple[Results, ...] = ()
 
     def figures(self) -> Results:
-        """The results with the range of each."""
+        """The results, in which each figure has its range over the rounds."""
         return combined(self.rounds) if self.rounds else self.results
 
 
@@ -76,8 +76,8 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def keep(report: Report) -> Path:
-    """Write the report of all benchmarks: into the results folder JSON under its date, the newest as Markdown, and the
-    sampler's picture; into the README the targets."""
+    """Write the report of all benchmarks: the results folder gets a JSON file named by date, a Markdown file of the
+    newest results, and the sampler's picture; the README gets the targets."""
     path = FOLDER / f"{report.at[:10]}.json"
     write_json(report, path)
     (FOLDER / "latest.md").write_text(markdown(report))
@@ -87,7 +87,7 @@ def keep(report: Report) -> Path:
 
 
 def latest() -> Report:
-    """The newest stored report."""
+    """Read the newest stored report."""
     return msgspec.json.decode(max(FOLDER.glob("*.json")).read_bytes(), type=Report)
 
 

@@ -1,6 +1,6 @@
 """Combines several rounds of the benchmarks: each figure is the median of its rounds, and keeps its range.
 
-In a round, each benchmark is a process of its own, so that none starts with the memory of another. This module
+In a round, each benchmark is a process of its own, so that no benchmark starts with the memory of another. This module
 depends on no benchmark. Invariant: arithmetic on figures is done round by round, so that a ratio to a floor is the
 median of the rounds' ratios.
 """
@@ -32,7 +32,8 @@ class Figure(float):
         return made
 
     def __format__(self, spec: str) -> str:
-        """The median, followed by the smallest and the largest round in brackets unless both look the same."""
+        """Format the median, followed by the smallest and the largest round in brackets unless these two look the
+        same."""
         middle, low, high = (
             format(value, spec or ",.10g") for value in (float(self), min(self.rounds), max(self.rounds))
         )
@@ -69,7 +70,7 @@ class Figure(float):
 
 def combined(rounds: Sequence[Any]) -> Any:
     """Combine the rounds' results: different numbers to Figures, mappings by the keys that all have, and lists item by
-    item. Of anything else, and of lists of different lengths, the last round's value is taken."""
+    item. For other values, and for lists of different lengths, the last round's value is taken."""
     last = rounds[-1]
     if all(one == last for one in rounds):
         return last
@@ -83,7 +84,7 @@ def combined(rounds: Sequence[Any]) -> Any:
 
 
 def medians(value: Any) -> Any:
-    """The results with each Figure replaced by its median, a plain number."""
+    """Return the results with each Figure replaced by its median, a plain number."""
     match value:
         case Figure():
             return float(value)
@@ -119,7 +120,8 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def compared(before: Results, after: Results, only: str) -> Table:
-    """The figures that both have and whose name contains `only`, with their ratio. Below 1, the second is smaller."""
+    """Return a table of the figures that are in both results and whose names contain `only`, with the ratio of after to
+    before."""
     table = Table("figure", title="after / before", title_justify="left")
     for column in ("before", "after", "ratio"):
         table.add_column(column, justify="right")

@@ -1,7 +1,7 @@
 """Ways to choose an engine for a call: Outrider's own, and those of vllm-router and sglang-router.
 
-The latter follow their published descriptions; they see calls and no engine. Invariant: the same calls give the same
-choices, in any process.
+The latter follow their published descriptions; these policies observe calls and not the engines. Invariant: the same
+calls give the same choices, in any process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.engines.pool.record import EngineRecord
 from outrider.trajectory import LogprobKind, TokenMode
 
 VIRTUAL_NODES = 160
-"""Points of an engine on the hash ring, as in vllm-router."""
+"""Number of points of an engine on the hash ring, as in vllm-router."""
 CACHE_THRESHOLD = 0.3
 """The fraction of a prompt that must match for cache_aware to follow the match: the default of both routers."""
 
@@ -112,7 +112,7 @@ class LeastLoaded(_Counting):
 
 
 class ConsistentHash(_Counting):
-    """A ring of hashes: a new engine takes sessions from all others, and load moves no session."""
+    """Chooses by a hash ring. A new engine takes sessions from all other engines; load never moves a session."""
 
     def __init__(self, key: Callable[[Session], str]) -> None:
         super().__init__()
@@ -130,11 +130,10 @@ class ConsistentHash(_Counting):
 
 
 class Sticky(_Counting):
-    """A session stays where its first call went.
-
-    That engine is random, as in sglang-router's `manual` by default, or has the fewest sessions, as in vllm-router's
-    `sticky_least_loaded` and in `manual` with `min_group`. `told`: whether the router is notified of the end of a
-    session; otherwise it counts the session for hours.
+    """Sends all calls of a session to the engine of its first call. This engine is random, as in sglang-router's
+    `manual` by default, or has the fewest sessions, as in vllm-router's `sticky_least_loaded` and in `manual` with
+    `min_group`. With `told` the router is notified of the end of a session; otherwise the router counts the session for
+    hours.
     """
 
     def __init__(self, *, fewest: bool, told: bool = False) -> None:
@@ -158,12 +157,11 @@ class Sticky(_Counting):
 
 
 class CacheAware(_Counting):
-    """Sends a call to the engine that was sent the longest part of the prompt before.
-
-    If that is not more than `CACHE_THRESHOLD` of the prompt, the engine with the fewest calls in flight is taken. The
-    same engine gets every call while the busiest engine has more than `balance_abs` calls more than the idlest, and
-    more than `balance_rel` times as many. Among equal matches the engine that was sent the prefix last is taken.
-    Prefixes that engines have dropped from their caches stay in the tree.
+    """Sends a call to the engine that has been sent the longest prefix of the prompt. If this prefix is not more than
+    `CACHE_THRESHOLD` of the prompt, the engine with the fewest calls in flight is taken. The engine with the fewest
+    calls also gets every call while the busiest engine has more than `balance_abs` calls more than the idlest, and more
+    than `balance_rel` times as many. Among equal matches the engine that was sent the prefix last is taken. Prefixes
+    that engines have dropped from their caches stay in the tree.
     """
 
     def __init__(self, balance_abs: int, balance_rel: float) -> None:

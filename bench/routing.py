@@ -20,25 +20,26 @@ from bench.routers import CacheAware, ConsistentHash, LeastLoaded, Outrider, Rou
 ENGINES = 4
 GROUPS = 36
 AT_ONCE = 320
-"""Sessions at once, 80 per engine; the others begin as these end."""
+"""Number of sessions at once, 80 per engine; each further session begins when another ends."""
 START_SECONDS = 60.0
-"""Seconds within which the first sessions begin: sandboxes are not ready all at once."""
+"""The first sessions begin within this many seconds, because sandboxes are not ready all at once."""
 INSTRUCTIONS = 4096
-"""Tokens with which all sessions begin: the harness's instructions and tools."""
+"""Number of tokens with which all sessions begin: the harness's instructions and tools."""
 TASK = 2048
-"""Tokens of the task, which follow and which the sessions of a group share."""
+"""Number of tokens of the task. The task follows the instructions, and is shared by the sessions of a group."""
 LONG_TASK = 24_576
-"""The same for groups that share much, such as files of a repository."""
+"""Number of tokens of the task in groups that share much, such as files of a repository."""
 CONTEXT = 131_072
-"""Tokens at which a session ends, however many turns are left."""
+"""A session ends when its context has this many tokens, however many turns are left."""
 CACHE = 3_600_000
-"""Tokens of an engine's cache. Eighty of the sessions have about 2.2 million at once."""
+"""Number of tokens that an engine's cache can hold. Eighty of the sessions have about 2.2 million at once."""
 SMALL_CACHE = 2_000_000
-"""Not enough for eighty sessions, enough for sixty."""
+"""Number of tokens of a small cache: not enough for eighty sessions, but enough for sixty."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """`tail`: the spread of the numbers of turns, as the sigma of their logarithms."""
+    """One case of the simulation. `tail` is the spread of the numbers of turns: the standard deviation of their
+    logarithms."""
 
     name: str
     engines: tuple[Joining, ...] = tuple(Joining(f"engine-{number}") for number in range(ENGINES))
@@ -75,7 +76,7 @@ POLICIES: dict[str, Callable[[], Router]] = {
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A plan. Figures are means over the seeds."""
+    """The cases and the seeds of a run. Figures are means over the seeds."""
 
     seeds: tuple[int, ...] = (1,)
     groups: int = GROUPS
@@ -85,7 +86,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 FULL = Plan()
 QUICK = Plan(cases=(CASES[0], CASES[2]))
-"""Equal engines, and one at half speed."""
+"""A plan with two cases: equal engines, and engines with one at half speed."""
 
 
 async def run(quick: bool) -> dict[str, Any]:
@@ -104,7 +105,8 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 
 def sessions_of(case: Case, seed: int, groups: int = GROUPS) -> list[Session]:
-    """The sessions of a case in the order of their starts, the same for a seed in any process."""
+    """Return the sessions of a case in the order of their starts. The same seed gives the same sessions in every
+    process."""
     draw = random.Random(f"{seed}")
     return [
         Session(
@@ -118,7 +120,8 @@ def sessions_of(case: Case, seed: int, groups: int = GROUPS) -> list[Session]:
 
 
 def _turns(case: Case, draw: random.Random) -> tuple[Turn, ...]:
-    """Tokens of tool results have a median of 500, of replies 250, both up to 8192; pauses 3 s, up to 120 s."""
+    """Draw the turns of a session. The median length is 500 tokens for tool results and 250 for replies, both at most
+    8192; the median pause is 3 s, at most 120 s."""
     turns: list[Turn] = []
     context = INSTRUCTIONS + case.task
     for _ in range(max(2, round(draw.lognormvariate(_LOG_35, case.tail)))):
@@ -132,7 +135,7 @@ def _turns(case: Case, draw: random.Random) -> tuple[Turn, ...]:
 
 
 _LOG_35, _LOG_500, _LOG_250, _LOG_3 = 3.5553, 6.2146, 5.5215, 1.0986
-"""Logarithms of the medians."""
+"""Natural logarithms of the medians: 35 turns, 500 and 250 tokens, 3 seconds."""
 
 
 def _figures(router: Router, case: Case, sessions: list[Session]) -> dict[str, float]:

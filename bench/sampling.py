@@ -1,14 +1,12 @@
 """Batches per hour of a sampler that replaces useless groups at once, compared with samplers that wait: simulated and
 real.
 
-Rollout times are drawn from a Pareto distribution, like those of agents: most are short, a few take a hundred times
-as long. A fraction of the prompts teaches nothing and is filtered out. All ways get the same slots and the same
-draws, and differ only in when they submit groups: `asynchronous` as soon as a group is done; `synchronous` in waves
-(of one batch, and of three), when all groups of the last wave are done and the batch is not full; `static` one
-unfiltered batch. The trainer takes no time, which favours the ways that wait.
-
-The simulated part runs on a clock that does not wait. The real part is the whole service with sandboxes in memory and
-an agent that sleeps.
+Rollout times are drawn from a Pareto distribution, like those of agents: most are short, a few take a hundred times as
+long. A fraction of the prompts teaches nothing and is filtered out. All ways get the same slots and the same draws, and
+differ only in the time at which they submit groups: `asynchronous` submits as soon as a group is done; `synchronous` in
+waves (of one batch, and of three), when all groups of the last wave are done and the batch is not full; `static` one
+unfiltered batch. The trainer takes no time, which favours the ways that wait. The simulated part runs on a simulated
+clock, without real waits. The real part is the whole service with sandboxes in memory and an agent that sleeps.
 """
 
 from __future__ import annotations
@@ -35,15 +33,15 @@ from outrider.service.assembly import open_service
 from outrider.spec import EngineSpec
 
 N = 8
-"""Samples of a prompt."""
+"""Number of samples of each prompt."""
 TAIL = 1.2
-"""The exponent of the distribution: its variance is infinite below 2."""
+"""The exponent of the Pareto distribution. Below 2 the variance of an unbounded distribution is infinite."""
 LONGEST = 120.0
 """The longest rollout, in units of the shortest."""
 
 
 class Way(msgspec.Struct, frozen=True):
-    """When groups are submitted, and how many run at once, in batches."""
+    """The rule by which a sampler submits groups, and the number of groups that run at once, in batches."""
 
     name: str
     refill: Refill
@@ -60,7 +58,8 @@ WAYS = (
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`target` groups in a batch, and as many slots as one batch has sessions. `useless`: fractions of prompts."""
+    """`target` is the number of groups in a batch; there are as many slots as one batch has sessions. `useless` are the
+    measured fractions of useless prompts."""
 
     batches: int
     target: int
@@ -68,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True):
     real_batches: int
     real_target: int
     real_seconds: float
-    """Duration of the shortest rollout in the real part."""
+    """Duration of the shortest rollout in the real part, in seconds."""
 
 
 FULL = Plan(60, 32, (0.3, 0.5, 0.7), 8, 4, 0.05)
@@ -89,7 +88,7 @@ def teaches(number: int, useless: float) -> bool:
 
 
 def rollout_time(draw: random.Random) -> float:
-    """A rollout's duration, in units of the shortest."""
+    """Draw a rollout's duration, in units of the shortest duration."""
     return min(draw.paretovariate(TAIL), LONGEST)
 
 
@@ -197,12 +196,12 @@ class Sleeper:
 
 
 def grade(outcome: Outcome) -> float:
-    """The evaluator: a coin for prompts that teach something, 1 for the others."""
+    """Grade with 0 or 1 at random for prompts that teach something, and with 1 for useless prompts."""
     return float(random.random() < 0.5 or not outcome.task.evaluator.options["teaches"])
 
 
 async def _seconds(sampler: DynamicSampler, batches: int) -> float:
-    """Seconds until the sampler has given `batches` batches, by the event loop's clock."""
+    """Return the seconds until the sampler has returned `batches` batches, by the event loop's clock."""
     clock = asyncio.get_running_loop().time
     begun = clock()
     for _ in range(batches):

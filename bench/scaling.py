@@ -1,9 +1,10 @@
-"""How the sessions of a service scale with the processes that run them (`outrider serve --processes`).
+"""The increase of a service's session rate with the number of processes that run sessions (`outrider serve
+--processes`).
 
-Each session is three model calls over HTTP to an engine's server, with waits between them in place of the time of a
-real engine and a real agent, so that two cores are not the bound. Each process has the same number of slots. All
-slots are kept full: n processes should end n times the sessions of one process in the same time. The engine is a
-process of its own.
+Each session is three model calls over HTTP to an engine's server, with waits between the calls. The waits stand for the
+time of a real engine and a real agent, and keep two cores from being the limit. Each process has the same number of
+slots. All slots are kept full: n processes should finish n times as many sessions as one process in the same time. The
+engine is a separate process.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from outrider.service.service import Service
 from outrider.spec import EngineSpec, GroupSpec
 
 SLOTS = 16
-"""Sessions that a process runs at once."""
+"""Number of sessions that a process runs at once."""
 CALLS = 3
 SECONDS = 0.7
-"""Seconds of the wait after each call."""
+"""Length of the wait after each call, in seconds."""
 REPLY_TOKENS = 16
 GROUP_SIZE = 8
 PAGE_SECONDS = 60.0
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Numbers of processes, and how often each fills its slots."""
+    """The numbers of processes that are compared, and the number of times that each process fills its slots."""
 
     processes: tuple[int, ...]
     waves: int
@@ -50,13 +51,13 @@ QUICK = Plan(processes=(1, 2), waves=2)
 
 
 class WaitingAgent:
-    """Calls its model and waits, several times."""
+    """An agent that calls its model and then waits, several times."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._seconds = float(options["seconds"])
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         messages = [Message(role=Role.USER, content=context.task.instruction)]
@@ -67,7 +68,7 @@ class WaitingAgent:
 
 
 def grade(outcome: Outcome) -> float:
-    """The evaluator: 1 if every call got its reply."""
+    """Grade with 1 if every call got its reply."""
     return float(outcome.turns == CALLS)
 
 
@@ -98,7 +99,8 @@ async def measure(plan: Plan, *, seconds: float = SECONDS) -> dict[str, Any]:
 
 
 async def _rate(corpus: Corpus, engine: str, processes: int, waves: int, seconds: float) -> float:
-    """Sessions per second, from the end of the first wave to the end of all, so that the start is not counted."""
+    """Measure the sessions per second, from the end of the first wave to the end of the last, so that the start is not
+    counted."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
         slots = SLOTS * processes
         config = Config(
@@ -118,7 +120,8 @@ async def _rate(corpus: Corpus, engine: str, processes: int, waves: int, seconds
 
 
 async def _ends(service: Service, groups: int) -> list[float]:
-    """The times at which this many groups ended, in order. Raises RuntimeError if a session failed."""
+    """Wait for this many groups to end and return the times of their ends, in order. Raises RuntimeError if a session
+    failed."""
     ends: list[float] = []
     after = 0
     while len(ends) < groups:

@@ -1,7 +1,7 @@
 """The work of a service besides rollouts: accepting groups, returning results, and restarting after `kill -9`.
 
-The service is its own process, used over HTTP, on each store in turn, which already has many finished sessions. All
-sessions are copies of one that really ran: a model call of a scripted engine, then an agent that waits.
+The service is a separate process and is used over HTTP. Each store is measured in turn, and already has many finished
+sessions. All sessions are copies of one that really ran: a model call of a scripted engine, then an agent that waits.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ QUICK = Plan(finished=2_000, live=200, submitted=200, pages=2)
 
 
 STALL_PLANS = {False: (5_000, 2_000), True: (200, 200)}
-"""Live sessions, and sessions that run and end beside them, for the longest stall of the event loop."""
+"""Numbers of live sessions, and of sessions that run and end at the same time, for the measurement of the longest stall
+of the event loop. The key is `quick`."""
 
 
 class OneCall:
-    """Calls its model once. With the option `wait` it then waits until it is ended."""
+    """Calls its model once. With the option `wait` the agent then waits until it is cancelled."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._wait = bool(options.get("wait"))
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         await context.model.chat([Message(role=Role.USER, content=context.task.instruction)])
@@ -79,7 +80,7 @@ async def run(quick: bool) -> dict[str, Any]:
 
 async def stalls(live: int, beside: int) -> dict[str, Any]:
     """Measure the longest stall of the event loop of one process with `live` sessions, while others run and end: with
-    Python's own garbage collector, and with ours (`concurrency/garbage.py`)."""
+    Python's own garbage collector, and with Outrider's (`concurrency/garbage.py`)."""
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as name:
         corpus = await asyncio.to_thread(Corpus.make, Path(name))
         found = {which: await _stalls(corpus, Path(name, which), which, live, beside) for which in ("python", "ours")}
@@ -112,7 +113,8 @@ async def measure(plan: Plan) -> dict[str, Any]:
         corpus = await asyncio.to_thread(Corpus.make, folder)
         stores = {"SQLite": await _measured(plan, corpus, folder / "sqlite", "")}
         if programs() is not None:
-            with postgresql_server({}) as server:  # durable, unlike the server of the tests
+            # No settings, so that commits are durable, unlike in the tests' server.
+            with postgresql_server({}) as server:
                 url = await server.new_database()
                 stores["PostgreSQL"] = await _measured(plan, corpus, folder / "postgresql", url)
     return {"finished": plan.finished, "live": plan.live, "clients": CLIENTS, "stores": stores}
@@ -201,7 +203,7 @@ async def _store_group(store: Store, id: str, spec: bytes, copied: SessionResult
 
 
 async def _read_results(client: AsyncClient, pages: int, *, samples: bool) -> float:
-    """Groups per second, page after page, as one consumer reads them."""
+    """Read pages of results one after another as a consumer does. Returns the groups per second."""
     begun, groups, after = time.perf_counter(), 0, 0
     for _ in range(pages):
         page = await client.results(after=after, limit=PAGE, samples=samples)
@@ -216,7 +218,7 @@ async def _start_live(client: AsyncClient, sessions: int) -> None:
 
 
 async def _under_way(client: AsyncClient, sessions: int) -> None:
-    """Wait until this number of sessions runs, and each has had its model call."""
+    """Wait until this number of sessions runs and the model call of each session has ended."""
     while True:
         status = await client.status()
         if status.sessions["running"] >= sessions and sum(e.sessions for e in status.engines) >= sessions:
@@ -225,7 +227,8 @@ async def _under_way(client: AsyncClient, sessions: int) -> None:
 
 
 async def _submit(client: AsyncClient, groups: int) -> float:
-    """Groups per second that are accepted from several clients at once. No slot is free, so none starts."""
+    """Submit groups from several clients at once. Returns the accepted groups per second. No group starts, because no
+    slot is free."""
     numbers = iter(range(groups))
 
     async def submit() -> None:
@@ -249,5 +252,5 @@ def _group(n: int, *, wait: bool) -> GroupSpec:
 
 
 def grade(outcome: Outcome) -> float:
-    """The evaluator of the session that is copied."""
+    """Grade the session that is copied."""
     return 1.0

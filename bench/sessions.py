@@ -1,10 +1,10 @@
 """Whole sessions per second: the service as shipped, with an engine that replies at once from a script.
 
 A session is a sandbox, the built-in tool agent with two model calls and one bash call between them, a callable
-evaluator, and all that is stored of it. Up to 64 run at once, the default lanes. With a free model, the rest is
-measured. `cpu_ms_each` is the processor time of the service and all its descendants (the zygote, its forks and their
-programs; see processor_time.py), so that cores * 1000 / cpu_ms_each is the most sessions per second that this machine
-could do.
+evaluator, and the storage of its records. Up to 64 sessions run at once, as with the default lanes. The model costs
+nothing, so only the rest of a session is measured. `cpu_ms_each` is the processor time of the service and all its
+descendants (the zygote, its forks and their programs; see processor_time.py), so cores * 1000 / cpu_ms_each is the
+maximum number of sessions per second on this machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ANSWER = "It is done.<|im_end|>"
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Number of sessions per runtime, a multiple of the group size. `command` runs in each sandbox; it prints
+    """Number of sessions per runtime, a multiple of the group size. `command` runs in each sandbox and prints
     `SAID`."""
 
     sessions: dict[str, int]
@@ -79,7 +79,7 @@ async def _of(kind: str, sessions: int, command: str) -> dict[str, Any]:
 
 
 def grade(outcome: Outcome) -> float:
-    """The evaluator: 1 when the tool's output reached the model."""
+    """Grade with 1 if the tool's output reached the model."""
     return float(any(message.role is Role.TOOL and SAID in message.content for message in outcome.transcript))
 
 
@@ -138,7 +138,7 @@ def _group(kind: str) -> GroupSpec:
 
 
 def _stages(results: list[SessionResult]) -> dict[str, float]:
-    """The median of each stage."""
+    """Return the median of each stage in milliseconds."""
     return {
         name: 1000 * statistics.median(getattr(result.seconds, name) for result in results)
         for name in StageSeconds.__struct_fields__

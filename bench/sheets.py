@@ -1,4 +1,4 @@
-"""Results as sheets: a title, columns, rows of text, and notes. Nothing is measured or printed here."""
+"""Converts results to sheets: a title, columns, rows of text, and notes. This module measures and prints nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ CUTS_MS = ("p50_ms", "p95_ms")
 
 
 def sheets(results: Results) -> list[Sheet]:
-    """The targets that these results can be compared with, then every result in full."""
+    """Return the sheet of the targets that these results can be compared with, followed by the sheets of all
+    results."""
     found = [sheet for name, result in results.items() for sheet in SHEETS[name](result)]
     first = targets(results)
     return [first, *found] if first.rows else found
@@ -207,7 +208,7 @@ def _sessions(found: Any) -> list[Sheet]:
         (
             kind,
             number(figures["per_second"]),
-            # Results from before all processes were counted lack this figure.
+            # Older results lack this figure, because the processor time of all processes was not measured.
             number(figures["cpu_ms_each"]) if "cpu_ms_each" in figures else "-",
             *(number(value) for value in figures["stage_ms"].values()),
         )

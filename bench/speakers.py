@@ -1,8 +1,7 @@
-"""The client of each dialect: where it posts, what it sends next, and what it keeps of the reply.
-
-Independent of tokens, tools and transport. Invariant: a conversation grows as the dialect's clients grow it. Three of
-them send earlier messages again byte for byte; clients of Anthropic move a marker to the newest message; a client of
-Responses may send only the new items, with the id of the last response.
+"""The client of each dialect: the path of its requests, the body of the next request, and the parts of a reply that it
+sends again. The module is independent of tokens, tools and transport. Invariant: a conversation grows as the dialect's
+clients grow it. Three of them send earlier messages again byte for byte; clients of Anthropic move a marker to the
+newest message; a client of Responses may send only the new items, with the id of the last response.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ class Begin(Protocol):
 
 
 class Speaker(msgspec.Struct, frozen=True, kw_only=True):
-    """A client. `dialect` is the name of its dialect; `last` is found in the last event of a whole stream."""
+    """A client. `dialect` is the name of its dialect; `last` is a byte string that only the last event of a complete
+    stream contains."""
 
     name: str
     dialect: str
@@ -48,7 +48,7 @@ class Speaker(msgspec.Struct, frozen=True, kw_only=True):
         return self.streamed if streamed else self.whole
 
     def target(self, streamed: bool) -> str:
-        """Path and query of a request, to append to a base URL."""
+        """Return path and query of a request, to be appended to a base URL."""
         call = self.call(streamed)
         return f"{call.path}?{call.query.decode()}" if call.query else call.path
 
@@ -110,7 +110,7 @@ class StoredResponsesTalk:
 
 
 class GeminiTalk:
-    """Google generateContent. Whether the reply is streamed is in the path."""
+    """Google generateContent. The path says whether the reply is streamed."""
 
     def __init__(self, *, max_tokens: int, stream: bool = False) -> None:
         self._settings = orjson.dumps({"generationConfig": {"maxOutputTokens": max_tokens}})
@@ -129,7 +129,7 @@ class GeminiTalk:
 
 
 def _body(settings: bytes, field: bytes, items: list[bytes]) -> bytes:
-    """The settings, an object in JSON, with the list of items as one more field."""
+    """Return a JSON object: the settings, with the list of items as an additional field."""
     return settings[:-1] + b',"' + field + b'":[' + b",".join(items) + b"]}"
 
 
@@ -182,4 +182,4 @@ GEMINI = Speaker(
     talk=GeminiTalk,
 )
 DIALECTS = (CHAT, MESSAGES, RESPONSES, GEMINI)
-"""One for each dialect."""
+"""The client of each dialect."""

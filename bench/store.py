@@ -1,7 +1,7 @@
 """The cost of a store, on SQLite and on PostgreSQL: turns, groups, results, and a queue of 100,000 sessions.
 
-Durations are milliseconds, rates are per second. Both databases are in the system's temporary folder. PostgreSQL is a
-server of its own, reached over a Unix socket, with its default settings.
+Durations are milliseconds, rates are per second. Both databases are in the system's temporary folder. PostgreSQL runs
+with its default settings in a server started for the benchmark, and is reached over a Unix socket.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ QUICK = Plan(lone_turns=500, turns_each=50, groups=200, queue_groups=20)
 
 
 async def run(quick: bool = False) -> dict[str, Any]:
-    """For each store: latency of add_turn at concurrency 1; rates of turns, groups and results at 32; latency of
-    queued(64) over 100,000 queued sessions."""
+    """Return the figures of each store: latency of add_turn at concurrency 1; rates of turns, groups and results at 32;
+    latency of queued(64) over 100,000 queued sessions."""
     return await measure(QUICK if quick else FULL)
 
 
@@ -117,7 +117,7 @@ async def _concurrent_turns(store: Store, turns_each: int) -> dict[str, float]:
 
 
 async def _groups(store: Store, number: int) -> dict[str, float]:
-    """Groups that are submitted, started, finished and read, by all clients at once."""
+    """Measure the rates at which groups are submitted, started, finished and read, by all clients at once."""
     names = [f"group-{index}" for index in range(number)]
     sessions = [f"{name}.{index}" for name in names for index in range(GROUP_SIZE)]
 
@@ -152,7 +152,7 @@ async def _groups(store: Store, number: int) -> dict[str, float]:
 
 
 async def _at_once(names: Sequence[str], work: Callable[[str], Awaitable[None]]) -> float:
-    """Seconds to do the work for each name, CONCURRENCY at once."""
+    """Do the work for each name, CONCURRENCY at once, and return the seconds."""
     left = iter(names)
 
     async def worker() -> None:

@@ -1,8 +1,8 @@
-"""The cost of a sampled token on its way into a streamed reply: microseconds of processor time, by dialect.
+"""The cost of passing one sampled token to a streamed reply, in microseconds of processor time, by dialect.
 
-A reply of text from the corpus is passed one token at a time to `ReplyStream` (*parse*), the resulting deltas to the
-dialect's writer (*write*), and then both are done in turn, as in a call. The costs of the reply's beginning and end
-are spread over its tokens. No engine and no transport are involved.
+A reply of text from the corpus is passed one token at a time to `ReplyStream` (*parse*). The resulting deltas are
+passed to the dialect's writer (*write*). Finally, both are done token by token, as in a call. The costs of the reply's
+beginning and end are spread over its tokens. No engine and no transport are involved.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOOL: ToolSpec = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
-"""With a tool on offer, all text is searched for the beginning of a call."""
+"""The tool that the request offers, so that all text is searched for the beginning of a tool call."""
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, corpus: Corpus, tokens: int) -> Sampled:
-        """A reply of about `tokens` tokens."""
+        """Draw a reply of about `tokens` tokens."""
         renderer = make_renderer(corpus.tokenizer, "qwen3")
         ids = corpus.tokenizer.encode(corpus.tokens(tokens)) + corpus.reply(1)
         return cls(renderer, corpus.tokenizer.encode("<|im_start|>assistant\n"), ids)
@@ -83,7 +83,7 @@ class Writing(msgspec.Struct, frozen=True):
 
 
 def measure(corpus: Corpus, *, tokens: int, rounds: int) -> dict[str, Any]:
-    """Medians over the rounds. Blocks of all dialects alternate."""
+    """Return medians over the rounds. Blocks of all dialects alternate."""
     sampled = Sampled.make(corpus, tokens)
     prompt = corpus.tokens(PROMPT_TOKENS)
     writings = [(speaker.name, Writing.make(speaker, prompt)) for speaker in DIALECTS]
@@ -111,7 +111,7 @@ def measure(corpus: Corpus, *, tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def parse(sampled: Sampled) -> Message:
-    """Read the reply one token at a time."""
+    """Parse the reply one token at a time."""
     stream = sampled.stream()
     for token in sampled.ids:
         stream.push([token])
@@ -119,7 +119,7 @@ def parse(sampled: Sampled) -> Message:
 
 
 def write(parsed: Parsed, writing: Writing) -> list[bytes]:
-    """The bytes sent to a client, delta by delta."""
+    """Return the bytes sent to a client, delta by delta."""
     writer = writing.dialect.stream(writing.request)
     opened = writer.open(_opening())
     written = [writer.delta(delta) for delta in parsed.deltas]
@@ -127,7 +127,7 @@ def write(parsed: Parsed, writing: Writing) -> list[bytes]:
 
 
 def both(sampled: Sampled, writing: Writing) -> list[bytes]:
-    """The same bytes from the tokens, each token read and written before the next."""
+    """Return the same bytes made from the tokens. Each token is parsed and written before the next."""
     stream, writer = sampled.stream(), writing.dialect.stream(writing.request)
     opened = writer.open(_opening())
     written = [writer.delta(_delta(stream.push([token]), [token])) for token in sampled.ids]

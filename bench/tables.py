@@ -1,4 +1,4 @@
-"""A table of results, and the format of its figures. Independent of the benchmarks."""
+"""A table of results, and the format of its figures. The module is independent of the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Results = dict[str, Any]
 
 
 class Sheet(msgspec.Struct, frozen=True, kw_only=True):
-    """One table."""
+    """One table of a report: title, columns, rows and notes."""
 
     title: str
     columns: tuple[str, ...]
@@ -21,7 +21,8 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def number(value: float) -> str:
-    """Format to three significant digits; for several rounds (`rounds.Figure`) with the smallest and the largest."""
+    """Format a number to three significant digits. A figure of several rounds (`rounds.Figure`) is followed by the
+    smallest and the largest round."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

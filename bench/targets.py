@@ -1,7 +1,7 @@
-"""The targets of the figures, and whether they are met. Nothing is measured here.
+"""The targets of the figures, and the check whether the targets are met. This module measures nothing.
 
-Targets are ratios to a floor that was measured in the same run (see `floors.py`), so that they mean the same on a
-slow or busy machine; the few others are bytes, or bounds that a user sees.
+Targets are ratios to a floor that was measured in the same run (see `floors.py`), so that they hold on slow and busy
+machines, too. A few targets are numbers of bytes, or limits that a user notices.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ROUND_TRIP = "the smallest HTTP round trip"
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest value that a figure should have. `floor` is the figure's divisor, `beside` the name of the floor.
-    `elsewhere` is the value of three runs on another machine, if larger."""
+    """The largest value that a figure should have. `floor` is the figure's divisor, and `beside` is the name of the
+    floor. `elsewhere` is the value measured by three runs on another machine, if that value is larger."""
 
     name: str
     bench: str
@@ -91,7 +91,7 @@ def _token_time(side: str) -> Callable[[Any], float]:
 
 
 def _point(found: Any, engine: Engine, at_once: int) -> Any:
-    """Raises KeyError for a point that was not measured, as in a quick run."""
+    """Return the result of one point. Raises KeyError for a point that was not measured, as in a quick run."""
     wanted = (*msgspec.structs.astuple(engine), at_once)
     for point in found["points"]:
         if wanted == tuple(point[name] for name in (*Engine.__struct_fields__, "at_once")):
@@ -237,7 +237,7 @@ TARGETS = (
 
 
 def targets(results: Results) -> Sheet:
-    """The targets of the benchmarks that these results are from."""
+    """Return the targets of the benchmarks in these results."""
     rows = [_row(target, results[target.bench]) for target in TARGETS if target.bench in results]
     columns = ("what", "measured", "floor", "the floor is", "that makes", "our target", "met")
     return Sheet(title="Targets", columns=columns, rows=rows, note=_rates(results))
@@ -248,7 +248,7 @@ def _row(target: Target, found: Any) -> tuple[str, ...]:
     try:
         value = target.of(found)
         floor = None if target.floor is None else target.floor(found)
-    except KeyError:  # the results are older than the figure, or this machine cannot measure it
+    except KeyError:  # the results are older than this figure, or the machine cannot measure this figure
         return target.name, "not measured", "-", target.beside or "-", "-", most, "-"
     judged, unit = (value, f" {target.unit}") if floor is None else (value / floor, " x")
     elsewhere = f"; another machine: {target.elsewhere}{unit}" if target.elsewhere else ""

@@ -44,19 +44,20 @@ SHELLS: dict[ShellKind, tuple[str, str]] = {
 SECONDS = 60.0
 DAEMON_SECONDS = 20
 BOX = ("--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
-"""Podman's own default limits may be higher than root's."""
+"""Arguments of the container engines. The limits are set, because Podman's default limits may be higher than the limits
+of root."""
 FIRST = 50
-"""Calls of a quick way that warm it up and are not counted."""
+"""Number of first calls of a quick way that only warm it up and are not counted."""
 
 Call = Callable[[], Awaitable[object]]
 
 
 class Unavailable(Exception):
-    """The reason why a way cannot be measured here."""
+    """A way cannot be measured on this machine. The message is the reason."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Calls per round: `quick` for a quick way, `slow` for a slow one."""
+    """Number of calls per round: `quick` for a quick way, `slow` for a slow way."""
 
     rounds: int
     quick: int
@@ -80,7 +81,7 @@ def expect(answer: str, wanted: str) -> None:
 
 @asynccontextmanager
 async def tool_server(kind: str) -> AsyncIterator[dict[str, Call]]:
-    """A live shell of each kind in one sandbox."""
+    """Run a sandbox with a live shell of each kind."""
     cls = resolve("runtime", kind)
     if not (can := cls.available()).ok:
         raise Unavailable(can.detail)
@@ -119,7 +120,7 @@ async def _asked(sandbox: Any, kind: ShellKind) -> Call:
 
 @asynccontextmanager
 async def tmux() -> AsyncIterator[Call]:
-    """send-keys, then capture-pane until the output is there."""
+    """Run a tmux session. A call is send-keys, then capture-pane until the output is complete."""
     program = _program("tmux")
     numbers = itertools.count()
     with tempfile.TemporaryDirectory(prefix="or-tmux-") as folder:
@@ -155,7 +156,7 @@ async def pexpect_defaults() -> AsyncIterator[Call]:
 
 @asynccontextmanager
 async def jupyter() -> AsyncIterator[Call]:
-    """A kernel of its own, called over TCP, as by notebooks and most code interpreters."""
+    """Run a Jupyter kernel. A call is sent over TCP, as by notebooks and most code interpreters."""
     if find_spec("jupyter_client") is None or find_spec("ipykernel") is None:
         raise Unavailable("ipykernel and jupyter_client are not installed: pip install 'outrider[bench]'")
     from jupyter_client.manager import KernelManager
@@ -185,7 +186,7 @@ async def jupyter() -> AsyncIterator[Call]:
 
 @asynccontextmanager
 async def engine_exec(engine: str) -> AsyncIterator[Call]:
-    """`docker exec` or `podman exec` of a program in a running container, whose image has only a busybox."""
+    """Run a container. A call is `docker exec` or `podman exec` of a program in it. The image has only a busybox."""
     program, busybox = _program(engine), _program("busybox")
     _daemon(program, "info")
     with tempfile.NamedTemporaryFile(suffix=".tar") as file:
@@ -235,7 +236,7 @@ def _run(*command: str, seconds: float = SECONDS) -> str:
 
 
 def _blocking(ask: Callable[[], object]) -> Call:
-    """A call that blocks the loop, which has nothing else to do."""
+    """Return a call that blocks the event loop; the loop has nothing else to do."""
 
     async def call() -> None:
         ask()

@@ -1,9 +1,10 @@
 """The cost of one more turn in a long conversation: 500 new tokens on a history of 1k, 10k and 100k.
 
-Two measurements. `own_ms` is the service's work alone, in this process: the processor time, over all its threads,
-from the request's bytes to the reply's (parsing, joining, rendering, calling the engine over HTTP, reading the reply,
-storing the turn); waiting for the engine costs none. `added_ms` is the client's view: the time of a turn through a
-service in another process, minus the time of posting as many ids to the engine. All are medians, in ms.
+Two measurements. `own_ms` is the service's work alone, in this process: the processor time, over all its threads, from
+the request's bytes to the reply's (parsing, joining, rendering, calling the engine over HTTP, reading the reply,
+storing the turn); waiting for the engine costs no processor time. `added_ms` is the client's view: the time of a turn
+through a service in another process, minus the time of posting as many ids to the engine. All figures are medians, in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ROUND_TRIPS = 300
 Turn = Callable[[bytes], Awaitable[bytes]]
 """Sends the body of one request and returns the body of the reply."""
 Timed = Callable[[Turn, bytes, str], Awaitable["Cost"]]
-"""Times a turn. The body ends with the text."""
+"""Times a turn. The arguments are the turn, the request's body, and the text with which the body ends."""
 
 
 CALL = WireCall("POST", "/v1/chat/completions")
@@ -94,7 +95,7 @@ async def measure(points: Sequence[Point]) -> dict[str, Any]:
 
 
 async def _own_work(corpus: Corpus, processes: World, points: Sequence[Point], sessions: int) -> list[dict[str, float]]:
-    """Per point the processor time of a turn, and of three of its parts measured separately."""
+    """Measure for each point the processor time of a turn, and of three of its parts separately."""
 
     async def timed(turn: Turn, body: bytes, text: str) -> Cost:
         begun = time.process_time()
@@ -124,7 +125,8 @@ def _cpu_ms(work: Callable[[], object]) -> float:
 
 
 async def _added_latency(corpus: Corpus, processes: World, points: Sequence[Point]) -> list[dict[str, float]]:
-    """Per point the time of a turn, of the same number of ids posted directly, and the difference of the two."""
+    """Measure for each point the time of a turn, the time of posting the same number of ids directly, and the
+    difference."""
     engine = processes.upstream.urls[0] + "/inference/v1/generate"
     async with Client() as client:
 
@@ -145,8 +147,8 @@ async def _added_latency(corpus: Corpus, processes: World, points: Sequence[Poin
 async def _in_turn(
     corpus: Corpus, points: Sequence[Point], turns: Iterator[Turn], timed: Timed
 ) -> list[dict[str, float]]:
-    """The medians of each point. The conversations are grown first. Then one turn of every point is timed after the
-    other, so that the machine's other load affects all points alike."""
+    """Return the medians of each point. The conversations are grown first. Then one turn of every point is timed after
+    the other, so that the machine's other load affects all points alike."""
     await _grown(corpus, WARM.history, next(turns))
     grown = [[await _grown(corpus, point.history, next(turns)) for _ in range(point.conversations)] for point in points]
     spent: list[list[dict[str, float]]] = [[] for _ in points]
@@ -198,7 +200,8 @@ async def _post(client: Client, url: str, body: bytes) -> bytes:
 
 
 def asgi_turn(gateway: Gateway, prefix: str, call: WireCall) -> Turn:
-    """The gateway called as its server calls it, in this process. `prefix` is the session's part of the path."""
+    """Return a turn that calls the gateway in this process, as its server would. `prefix` is the session's part of the
+    path."""
     head = {
         "type": "http",
         "method": call.method,
@@ -216,7 +219,7 @@ def asgi_turn(gateway: Gateway, prefix: str, call: WireCall) -> Turn:
             if waiting:
                 return waiting.pop()
             hung_up: asyncio.Future[MutableMapping[str, Any]] = asyncio.get_running_loop().create_future()
-            return await hung_up  # the client never does
+            return await hung_up  # this client never hangs up
 
         async def send(message: MutableMapping[str, Any]) -> None:
             if message.get("status", 200) != 200:

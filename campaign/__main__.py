@@ -1,7 +1,7 @@
 """`python -m campaign [--runs N] [--seed S] [--store sqlite|postgresql] [--json]`: the fault campaign, run after run.
 
-Run number i has the seed S + i. The last line is the sum of all runs as JSON. After a finding, the run's folder is
-kept, with the logs of all programs and the database, the folder and the seed are printed, and the exit code is 1.
+Run number i has the seed S + i. The last line is the sum of all runs as JSON. After a finding, the run's folder is not
+removed: it has the logs of all programs and the database. The folder and the seed are printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.runs < 1:
         parser.error("--runs must be at least 1")
     console = Console(stderr=True)
-    # A campaign that is terminated unmounts its disk and kills its programs, as after Ctrl-C.
+    # SIGTERM raises KeyboardInterrupt like Ctrl-C, so that the campaign unmounts its disk and kills its programs.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with a_cluster() if options.store == "postgresql" else nullcontext() as cluster:
         reports = asyncio.run(_campaign(options.runs, options.seed, cluster, console, json=options.json))

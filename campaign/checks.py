@@ -1,5 +1,5 @@
-"""The checks after a run, which must hold whatever was broken: they compare the clients' replies, the engine's log,
-and the store.
+"""The checks after a run, which must hold whatever was broken. The checks compare the clients' replies, the engine's
+log, and the store.
 
 The rules are independent of the code that they judge: training rows are counted by their masks. The store is read
 after the service has ended. Invariant: a run without a finding has lost and doubled nothing.
@@ -41,8 +41,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What the clients of a run received: accepted groups by idempotency key, once for each 2xx; the groups returned to
-    each reader; and the bodies that were pushed and the keys taken."""
+    """The replies that the clients of a run received: the accepted groups by idempotency key, once for each 2xx; the
+    groups returned to each reader; the bodies of the pushes; and the keys of the pushes that the receiver accepted."""
 
     accepted: Mapping[str, Sequence[str]]
     readers: Mapping[str, Sequence[GroupView]]
@@ -54,7 +54,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 def read_calls(log: Path) -> list[Call]:
-    """The engine's log."""
+    """Read the engine's log."""
     return [msgspec.json.decode(line, type=Call) for line in log.read_bytes().splitlines()]
 
 
@@ -91,7 +91,7 @@ async def judge(told: Told, calls: Sequence[Call], store: Store) -> list[Finding
 
 
 def judge_acceptance(told: Told) -> list[Finding]:
-    """Check that the same key is the same group, however often it was submitted."""
+    """Check that all submissions with the same idempotency key returned the same group."""
     findings = []
     for key, ids in told.accepted.items():
         if not ids:
@@ -116,7 +116,8 @@ def judge_events(events: Iterable[EventView], groups: set[str]) -> list[Finding]
     lost: set[tuple[str, int]] = set()
     ended: Counter[str] = Counter()
     for event in events:
-        if event.session_id is not None and event.kind != EventKind.SESSION_CANCELLED:  # that event has no attempt
+        # The event of a cancellation has no attempt.
+        if event.session_id is not None and event.kind != EventKind.SESSION_CANCELLED:
             attempt = event.data["attempt"]
             if attempt < newest[event.session_id]:
                 what = f"{event.session_id}: {event.kind} of attempt {attempt} after attempt {newest[event.session_id]}"
@@ -136,7 +137,7 @@ def judge_events(events: Iterable[EventView], groups: set[str]) -> list[Finding]
 
 
 def _ended_in_queue(event: EventView) -> bool:
-    """Whether the session was cancelled, or was given up because its node died too often."""
+    """Return whether the session was cancelled, or was given up because its node died too often."""
     return event.kind == EventKind.SESSION_DONE and (
         event.data["stop_reason"] == StopReason.CANCELLED or event.data["error"] == "lease_expired"
     )
@@ -154,8 +155,8 @@ def judge_delivery(name: str, views: Sequence[GroupView], groups: set[str]) -> l
 
 
 def judge_pushes(told: Told, stored: Mapping[str, GroupView]) -> list[Finding]:
-    """Check that each group with a callback was pushed until a push was taken, and that each push equals the stored
-    results."""
+    """Check that each group with a callback was pushed until the receiver accepted a push, and that each push equals
+    the stored results."""
     findings = [Finding(Harm.LOST, f"{group} was not pushed") for group in sorted(told.with_callback - told.taken)]
     for key, pushes in told.pushes.items():
         if key not in told.with_callback:
@@ -167,7 +168,7 @@ def judge_pushes(told: Told, stored: Mapping[str, GroupView]) -> list[Finding]:
 
 
 async def judge_group(group: str, told: Told, store: Store) -> list[Finding]:
-    """Check that the group is done, and that every reader got it as it is stored."""
+    """Check that the group is done, and that every reader got the group as the store has it."""
     try:
         row = await store.group(group)
         sessions = await store.sessions(group)
@@ -196,8 +197,8 @@ async def judge_group(group: str, told: Told, store: Store) -> list[Finding]:
 
 
 def judge_session(result: SessionResult, turns: Sequence[Turn], samples: Sequence[Sample]) -> list[Finding]:
-    """Check that each sampled token is in one row, or that none of its turn is, for a reason; and that each reply that
-    the agent has read is a turn."""
+    """Check that each sampled token is in exactly one row, that a turn is left out of the rows only as a whole and for
+    a valid reason, and that each reply that the agent has read is stored as a turn."""
     name = f"{result.session_id}-{result.attempt}"
     findings = []
     trained: Counter[int] = Counter()
@@ -235,7 +236,7 @@ def judge_session(result: SessionResult, turns: Sequence[Turn], samples: Sequenc
 
 def judge_reward(result: SessionResult, killed: Collection[str]) -> list[Finding]:
     """Check that a graded attempt has a reward of 1, because agents are honest. Exempt are attempts with a killed
-    process in the sandbox: a kill looks like something the agent did itself."""
+    process in the sandbox: the grader cannot distinguish a kill from an act of the agent."""
     name = f"{result.session_id}-{result.attempt}"
     was_killed = any(sandbox == name or sandbox.startswith(f"{name}-") for sandbox in killed)
     if result.verdict is None or result.verdict.reward == 1 or was_killed:
@@ -245,7 +246,8 @@ def judge_reward(result: SessionResult, killed: Collection[str]) -> list[Finding
 
 
 def _set_aside(turn: Turn, turns: Sequence[Turn]) -> bool:
-    """Whether the turn is rightly in no row: it was cut off, or the agent did not use it and repeated the request."""
+    """Return whether the turn may be in no row, because it was cut off, or because the agent did not use the reply and
+    repeated the request."""
     again = (other for other in turns if other.index != turn.index and other.parent == turn.parent)
     return turn.finish is FinishReason.ABORT or any(
         JoinKind.RETRY in (turn.join, other.join) and other.prompt_delta == turn.prompt_delta for other in again
@@ -260,7 +262,7 @@ def _text(turn: Turn) -> str:
 
 
 class Ledger:
-    """The engine's calls, each of which may become one turn."""
+    """The engine's calls. Each call may become at most one turn."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._calls: defaultdict[tuple[str, str], list[Call]] = defaultdict(list)
@@ -269,7 +271,8 @@ class Ledger:
         self._turns: Counter[tuple[int, ...]] = Counter()
 
     def match(self, attempt: str, turn: Turn, turns: Sequence[Turn]) -> list[Finding]:
-        """Check that a turn has the tokens of its own call with its prompt: all of them, unless it was cut off."""
+        """Check that a turn has the tokens of a call of its attempt with the same prompt: all tokens of the call,
+        unless the turn was cut off."""
         prompt = np.concatenate([unpack_ids(part) for part in _prompt(turn, turns)])
         ids = unpack_ids(turn.output_ids).tolist()
         if not ids:
@@ -288,8 +291,8 @@ class Ledger:
         return findings
 
     def _fitting(self, attempt: str, prompt: Ids, ids: list[int], *, whole: bool) -> list[Call]:
-        """The calls that gave these tokens: one, or several where a reply was continued after a cut. If the reply is
-        `whole`, the last call was given to its end. Empty if there are none."""
+        """Return the calls that gave these tokens: one call, or several if a reply was continued after a cut. If the
+        reply is `whole`, all tokens of the last call must be in it. Empty if no calls match."""
         for call in self._calls[attempt, digest_of(prompt)]:
             shared = next((at for at, (a, b) in enumerate(zip(call.ids, ids, strict=False)) if a != b), None)
             given = min(len(call.ids), len(ids)) if shared is None else shared
@@ -304,7 +307,7 @@ class Ledger:
 
 
 def _prompt(turn: Turn, turns: Sequence[Turn]) -> list[bytes]:
-    """The pieces of a turn's prompt, from its root on."""
+    """Return the pieces of a turn's prompt, beginning with the root turn."""
     pieces = [turn.prompt_delta]
     while turn.parent is not None:
         turn = turns[turn.parent]

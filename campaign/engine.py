@@ -1,8 +1,8 @@
 """The engine of a campaign: vLLM's protocol, replies that are never the same, and a log of every token that it
 samples.
 
-`main(log, port, knobs)` serves it. A call is logged before its first token is sent, as a line of JSON (`Call`), so
-after a kill, too, the log has every token that any client can have received.
+`main(log, port, knobs)` serves it. A call is logged as a line of JSON (`Call`) before its first token is sent. So the
+log has every token that any client can have received, even after a kill.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LoggedEngine:
         self._tokenizer = tokenizer
 
     async def start(self) -> None:
-        """Nothing to open."""
+        """Do nothing: there are no resources to open."""
 
     async def close(self) -> None:
         os.close(self._log)
@@ -86,7 +86,7 @@ class LoggedEngine:
         wanted = min(REPLY_TOKENS, request.sampling.max_tokens)
         for start in range(0, wanted, CHUNK_TOKENS):
             await asyncio.sleep(max(CHUNK_SECONDS, self._knobs.chunk_seconds))
-            while self._knobs.engine_silent:  # noqa: ASYNC110  # another process says so
+            while self._knobs.engine_silent:  # noqa: ASYNC110  # another process sets and resets this number
                 await asyncio.sleep(CHUNK_SECONDS)
             some = ids[start : min(start + CHUNK_TOKENS, wanted)]
             last = start + len(some) == wanted

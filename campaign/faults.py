@@ -15,16 +15,18 @@ import msgspec
 
 
 class FaultKind(StrEnum):
-    """What is broken. `seconds` and `share` in the comments are the fields of `Fault`."""
+    """The kind of a fault. `seconds` and `share` in the comments are the fields of `Fault`."""
 
     SERVICE_KILLED = "service killed"
     SERVICE_STOPPED = "service stopped in order"
     ENGINE_KILLED = "engine killed"
     ENGINE_HUNG = "engine hung"  # for its `seconds`; then killed, if its `share` is below a half
     ENGINE_FROZEN = "engine frozen"  # SIGSTOP for ten to forty-five seconds, then SIGCONT
-    ENGINE_SILENT = "engine silent"  # for as long, the model generates nothing, while its server responds
-    ENGINE_DRIPS = "engine drips"  # for as long, it sends a chunk every few seconds
-    ENGINE_LOST = "engine lost"  # existing connections to it carry nothing more, and stay open; new ones work
+    # For ten to forty-five seconds the model generates nothing, while its server responds.
+    ENGINE_SILENT = "engine silent"
+    ENGINE_DRIPS = "engine drips"  # for ten to forty-five seconds the engine sends a chunk every few seconds
+    # Open connections to the engine forward nothing more and stay open; new connections work.
+    ENGINE_LOST = "engine lost"
     ENGINE_ODD = "engine odd"  # for its `seconds`, a proxy replies in the engine's place: 200, with a page of HTML
     STORE_SILENT = "store silent"  # a commit, or the database server, freezes for five to thirty seconds, or 120
     STORE_AWAY = (
@@ -36,13 +38,14 @@ class FaultKind(StrEnum):
     MACHINE_ENDED = "machine ended"  # SIGTERM for all its processes at once, including those in sandboxes
     CONNECTION_CUT = "connection cut"  # the connection of a machine, up to five times
     CONNECTION_SLOW = "connection slow"  # nothing is forwarded for eight times its `seconds`, and then everything
-    CONNECTION_SILENT = "connection silent"  # the same for so long that the service declares the machine lost
+    # As CONNECTION_SLOW, but for so long that the service declares the machine lost.
+    CONNECTION_SILENT = "connection silent"
     AGENTS_KILLED = "agents killed"  # a `share` of all processes in sandboxes
     READER_KILLED = "reader killed"
     POWER_LOST = "power lost"  # the service is killed, and all that it had not synced to its disk is lost
     DISK_FULL = "disk full"  # for its `seconds`
     DISK_SLOW = "disk slow"  # for its `seconds`: each commit waits 0.2 seconds times the `share`
-    CLOCK_JUMPED = "clock jumped"  # by hours, backwards if the `share` is below a half; set right after its `seconds`
+    CLOCK_JUMPED = "clock jumped"  # by hours, backwards if the `share` is below a half; corrected after its `seconds`
     LEASES_LAPSED = "leases lapsed"
     DATABASE_KILLED = "database killed"
     DATABASE_STOPPED = "database restarted"
@@ -59,7 +62,7 @@ SILENCES = (
     FaultKind.STORE_SILENT,
     FaultKind.STORE_AWAY,
 )
-"""Faults that take long: every run has two of them, and its other faults are of other kinds."""
+"""Faults that take long. Every run has a fixed number of them; all other faults of the run are of other kinds."""
 ON_NODES = frozenset({FaultKind.NODE_KILLED})
 ON_MACHINES = (
     FaultKind.MACHINE_KILLED,
@@ -69,8 +72,7 @@ ON_MACHINES = (
     FaultKind.CONNECTION_SLOW,
     FaultKind.CONNECTION_SILENT,
 )
-"""Faults of machines that join. The `share` selects the machine, and the direction in which a connection is slow or
-silent."""
+"""Faults of machines that join. The `share` selects the machine and, for a slow or silent connection, the direction."""
 _SOMETIMES = ON_SERVERS.union(ON_NODES, ON_MACHINES)
 ON_SQLITE = tuple(kind for kind in FaultKind if kind not in _SOMETIMES)
 ON_POSTGRESQL = tuple(kind for kind in FaultKind if kind not in _SOMETIMES - ON_SERVERS | ON_FILES)
@@ -86,28 +88,28 @@ class Fault(msgspec.Struct, frozen=True, order=True):
 
     @property
     def long(self) -> float:
-        """Seconds of a fault that takes long: 9 to 45."""
+        """Duration of a fault that takes long, in seconds: 9 to 45."""
         return 30.0 * self.seconds
 
     @property
     def outage(self) -> float:
-        """Seconds for which a store is silent or away: 5 to 30, and 120 in one of ten."""
+        """Seconds for which a store is silent or away: 5 to 30, and 120 in one case of ten."""
         return 120.0 if self.share < 0.1 else 5.0 + 25.0 * (self.share - 0.1) / 0.9
 
 
 DRAWN = 6
-"""Faults of any kind in a run, besides those that every run has."""
+"""Number of faults of any kind in a run, besides the faults that every run has."""
 SILENT = 2
 DRAWN_ON_MACHINES = 3
-"""Further faults of machines that join, in runs that have machines."""
+"""Number of further faults of machines that join, in runs that have machines."""
 
 
 def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE, *, silent: int = SILENT) -> list[Fault]:
     """Draw faults of these kinds, in order.
 
     In every run the service is killed while groups are submitted, and once more later; the engine is killed; leases
-    expire; and `silent` faults of long silence occur. Power is lost, or a database server is killed, where there is
-    one. Where there are nodes, two are killed; where there are machines, one is killed, and a connection is cut.
+    expire; and `silent` of the faults that take long occur. If `kinds` has the fault, power is lost, or the database
+    server is killed. Runs with nodes kill two nodes. Runs with machines kill one machine and cut one connection.
     """
     drawn = rng.choices([kind for kind in kinds if kind not in SILENCES], k=DRAWN)
     drawn += rng.sample([kind for kind in SILENCES if kind in kinds], k=silent)

@@ -1,8 +1,8 @@
 """The processes that run the sessions of a run: the service's own, and machines that join it, each through its own
 proxy.
 
-A machine has its own folder for temporary files, as real machines do: only the machine itself can remove what it
-leaves there when it is killed.
+A machine has its own folder for temporary files, as real machines do: files left by a killed machine can be removed
+only by the same machine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ MACHINES = (1, 2)
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """`processes` are the service's; `machines` has the number of processes of each joining machine. `elsewhere`: the
-    service treats machines as unable to reach its engine, so their tokens go through the service."""
+    """`processes` is the number of the service's processes; `machines` has the number of processes of each joining
+    machine. With `elsewhere` the service treats machines as unable to reach its engine, so that their model calls pass
+    through the service."""
 
     processes: int
     machines: tuple[int, ...] = ()
@@ -33,13 +34,13 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def several(self) -> bool:
-        """Whether processes besides the service's run sessions."""
+        """True if sessions run in more than one process."""
         return self.processes > 1 or bool(self.machines)
 
 
 def fleet_of(seed: int) -> Fleet:
-    """The seed selects, in turn, one process, two processes, or machines that join. Of the fleets with machines every
-    second has a process of the service's own, too, and two in four send the engine's tokens through the service."""
+    """Return the fleet of a seed: in turn one process, two processes, or machines that join. In half of the fleets with
+    machines the service also has a process of its own, and in half the engine's tokens pass through the service."""
     if seed % 3:
         return Fleet(processes=seed % 3)
     number = seed // 3
@@ -47,7 +48,7 @@ def fleet_of(seed: int) -> Fleet:
 
 
 class Machine:
-    """A machine that joins under `name`. `program` keeps it joined."""
+    """A machine that joins under `name`. `program` runs `outrider nodes join` again whenever the command ends."""
 
     def __init__(self, name: str, processes: int, proxy: FaultyProxy, program: Program, temporary: Path) -> None:
         self.name = name
@@ -62,8 +63,8 @@ class Machine:
         return {self.name} if self.processes == 1 else {f"{self.name}-{number}" for number in range(self.processes)}
 
     def kill(self) -> int:
-        """Kill all processes at once, as a loss of power does, and return their number. The machine is then
-        restarted."""
+        """Kill all processes at once, as a loss of power does, and return their number. The supervisor then restarts
+        the machine."""
         number = 0
         for pid in self._stopped():
             with suppress(ProcessLookupError):
@@ -91,8 +92,8 @@ class Machine:
 
 @asynccontextmanager
 async def machines_of(fleet: Fleet, starter: ProgramStarter, folder: Path, port: int) -> AsyncIterator[list[Machine]]:
-    """The machines of a run, in `folder`, not yet started. Their proxies to the service at `port` are open during the
-    block."""
+    """Yield the machines of a run, with their files in `folder`, not yet started. Their proxies to the service at
+    `port` are open during the block."""
     async with AsyncExitStack() as directions:
         machines = []
         for number, processes in enumerate(fleet.machines):

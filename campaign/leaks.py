@@ -20,7 +20,8 @@ from outrider.sandbox.runtimes.kernel import cgroups, process_marks
 from outrider.sandbox.runtimes.node_host import PREFIX
 
 SETTLE_SECONDS = 15.0
-"""Seconds to wait for cleanup: the processes of a killed node end a moment after it; its keeper takes some seconds."""
+"""Seconds to wait for cleanup: the processes of a killed node end a moment after the node, and its keeper some seconds
+later."""
 LOOK_SECONDS = 0.1
 
 
@@ -41,7 +42,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
 
 def footprint(pid: int) -> Footprint | None:
-    """Return None for a process that has exited, also if nobody has waited for it yet."""
+    """Return the footprint of a process, or None if it has exited, even if its parent has not waited for it yet."""
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     except (FileNotFoundError, ProcessLookupError):
@@ -52,7 +53,7 @@ def footprint(pid: int) -> Footprint | None:
 
 
 def nodes_of(program: int) -> set[int]:
-    """The processes that run sessions for a service or for a joined machine, without its main process."""
+    """Return the processes that run sessions for a service or for a joined machine, without the main process."""
     below = descendants(program).items()
     return {pid for pid, command in below if "outrider.cli.node_process" in command}
 
@@ -104,8 +105,8 @@ def _sandboxes(home: Home) -> list[str]:
 
 
 async def left_behind(starter: int, folder: Path, homes: Collection[Home], hosts: Collection[int]) -> list[Finding]:
-    """List the remains after all programs of a run have ended: processes, mounts, control groups, folders, sockets.
-    `hosts` are all processes that have run sessions."""
+    """List the resources that remain after all programs of a run have ended: processes, mounts, control groups,
+    folders, sockets. `hosts` are all processes that have run sessions."""
     left = await _settled(lambda: asyncio.to_thread(_left, starter, folder, homes, hosts))
     return [Finding(Harm.LEAKED, f"left behind: {what}") for what in left]
 
@@ -118,7 +119,8 @@ def _left(starter: int, folder: Path, homes: Collection[Home], hosts: Collection
         left += [f"mount {line.split()[4]}" for line in mounts if str(home.temporary) in line]
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     left += [f"socket {name}" for name in sockets if str(folder) in name]
-    # A process id is unique only within its PID namespace, so groups are named after both.
+    # A process id is unique only within its PID namespace, so the names of control groups contain the namespace's
+    # number and the process's.
     namespace = str(os.stat("/proc/self/ns/pid").st_ino)
     ours = {(namespace, str(pid)) for pid in hosts}
     for parent in set(cgroups.find().folders.values()):

@@ -6,7 +6,8 @@ from outrider.cli import main as outrider
 
 LANES = {"init": 3, "run": 16, "eval": 4}
 STOP_SECONDS = 1.0
-"""Grace period of the sessions under way after a SIGTERM: some end, and some run again elsewhere."""
+"""Grace period of the sessions under way after a SIGTERM. It is so short that some sessions end, and others run again
+on another node."""
 
 
 def main(url: str, name: str, processes: str) -> None:

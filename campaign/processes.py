@@ -16,12 +16,14 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 STOP_SECONDS = 30.0
 SHORT_LIFE = 1.0
-"""A program that ends within this time cannot start at present: it is restarted after a pause."""
+"""Seconds. A program that ends sooner after its start probably cannot start at present, and is restarted after a
+pause."""
 PAUSE_SECONDS = 0.2
 
 
 class ProgramStarter:
-    """`pid` is the process whose descendants are all processes of the campaign's programs."""
+    """Client of the nursery. `pid` is the nursery's process; all processes of the campaign's programs descend from
+    it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.pid = process.pid
@@ -59,7 +61,7 @@ class ProgramStarter:
 
 @asynccontextmanager
 async def program_starter(module: str = "campaign.starter") -> AsyncIterator[ProgramStarter]:
-    """A nursery. All that its programs have left is killed at the end."""
+    """Run a nursery during the block. At the end, all processes that its programs have left are killed."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", module, stdin=pipe, stdout=pipe, cwd=ROOT)
     assert process.stdin is not None
@@ -102,7 +104,7 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """The newest process, `alive` or not."""
+        """The process number of the newest process, even if it has ended."""
         return self.pids[-1]
 
     @property
@@ -110,7 +112,7 @@ class Program:
         return self._starter.alive(self.pid)
 
     def signal(self, number: signal.Signals) -> bool:
-        """Send a signal to the present process. Returns whether there was one."""
+        """Send a signal to the running process. Returns False if no process runs."""
         with suppress(ProcessLookupError):
             if self.alive:
                 os.kill(self.pid, number)
@@ -118,7 +120,7 @@ class Program:
         return False
 
     async def stop(self) -> bool:
-        """Stop the program for good. False if it had to be killed."""
+        """Stop the program without a restart. Returns False if the program had to be killed."""
         self._wanted = False
         self.signal(signal.SIGTERM)
         try:

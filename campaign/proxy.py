@@ -1,7 +1,7 @@
 """A TCP proxy with faults, between a joined machine and the service or between the service and its engine.
 
-It cuts connections, holds back their bytes, loses them, or replies itself. Invariant: bytes that it has accepted
-arrive whole and in order, however late, unless their connection was cut or lost.
+The proxy cuts connections, delays or drops their bytes, or replies itself. Invariant: all bytes that the proxy has
+accepted arrive in order, however late, unless their connection was cut or lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Direction(StrEnum):
 
 
 class FaultyProxy:
-    """The proxy to the server at that port of this machine. `url` is the proxy's own address while the block of `open`
+    """A proxy to the server at `port` of this machine. `url` is the proxy's own address while the block of `open`
     runs."""
 
     def __init__(self, port: int) -> None:
@@ -45,7 +45,7 @@ class FaultyProxy:
                 task = tasks.create_task(self._carry(reader, writer))
                 self._connections.add(task)
                 task.add_done_callback(self._connections.discard)
-                # A callback, because a task that is cancelled at once runs none of its own code.
+                # A callback and no `finally`, because a task that is cancelled before it starts runs none of its code.
                 task.add_done_callback(lambda _: writer.transport.abort())
 
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
@@ -86,7 +86,7 @@ class FaultyProxy:
 
     async def _let_through(self, direction: Direction) -> None:
         clock = asyncio.get_running_loop().time
-        while (left := self._held_until[direction] - clock()) > 0:  # noqa: ASYNC110  # it may be held longer meanwhile
+        while (left := self._held_until[direction] - clock()) > 0:  # noqa: ASYNC110  # another fault may extend the time meanwhile
             await asyncio.sleep(left)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -96,7 +96,7 @@ class FaultyProxy:
                 await reader.read(PIECE)
                 writer.write(HTML)
                 await writer.drain()
-                await asyncio.sleep(PAGE_SECONDS)  # a connection that is aborted at once may lose what was sent
+                await asyncio.sleep(PAGE_SECONDS)  # an immediate abort may discard the page before it is sent
             return
         carrying = asyncio.current_task()
         assert carrying is not None
@@ -130,7 +130,7 @@ class FaultyProxy:
             await self._let_through(direction)
             if connection in self._lost:
                 return
-            with suppress(RuntimeError):  # it was closed meanwhile
+            with suppress(RuntimeError):  # the sink may have been closed meanwhile
                 sink.write_eof()
         except OSError:
             await self._let_through(direction)

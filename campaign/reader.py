@@ -1,7 +1,7 @@
 """A consumer that reads the results by cursor, and stores each page together with its cursor.
 
-`main(url, file)` runs it as a process, which may be killed at any moment. Invariant: a page and the cursor behind it
-are stored in one transaction, so that each group is in the file exactly as often as the service returned it.
+`main(url, file)` runs it as a process, which may be killed at any moment. Invariant: a page and the cursor after the
+page are stored in one transaction, so that each group is in the file exactly as often as the service returned it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Reader:
                     after = page.cursor
 
     def groups(self) -> list[GroupView]:
-        """All groups read so far, in order, also by another process with the same file."""
+        """All groups read so far, in order, including groups read by an earlier process with the same file."""
         new = "SELECT rowid, groups FROM pages WHERE rowid > ? ORDER BY rowid"
         for row, page in self._kept.execute(new, (self._decoded,)).fetchall():
             self._groups += msgspec.json.decode(page, type=list[GroupView])

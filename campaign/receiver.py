@@ -1,4 +1,4 @@
-"""The receiver of callbacks. It keeps every push, and returns an error for some of those that it has kept."""
+"""The receiver of callbacks. The receiver stores every push, and answers some of the stored pushes with an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFUSED = 0.1
 
 
 class Receiver:
-    """`pushes` are the bodies by idempotency key; `taken` are the keys that were answered with 2xx."""
+    """`pushes` are the bodies by idempotency key; `taken` are the keys of the pushes that were answered with 2xx."""
 
     def __init__(self, rng: random.Random) -> None:
         self.url = ""

@@ -1,5 +1,5 @@
-"""One run: starts a service, an engine and consumers, submits groups, injects the faults of its seed, and judges the
-end."""
+"""One run: starts a service, an engine and consumers, submits groups, injects the faults of its seed, and checks the
+results."""
 
 from __future__ import annotations
 
@@ -49,25 +49,26 @@ from outrider.schemas import GroupView
 GROUPS = 50
 SUBMITTERS = 6
 CANCELLED = 4
-"""Groups that their client cancels."""
+"""Number of groups that their client cancels."""
 REPEATED = 0.2
-"""Fraction of the groups that are submitted a second time, with their key."""
+"""Fraction of the groups that are submitted a second time, with the same idempotency key."""
 STALL_SECONDS = 60.0
-"""A run without progress for this many seconds has lost the groups that it still waits for."""
+"""After this many seconds without progress, the groups that are not delivered are reported as lost."""
 START_SECONDS = 60.0
-"""Seconds within which a started program listens."""
+"""Maximum time from the start of a program until it listens, in seconds."""
 IDLE_SECONDS = 2.0
 BUSY_LOOKS = 30
 BUSY_SESSIONS = 8
 MACHINE_LOOKS = 200
-"""The same, for a machine, which may have to join first."""
+"""Maximum number of checks for a running session on a machine, which may have to join first."""
 LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 0.1
 DISK_MIB = 64
 FULLEST_COMMIT = 0.2
 DAY = 86_400.0
 LEAST_JUMP = 7200.0
-"""Seconds. A service takes a time one hour ahead for a time that its receiver requested."""
+"""Minimum jump of the clock, in seconds. It is more than an hour, because the service takes a due time up to one hour
+ahead for a delay that the receiver of a callback requested."""
 MOST_CUTS = 5
 CUT_PAUSE_SECONDS = 0.7
 """Seconds between two cuts: at least as long as a node waits before it dials again."""
@@ -79,11 +80,11 @@ service."""
 DIRECTIONS = (tuple(Direction), (Direction.TO_SERVICE,), (Direction.FROM_SERVICE,))
 """The directions in which a connection can be slow or silent."""
 JOIN_SECONDS = 90.0
-"""Seconds within which all nodes have (re)joined: the service first declares killed machines lost."""
+"""Maximum time until all nodes have joined again, in seconds: the service first declares killed machines lost."""
 DRIP_SECONDS = 4.0
-"""Seconds between two chunks of a reply, of which each reply has four."""
+"""Seconds between two chunks of a reply. Each reply has four chunks."""
 FIRST_COMMIT_SECONDS = 0.5
-"""Seconds within which a commit begins. That commit then takes long, and delays all commits behind it."""
+"""Seconds within which a commit begins. This commit then takes long, and delays all later commits."""
 T = TypeVar("T")
 
 READERS = ("reader", "crashing reader")
@@ -126,7 +127,7 @@ class Progress:
 
     @property
     def all_but_last(self) -> bool:
-        """Whether only the group is left that is submitted after the last fault."""
+        """True if all groups are delivered but the one that is submitted after the last fault."""
         return self._done >= self._all - 4
 
     async def until(self, share: float) -> None:
@@ -135,8 +136,8 @@ class Progress:
 
 
 class Run:
-    """`await Run(...).run()` once, in a folder of its own. `program` is the module of the service; `silent` is the
-    number of long silences, each of which takes a minute."""
+    """One run, to be used once (`await Run(...).run()`), with a folder of its own. `program` is the module of the
+    service; `silent` is the number of long silences, each of which takes a minute."""
 
     def __init__(
         self,
@@ -169,7 +170,7 @@ class Run:
         kinds += (*ON_NODES,) * fleet.several + ON_MACHINES * bool(fleet.machines)
         self._faults = draw_faults(self._rng, kinds, silent=silent)
         self._machines_leave = self._rng.random() < 0.5
-        """Whether joined machines leave before the service ends, or after."""
+        """True if joined machines leave before the service ends, False if they leave after its end."""
         self._left_out: list[str] = []
         self._progress = Progress(groups)
         self._views: dict[str, Reader] = {}
@@ -179,7 +180,7 @@ class Run:
         self._killed: set[str] = set()
         """Names of sandboxes in which a process was killed."""
         self._breaking = 0
-        """Faults that are under way."""
+        """Number of faults that are under way."""
         self._grown = (0.0, 0)
 
     async def run(self) -> RunReport:
@@ -196,7 +197,7 @@ class Run:
             ):
                 await self._start(service, engine, tasks)
                 async with AsyncClient(self._url) as self._client:
-                    await self._until_complete()  # faults that exist from the beginning need their targets running
+                    await self._until_complete()  # because faults at the start of the run need running targets
                     findings += await self._drive(tasks)
                     findings += await self._stop()
             ended = time.monotonic()
@@ -294,8 +295,8 @@ class Run:
                 self._with_callback.add(view.id)
 
     async def _submit_last(self, group: dict[str, Any], breaking: Sequence[asyncio.Task[None]]) -> None:
-        """Submit a group after the last fault, and cancel it while it runs: no later service will clean up what the
-        last service leaves of it."""
+        """Submit a group after the last fault, and cancel it while it runs. No later service can remove resources that
+        the last service leaks here."""
         await asyncio.wait(breaking)
         await self._submit(group)
         (id,) = self._accepted[group["idempotency_key"]]
@@ -317,7 +318,8 @@ class Run:
                 return
 
     async def _answered(self, call: Callable[[], Awaitable[T]]) -> T | None:
-        """The service's reply, once the service is up. None for a group that is lost, which the checks report."""
+        """Repeat the call until the service is up, and return its reply. Returns None for a lost group, which the
+        checks report."""
         while True:
             try:
                 return await call()
@@ -327,7 +329,7 @@ class Run:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _watch(self, doing: list[asyncio.Task[None]]) -> list[Finding]:
-        """Follow the progress to its end; a certain loss ends it at once."""
+        """Watch the progress until everything is delivered. Returns at once if a group is certainly lost."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self._nodes |= await asyncio.to_thread(self._nodes_now)
@@ -351,7 +353,8 @@ class Run:
                 return [Finding(Harm.LOST, f"nothing was delivered for {STALL_SECONDS:.0f} s")]
 
     async def _lost(self, waiting: set[str], read_to: int) -> list[Finding]:
-        """Accepted groups that the service no longer has, or whose cursor both readers have passed."""
+        """Return a finding for each accepted group that the service no longer has, or whose cursor both readers have
+        passed."""
         lost = []
         for group in sorted(waiting):
             try:
@@ -361,7 +364,7 @@ class Run:
             except NotFound:
                 lost.append(Finding(Harm.LOST, f"{group} was accepted, and is not known any more"))
             except OutriderError:
-                break  # it is down: later
+                break  # the service is down: the next check tries again
         return lost
 
     async def _break(self, fault: Fault) -> None:
@@ -376,7 +379,7 @@ class Run:
         else:
             await self._break_here(fault)
         self._breaking -= 1
-        self._progress.moved = time.monotonic()  # from now on there is nothing to wait for
+        self._progress.moved = time.monotonic()  # because the wait for a stall begins anew
 
     async def _break_machine(self, fault: Fault) -> None:
         number, directions = divmod(int(fault.share * len(self._machines) * len(DIRECTIONS)), len(DIRECTIONS))
@@ -489,7 +492,8 @@ class Run:
         self._kills += program.signal(signal.SIGKILL)
 
     async def _until_busy(self, machine: Machine | None = None) -> None:
-        """Wait until some sessions run, or one on the machine. Gives up after a while: they may all have ended."""
+        """Wait until some sessions run or, with `machine`, until one session runs on it. Gives up after a while,
+        because all sessions may have ended."""
         for _ in range(BUSY_LOOKS if machine is None else MACHINE_LOOKS):
             status = await self._answered(self._client.status)
             assert status is not None
@@ -503,7 +507,7 @@ class Run:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _nodes_now(self) -> set[int]:
-        """The processes that run sessions, without the service's own."""
+        """Return the processes that run sessions, without the service's main process."""
         if not self._fleet.several:
             return set()
         programs = (self._service, *(machine.program for machine in self._machines))
@@ -514,7 +518,7 @@ class Run:
         return [leaks.Home(self._temporary, self._fleet.processes), *joined]
 
     def _kill_agents(self, share: float) -> None:
-        """Kill some of the processes in sandboxes, of whatever kind: agents, their children, the sandboxes' own."""
+        """Kill a `share` of all processes in sandboxes: agents, their children, and the sandboxes' own processes."""
         for folder in (folder for home in self._homes() for folder in home.temporary.iterdir()):
             sandboxes = (each for each in sorted(folder.glob("s-*")) if each.is_dir())
             marked = [
@@ -527,8 +531,8 @@ class Run:
                     self._kills += 1
 
     async def _stop(self) -> list[Finding]:
-        """Stop all programs, beginning with the service and the machines while they are idle. Returns what they hold or
-        leave."""
+        """Stop all programs, beginning with the service and the machines while they are idle. Returns a finding for
+        each resource that they hold or leave."""
         findings = [Finding(Harm.LOST, f"{node} is not there again") for node in sorted(await self._until_complete())]
         for machine in self._machines:
             codes = map(os.waitstatus_to_exitcode, machine.program.statuses)
@@ -537,7 +541,7 @@ class Run:
         self._proxy.cut()
         findings += await leaks.held_by_idle_service(self._client, self._homes())
         after = leaks.footprint(self._service.pid)
-        if after is not None:  # else it has ended, which was found above
+        if after is not None:  # a service that has ended is already in the findings
             self._grown = (round(after.mib, 1), after.descriptors)
         hosts = {machine.name: machine.program for machine in self._machines}
         service = {"the service": self._service}
@@ -550,8 +554,9 @@ class Run:
         return findings + await leaks.left_behind(self._starter.pid, self._folder, self._homes(), pids)
 
     async def _until_complete(self) -> set[str]:
-        """Wait for the service and for all nodes, its own and those of machines, and return the missing ones. Only a
-        node that starts removes what a killed one has left, so all must have started before the search for leaks."""
+        """Wait for the service and for all nodes, its own and those of machines, and return the missing ones. The
+        remains of a killed node are removed only when a node starts, so all nodes must have started before the search
+        for leaks."""
         nodes = {node for machine in self._machines for node in machine.nodes}
         missing = {"the service"}
         with suppress(TimeoutError):
@@ -571,8 +576,8 @@ class Run:
 
 
 def free_port() -> int:
-    """A port outside of the kernel's range for outgoing connections, because a restarted program must find its port
-    free. Not drawn from the seed: two campaigns of one seed may run side by side."""
+    """Return a port outside the kernel's range for outgoing connections, because a restarted program must find its port
+    free. The port is not drawn from the seed, because two campaigns with one seed may run at the same time."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as probe, suppress(OSError):

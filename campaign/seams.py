@@ -1,8 +1,9 @@
 """Faults that have to be injected inside a process: a clock that jumps, a slow disk, a silent or slow engine.
 
 `install` puts them into the standard library, before Outrider is imported: `time.time` and `time.time_ns` have an
-offset, and a COMMIT of SQLite first waits. Both are set from outside, in a file that the processes share; a process
-that has not called `Knobs.apply_state` sees the true time and the true disk. Nothing else of the service is touched.
+offset, and a COMMIT of SQLite first waits. Offset and wait are set from outside, in a file that the processes share; a
+process that has not called `Knobs.apply_state` sees the true time and the true disk. Nothing else of the service is
+touched.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Knobs:
 
     @property
     def clock_offset(self) -> float:
-        """Seconds by which the clock is ahead."""
+        """Seconds by which `time.time` is ahead of the true time."""
         return self._get(_OFFSET)
 
     @clock_offset.setter
@@ -48,7 +49,7 @@ class Knobs:
 
     @property
     def engine_silent(self) -> bool:
-        """Whether the model generates nothing, while the engine's server still responds."""
+        """True while the model generates nothing, although the engine's server still responds."""
         return self._get(_SILENT) != 0
 
     @engine_silent.setter
@@ -65,7 +66,7 @@ class Knobs:
         _NUMBER.pack_into(self._shared, _CHUNK, seconds)
 
     def apply_state(self) -> None:
-        """Let this process follow these numbers from now on."""
+        """Apply these numbers, and all later changes of the file, to the clock and the commits of this process."""
         _OBEYED.append(self)
 
     def close(self) -> None:

@@ -27,10 +27,11 @@ from outrider.spec import EngineSpec
 TOKENIZER = Path(__file__).parent.parent / "src" / "outrider" / "lab" / "demo" / "policy"
 LANES = LanesConfig(init=6, run=32, eval=8)
 HASTY = RetryPolicy(first=0.1, longest=0.5)
-"""Waits between a session's failed attempts: a run has seconds."""
+"""Waits between a session's failed attempts, in seconds. They are short, because a run takes only seconds."""
 
 STOP_SECONDS = 1.0
-"""Grace period of the sessions under way after a SIGTERM: some end, and some are interrupted."""
+"""Grace period of the sessions under way after a SIGTERM. It is so short that some sessions end, and others are
+interrupted."""
 
 log = logging.getLogger("campaign")
 
@@ -38,15 +39,15 @@ log = logging.getLogger("campaign")
 def main(folder: str, port: str, engine: str, store: str, processes: str, elsewhere: str) -> None:
     """Serve until SIGTERM.
 
-    `folder` is the run's; `engine` and `store` are URLs, of which `store` is empty for SQLite; `processes` is how
-    many processes run sessions. Unless `elsewhere` is empty, the service treats machines that join as unable to reach
-    the engine.
+    `folder` is the folder of the run. `engine` and `store` are URLs; `store` is empty for SQLite. `processes` is the
+    number of processes that run sessions. Unless `elsewhere` is empty, the service treats machines that join as unable
+    to reach the engine.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)-7s %(name)s: %(message)s")
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are leases
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # because before there are leases the signal would end the process
     Knobs(Path(folder) / "knobs").apply_state()
     if elsewhere:
-        setattr(joined, "host_id", lambda: "another machine than theirs")  # noqa: B010  # mypy knows no such name there
+        setattr(joined, "host_id", lambda: "another machine than theirs")  # noqa: B010  # mypy does not find this name in the module
     config = Config(
         port=int(port),
         processes=int(processes),

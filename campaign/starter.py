@@ -3,8 +3,8 @@
 The programs' imports are done once, so that a killed service is up again after a tenth of a second instead of two.
 Requests arrive on standard input, one line of JSON each: `{"module", "arguments", "log", "temporary"}` runs
 `main(arguments)` of a module in a new process. The starter writes `{"started": pid}` in reply, and `{"ended": pid,
-"status": number}` whenever a program ends. Orphans below it become its children, so its descendants are all that its
-programs have left. When its input ends, it kills them and exits.
+"status": number}` whenever a program ends. Orphaned processes become children of the starter, so all processes that its
+programs have left are its descendants. When its input ends, the starter kills its descendants and exits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAMS = ("campaign.engine", "campaign.machine", "campaign.reader", "campaign.
 
 
 def descendants(of: int) -> dict[int, str]:
-    """The processes below `of`, zombies included, by number, with their command lines."""
+    """Return the command lines of the descendants of `of`, zombies included, by process number."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -35,7 +35,7 @@ def descendants(of: int) -> dict[int, str]:
                 with open(f"/proc/{name}/stat") as file:
                     parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
             except OSError:
-                continue  # it has just ended
+                continue  # the process has just ended
     below = {of}
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
@@ -72,7 +72,7 @@ def main() -> None:
         if ended in readable:
             os.read(ended, 4096)
         for pid, status in _reaped():
-            if pid in started:  # the others are orphans
+            if pid in started:  # other children are orphans of the programs
                 started.discard(pid)
                 _say({"ended": pid, "status": status})
         if 0 not in readable:

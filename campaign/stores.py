@@ -25,7 +25,8 @@ TABLE = "CREATE TABLE campaign_stale (session_id TEXT, attempt INTEGER, newest I
 STALE = "(SELECT attempt <> NEW.attempt OR lease_until IS NULL FROM sessions WHERE id = NEW.session_id)"
 NOTE = "INSERT INTO campaign_stale SELECT id, NEW.attempt, attempt, state FROM sessions WHERE id = NEW.session_id;"
 FOUND = "SELECT session_id, attempt, newest, state FROM campaign_stale"
-# A trigger sees each turn in the transaction that stores it, when it is certain which attempt is under way.
+# A trigger sees each turn in the transaction that stores it, because only there the attempt that is under way is
+# certain.
 SQLITE = f"{TABLE} CREATE TRIGGER campaign_watch AFTER INSERT ON turns WHEN {STALE} BEGIN {NOTE} END;"
 POSTGRESQL = f"""{TABLE}
     CREATE FUNCTION campaign_note() RETURNS trigger LANGUAGE plpgsql AS
@@ -43,11 +44,12 @@ class StoreUnderTest(Protocol):
         ...
 
     def open(self) -> Store:
-        """The store, for the checks, when no service uses it."""
+        """Open the store for the checks, when no service uses it."""
         ...
 
     async def close(self) -> list[Finding]:
-        """Return the turns that were stored for an attempt that was not under way, and what is left of the services."""
+        """Return the turns that were stored for an attempt that was not under way, and the resources that the services
+        left."""
         ...
 
 
@@ -140,12 +142,13 @@ def _stale(session: str, attempt: int, newest: int, state: str) -> Finding:
 
 @contextmanager
 def a_cluster() -> Iterator[Cluster]:
-    """Raises SystemExit where there is no PostgreSQL server."""
+    """Start a PostgreSQL server for the block. Raises SystemExit if PostgreSQL is not installed."""
     folder = programs()
     if folder is None:
         raise SystemExit("no PostgreSQL server here (Debian and Ubuntu: apt-get install postgresql)")
     with tempfile.TemporaryDirectory(prefix="outrider-postgresql-") as home:
-        server = PostgresqlServer(folder, Path(home), {})  # durable, unlike the servers of the tests
+        # No settings, so that commits are durable, unlike in the tests' servers.
+        server = PostgresqlServer(folder, Path(home), {})
         server.create()
         server.start()
         try:

@@ -25,11 +25,11 @@ SESSIONS = 4
 MAX_ATTEMPTS = 8
 NOTES = "notes.json"
 PATIENCE = 60
-"""How often an agent retries, 0.2 seconds apart."""
+"""Number of retries of an agent, 0.2 seconds apart."""
 IMPATIENCE = 3
-"""The same, for an agent that gives up calls after some seconds."""
+"""Number of retries of an agent that gives up calls after some seconds."""
 GIVES_UP = (0.0, 0.0, 2.0, 5.0, 12.0)
-"""Seconds after which an agent gives up a call; 0 waits for ever."""
+"""Seconds after which an agent gives up a call; 0 means that the agent waits without limit."""
 
 PROGRAM = """
 address=${OPENAI_BASE_URL#http://}; path=/${address#*/}; address=${address%%/*}
@@ -60,7 +60,7 @@ done
 
 
 class Talker:
-    """The same agent in the service's own process."""
+    """The same agent as a harness in the service's own process."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._turns: int = options["turns"]
@@ -93,8 +93,8 @@ class Talker:
 
 
 async def grade(outcome: Outcome) -> dict[str, Any]:
-    """The reward is 1 if the agent has noted a reply for each of its turns, which only a fault can prevent. The
-    verdict's reason has the replies."""
+    """Grade with 1 if the agent has noted a reply for each of its turns, which only a fault can prevent. The verdict's
+    reason has the replies."""
     told = json.loads(await outcome.runtime.read(NOTES))["told"]
     done = len(told.split()) == outcome.task.evaluator.options["turns"]
     return {"reward": float(done), "reason": told}

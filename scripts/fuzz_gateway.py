@@ -1,12 +1,12 @@
-"""Throws odd, broken and ordinary requests at the model gateway, in one dialect, and judges every reply and token.
+"""Sends odd, broken and ordinary requests to the model gateway, in one dialect, and checks every reply and token.
 
     python scripts/fuzz_gateway.py --dialect chat --requests 100000 --seed 1
 
 Everything runs in this process: the real gateway and sessions, on a scripted engine that keeps its own record of
-prompts and outputs. Prints a verdict (`--json`: as JSON). The exit code is 1, and the command to reproduce the
-failure is printed, after a 5xx, a hang, an error in another dialect's format, a reply that its dialect does not
-allow, or a token that was lost, trained on twice or labelled wrongly. The fuzzer itself is tests/support/fuzz; the
-fast tests run a little of it.
+prompts and outputs. Prints a verdict (`--json`: as JSON). The exit code is 1, and the command to reproduce the failure
+is printed, after a 5xx, a hang, an error in another dialect's format, a reply that its dialect does not allow, or a
+token that was lost, trained on twice or labelled wrongly. The fuzzer itself is in tests/support/fuzz; the fast tests
+run it with few requests.
 """
 
 from __future__ import annotations

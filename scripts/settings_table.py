@@ -1,6 +1,7 @@
 """Writes the settings of config.py into docs/config.md, and into the schema of the Helm chart's values.
 
-Run this by hand after a setting has changed; tests compare. The rest of both files is left alone.
+Run the script by hand after a setting has changed; tests compare the files with config.py. The rest of both files stays
+as it is.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ OF_CHART = {
     *("host", "port", "tls", "token", "store", "data", "files", "processes", "stop_seconds"),
     *("callbacks.secret", "task_key"),
 }
-"""Settings that the chart sets itself, from other values; `task_key` stays on the data volume, or is a variable of
+"""Settings that the chart itself sets, from other values. `task_key` is stored on the data volume, or is a variable of
 `service.envFromSecret`."""
 DEFINITIONS = {"EngineSpec": "engine", "FrozenConfig": "frozen", "GraderConfig": "grader"}
 WIDTH = 120
 
 
 def with_table(page: str) -> str:
-    """Return the page's text with the table of the settings in place of its own."""
+    """Return the page's text with its table of settings replaced by the current table."""
     before, _, after = page.partition(HEAD)
     return before + HEAD + "".join(f"| {' | '.join(row)} |\n" for row in _rows()) + after[after.index("\n\n") + 1 :]
 
 
 def with_settings(schema: str) -> str:
-    """Return the schema's text with the properties of the settings in place of its own."""
+    """Return the schema's text with its properties of settings replaced by the current properties."""
     whole = json.loads(schema)
     properties = whole["properties"]
     chosen = {path for path, _, _ in all_settings() if not {path, path.partition(".")[0]} & OF_CHART}
@@ -71,7 +72,8 @@ def _object(paths: set[str]) -> dict[str, Any]:
 
 
 def _stripped(schema: Any) -> Any:
-    """Return a schema without descriptions and null: a value that is not given has no line in the values."""
+    """Return a schema without descriptions and without the type null, because a value that is not given has no line in
+    the values."""
     if "$ref" in schema:
         return {"$ref": f"#/definitions/{DEFINITIONS[schema['$ref'].rpartition('/')[2]]}"}
     if "anyOf" in schema:

@@ -15,9 +15,9 @@ Definitions:
   lines run from `def` to its last line; the docstring is included, decorators are not.
 - A docstring is the first string of a module, class or function. A string directly below an assignment in the body of
   a module or class documents the assigned name. A code line holds a token of neither of these and of no comment.
-- A comment is a line with a `#`, also behind code. A shebang, a coding line, and words to a tool alone (`type:
-  ignore`, `noqa`, `pragma: no cover`, `fmt: off`) do not count; with a reason behind them they do. A string that
-  documents an assigned name counts as one comment.
+- A comment is a line with a `#`, also behind code. A shebang, a coding line, and a comment that is only an
+  instruction to a tool (`type: ignore`, `noqa`, `pragma: no cover`, `fmt: off`) do not count; an instruction with a
+  reason behind it counts. A string that documents an assigned name counts as one comment.
 - A private helper is a function whose name starts with exactly one underscore. It is left out if it has a decorator
   that is not in TRANSPARENT, which may register it, or if its module defines two helpers of this name, such as a
   method and its override.
@@ -54,7 +54,7 @@ TRANSPARENT = frozenset(
 """Decorators that only change how a function is called."""
 
 FEWEST = 10
-"""Number of files with the fewest comments that `--list` prints."""
+"""Number of files that `--list` prints, those with the fewest comments first."""
 
 TO_A_TOOL = re.compile(
     r"type:\s*ignore(\[[^\]]*\])?"
@@ -89,7 +89,8 @@ class Function:
 
 @dataclass(frozen=True)
 class Imported:
-    """The binding of one name by an import statement: `module`, or its attribute `name` if given."""
+    """The binding of one name by an import statement: to `module` or, if `name` is given, to this attribute of
+    `module`."""
 
     binding: str
     module: str
@@ -123,7 +124,7 @@ class Module:
 
     @cached_property
     def attributes(self) -> Counter[str]:
-        """The number of mentions of each attribute, of any object."""
+        """The number of uses of each attribute name, whatever the object."""
         return Counter(node.attr for node in self.nodes if isinstance(node, ast.Attribute))
 
     @cached_property
@@ -186,7 +187,8 @@ class Shape:
     comments_per_100_code_lines: float
     helpers_used_once_percent: float
     unique_helpers_used_once_percent: float
-    """Counts only the helpers whose name is used nowhere else in the package."""
+    """As the percentage of helpers used once, but counts only helpers whose name is used nowhere else in the
+    package."""
     longest_import_chain: int
 
     @property
@@ -230,7 +232,8 @@ def read(folder: Path) -> Package:
     not Python."""
     root = folder.resolve()
     names = [root.name]
-    while (root.parent / "__init__.py").exists():  # imports name a package inside of another in full
+    # Imports use the full name of a package inside another package.
+    while (root.parent / "__init__.py").exists():
         root = root.parent
         names.insert(0, root.name)
     modules = {}
@@ -279,7 +282,7 @@ def table(shapes: Sequence[Shape]) -> str:
 
 
 def listing(package: Package) -> Iterator[str]:
-    """The lines that `--list` adds to the table."""
+    """Yield the lines that `--list` adds to the table."""
     yield "\nprivate helpers used once:"
     for module, function in helpers_used_once(package):
         yield f"  {module.path}:{function.node.lineno} {function.node.name}"
@@ -310,7 +313,7 @@ def helpers_used_once(package: Package) -> Iterator[tuple[Module, Function]]:
 
 
 def import_graph(package: Package) -> dict[str, set[str]]:
-    """For each module, the modules of the package that it imports while it is imported itself."""
+    """Return for each module the modules of the package that are imported during the import of the module."""
     return {
         module.name: {
             imported.module
@@ -322,7 +325,8 @@ def import_graph(package: Package) -> dict[str, set[str]]:
 
 
 def longest_chain(graph: dict[str, set[str]]) -> tuple[frozenset[str], ...]:
-    """The longest path from importer to imported; each node holds one module, or all modules of a cycle."""
+    """Return the longest path from importer to imported. Each node of the path is one module, or all modules of a
+    cycle."""
     reached = {name: reached_from(graph, name) for name in graph}
     cycles = {
         name: frozenset({name, *(other for other in found if name in reached[other])})
@@ -347,7 +351,7 @@ def reached_from(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def early_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports that run when the module is imported."""
+    """Yield the imports that run when the module is imported."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node
     for child in node.orelse if is_for_types(node) else ast.iter_child_nodes(node):
@@ -358,13 +362,13 @@ def early_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 def is_for_types(node: ast.AST) -> TypeGuard[ast.If]:
     if not isinstance(node, ast.If):
         return False
-    # anyio: `if TYPE_CHECKING or not install_lazy_importer()`
+    # An example is anyio's `if TYPE_CHECKING or not install_lazy_importer()`.
     test = node.test.values[0] if isinstance(node.test, ast.BoolOp) else node.test
     return last_name(test) == "TYPE_CHECKING"
 
 
 def imported_by(statement: ast.Import | ast.ImportFrom, importer: Module, package: Package) -> Iterator[Imported]:
-    """The names that the statement imports from the package."""
+    """Yield the names that the statement imports from the package."""
     if isinstance(statement, ast.Import):
         found = (Imported(alias.asname or alias.name, alias.name) for alias in statement.names)
         yield from (imported for imported in found if imported.module in package.modules)
@@ -379,7 +383,7 @@ def imported_by(statement: ast.Import | ast.ImportFrom, importer: Module, packag
 
 
 def source_of(statement: ast.ImportFrom, importer: Module) -> str:
-    """The full name of the module that follows `from`."""
+    """Return the full name of the module that follows `from`."""
     if not statement.level:
         return statement.module or ""
     is_package = importer.path.name == "__init__.py"
@@ -389,7 +393,7 @@ def source_of(statement: ast.ImportFrom, importer: Module) -> str:
 
 
 def references_from_outside(package: Package) -> Counter[tuple[str, str]]:
-    """The number of references of modules to a private name of another module, by module and name."""
+    """Count the references to private names from other modules, by defining module and name."""
     references: Counter[tuple[str, str]] = Counter()
     for module in package.modules.values():
         modules = {}
@@ -436,12 +440,13 @@ def is_string(statement: ast.stmt) -> TypeGuard[ast.Expr]:
 
 
 def span(node: ast.Expr) -> tuple[tuple[int, int], tuple[int, int]]:
-    # Columns are bytes here and characters in tokens; they differ only behind other text on the same line.
+    # Columns of the syntax tree are bytes and columns of tokens are characters. The two differ only behind non-ASCII
+    # text on the same line.
     return (node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or 0)
 
 
 def says_something(comment: tokenize.TokenInfo) -> bool:
-    """False for a comment that is only an instruction to a tool."""
+    """Return False for a comment that is only an instruction to a tool."""
     if comment.start[0] <= 2 and FIRST_LINES.fullmatch(comment.string):
         return False
     parts = [part.strip() for part in comment.string.split("#")[1:]]
@@ -449,7 +454,8 @@ def says_something(comment: tokenize.TokenInfo) -> bool:
 
 
 def last_name(node: ast.expr) -> str:
-    """`cache` of `@cache`, `@functools.cache` and `@functools.cache()`."""
+    """Return the last name of an expression, such as `cache` for `@cache`, `@functools.cache` and
+    `@functools.cache()`."""
     if isinstance(node, ast.Call):
         return last_name(node.func)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

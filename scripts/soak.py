@@ -1,10 +1,10 @@
-"""`python scripts/soak.py --minutes 30`: runs a service long at 80 % of its peak rate, and looks for growth.
+"""`python scripts/soak.py --minutes 30`: runs a service for a long time at 80 % of its peak rate, and measures growth.
 
 The service is `outrider serve`, with an engine that replies from a script; each session is a namespace sandbox, the
 built-in agent with a tool call, and a grader in a new sandbox. First all lanes are kept full for a while, which gives
 the peak rate. Then groups are submitted at 80 % of that rate, and a consumer reads and acknowledges their results.
-Every ten seconds the service is measured from outside: resident memory, file descriptors, threads, the processes
-below it. The last output is one line of JSON; the exit code is 1 if a session did not end well.
+Every ten seconds the service is measured from outside: resident memory, file descriptors, threads, and its descendant
+processes. The last output is one line of JSON; the exit code is 1 if a session did not end well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONSUMER = "soak"
 SHARE = 0.8
 GROUP_SIZE = 8
 OUTSTANDING = 16
-"""Groups that keep all lanes full."""
+"""Number of groups under way that keep all lanes full."""
 LOOK_SECONDS = 10.0
 SETTLING_SHARE = 0.2
 """Fraction of the run after which memory counts as settled: pools and caches are full by then."""
@@ -48,7 +48,8 @@ TASK = {
 
 
 class Look(msgspec.Struct, frozen=True):
-    """The service at a moment: seconds since the start, MiB, and numbers."""
+    """One measurement of the service: seconds since the start, memory in MiB, and numbers of descriptors, threads and
+    processes."""
 
     at: float
     memory_mb: float
@@ -58,7 +59,7 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct):
-    """Sessions that have ended since the start, and the number of them without reward 1."""
+    """The number of sessions that have ended since the start, and the number of these sessions without reward 1."""
 
     sessions: int = 0
     failed: int = 0
@@ -93,7 +94,7 @@ def _below(pid: int) -> int:
 
 
 async def submitting(client: AsyncClient, every: float, until: float) -> None:
-    """Submit a group at each tick, even if the previous one was late."""
+    """Submit a group every `every` seconds. A late submission does not delay the following submissions."""
     due = time.monotonic()
     while due < until:
         await client.submit({"task": TASK, "n": GROUP_SIZE})
@@ -102,7 +103,7 @@ async def submitting(client: AsyncClient, every: float, until: float) -> None:
 
 
 async def peak(client: AsyncClient, seconds: float, done: Done) -> float:
-    """Sessions per second with all lanes full."""
+    """Measure the sessions per second with all lanes full."""
 
     async def one_after_another() -> None:
         while time.monotonic() < end:
@@ -127,12 +128,12 @@ async def consuming(client: AsyncClient, done: Done) -> None:
 
 
 async def under_way(client: AsyncClient) -> int:
-    """Sessions that have not ended."""
+    """Return the number of sessions that have not ended."""
     return sum(count for state, count in (await client.status()).sessions.items() if state != "done")
 
 
 def growth(looks: Sequence[Look]) -> float:
-    """MiB per hour, by linear regression."""
+    """Return the growth of the memory in MiB per hour, by linear regression."""
     slope, _ = statistics.linear_regression([each.at for each in looks], [each.memory_mb for each in looks])
     return slope * 3600
 
@@ -171,7 +172,7 @@ async def soak(minutes: float, peak_seconds: float, folder: Path) -> dict[str, f
                         flush=True,
                     )
                 seconds = time.monotonic() - steady
-                while await under_way(client):  # noqa: ASYNC110  # the service ends them
+                while await under_way(client):  # noqa: ASYNC110  # sessions end in another process
                     await asyncio.sleep(LOOK_SECONDS / 10)
                 await asyncio.sleep(LOOK_SECONDS / 10)
                 consumer.cancel()

@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 LOGS = Path(__file__).parent.parent / "tests" / "evaluators" / "swebench_logs"
 FAULT = "@VALUE@"
-"""Stands in a file of a project for 2, or for 1 if the fault is mended."""
+"""A placeholder in the files of a project. Its value is 2 with the fault, and 1 without."""
 RUN_SECONDS = 300
 
 
 class Run(NamedTuple):
-    """A project, and the command that tests it. `shown` is a line that swebench's script prints before, by `set -x`."""
+    """A project, and the command that tests it. `shown` is a line that swebench's script prints before the command's
+    output, because of `set -x`."""
 
     files: dict[str, str]
     command: str
@@ -163,7 +164,7 @@ module.exports = (config) => config.set({
 
 
 def karma(browser: str, reporter: str, *, shown: str = "", system: str = "0.0.0") -> Run:
-    """With `system`, the browser reports its processor, like older ones."""
+    """Return a karma project. With `system`, the browser reports its processor, as older browsers do."""
     config = KARMA_CONFIG.replace("REPORTER", reporter).replace("BROWSER", browser)
     screen = "" if browser.endswith("Headless") else "xvfb-run -a "
     start = f"CHROME_BIN=$(command -v chromium) {screen}node_modules/.bin/karma start karma.conf.js --no-colors"
@@ -294,7 +295,8 @@ RUNS: dict[str, Run] = {
                 "<version>1</version><packaging>pom</packaging></project>\n"
             )
         },
-        # Without a registry the plugin that runs tests is missing; Maven's output for a failed build is the same.
+        # Without a registry Maven cannot load the plugin that runs tests, but its output for a failed build is the
+        # same.
         "set -x; mvn -o -B validate -Dtest=Prices#first; mvn -o -B validate -Dtest=Prices#second; "
         "mvn -o -B $([ @VALUE@ = 1 ] && echo validate || echo nothing) -Dtest=Prices#third",
     ),
@@ -362,7 +364,7 @@ def main() -> None:
 
 
 def printed(run: Run, value: str, node: Path | None, python: Path) -> str:
-    """The output of a project's command, without details of this machine."""
+    """Return the output of a project's command, without details of this machine."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path, text in run.files.items():

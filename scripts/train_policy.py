@@ -1,8 +1,9 @@
 """Train the demo's tiny policy from nothing, in about half a minute: `make policy`.
 
-Makes the tokenizer from the task's own dialogues, teaches the model the task (warm-up A), then bad habits (warm-up
-B), so that it starts out right only some of the time, and writes a folder in Hugging Face layout. With --grpo it
-trains an existing policy on the task, writes nothing, and demonstrates that this works.
+The script makes the tokenizer from the task's own dialogues. Then it teaches the model the task (warm-up A) and bad
+habits (warm-up B), so that the finished policy solves the task only some of the time, and writes a folder in Hugging
+Face layout. With --grpo the script trains an existing policy on the task to demonstrate that training works, and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ PRE_TOKENIZER = (
 # With the usual 0.02, copying a word from the prompt is not learned in any reasonable number of steps.
 INITIAL_STD = 0.05
 
-# Warm-up B: how often the model answers without looking; when it looks, how often at the wrong file; and how often it
-# then answers with something other than what it read.
+# Probabilities of the habits in warm-up B: the model answers without reading a file; if it reads a file, the file is
+# the wrong one; and after reading, the answer differs from the file's content.
 GUESSES, WRONG_FILES, WRONG_ANSWERS = 0.6, 0.25, 0.25
 
 
@@ -100,13 +101,13 @@ def make_policy(folder: Path, seed: int) -> None:
 
 
 def good(script: Script, rng: random.Random) -> list[Piece]:
-    """A clean demonstration."""
+    """Return a demonstration without mistakes."""
     episode = make_task(rng)
     return script.read(episode, episode.item, episode.zone)
 
 
 def habit(script: Script, rng: random.Random) -> list[Piece]:
-    """A demonstration from the mixture of habits with which the policy starts."""
+    """Return a demonstration drawn from the mixture of habits with which the policy starts."""
     episode = make_task(rng)
     if rng.random() < GUESSES:
         return script.guess(episode, rng.choice(ZONES))
@@ -116,7 +117,7 @@ def habit(script: Script, rng: random.Random) -> list[Piece]:
 
 
 def train_tokenizer(folder: Path, script: Script) -> Tokenizer:
-    """Byte-level BPE over the task's dialogues, written to `folder`."""
+    """Train a byte-level BPE tokenizer on the task's dialogues, and write it to `folder`."""
     backend = Backend(models.BPE())
     split = pre_tokenizers.Split(Regex(PRE_TOKENIZER), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -131,7 +132,8 @@ def train_tokenizer(folder: Path, script: Script) -> Tokenizer:
     backend.train_from_iterator(_corpus(script), trainer)
     saved = json.loads(backend.to_str())
     for token in saved["added_tokens"][3:]:
-        token["special"] = False  # as in Qwen's: a decoder that skips special tokens must still show these
+        # As in Qwen's tokenizer, because a decoder that skips special tokens must still show these tokens.
+        token["special"] = False
     (folder / "tokenizer.json").write_text(json.dumps(saved, ensure_ascii=False, indent=1) + "\n")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -154,7 +156,7 @@ def _corpus(script: Script) -> Iterator[str]:
 
 
 def make_config(vocab: int) -> dict[str, Any]:
-    """The model's config.json."""
+    """Return the content of the model's config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -215,7 +217,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 def spoken_logprobs(model: Llama, rows: Rows) -> Tensor:
-    """Log-probabilities of the spoken tokens, row by row: shape (spoken tokens,)."""
+    """Return the log-probabilities of the spoken tokens, row by row: shape (spoken tokens,)."""
     width = rows.ids.shape[1]
     states = model.hidden(rows.ids, torch.arange(width)[None], CausalAttention(model.shape, width))
     here = rows.spoken[:, 1:]
@@ -255,7 +257,7 @@ def mean_reward(rollouts: Sequence[SimulatedSession]) -> float:
 
 
 def train_grpo(folder: Path, seed: int, *, prompts: int = 16, samples: int = 8, steps: int = 60) -> None:
-    """Group-relative policy optimisation of the policy in `folder`, one update per step. Prints the reward."""
+    """Train the policy in `folder` by group-relative policy optimisation, one update per step. Prints the reward."""
     model, tokenizer, script = load_model(folder), Tokenizer.load(folder), Script.load(folder)
     model.requires_grad_(True)
     rng = random.Random(seed)
@@ -278,7 +280,8 @@ def train_grpo(folder: Path, seed: int, *, prompts: int = 16, samples: int = 8, 
 def grpo_step(
     model: Llama, optimizer: torch.optim.Optimizer, rollouts: Sequence[SimulatedSession], samples: int
 ) -> float:
-    """One update; the largest gap between the sampler's log-probabilities and ours before it."""
+    """Make one update. Returns the largest gap between the sampler's log-probabilities and those computed here before
+    the update."""
     rewards = torch.tensor([rollout.reward for rollout in rollouts]).view(-1, samples)
     spread = rewards.std(dim=1, keepdim=True)
     advantages = ((rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-4)).flatten().tolist()

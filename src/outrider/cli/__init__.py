@@ -1,5 +1,5 @@
-"""The command line: `outrider ...`. Each command, or group of commands, is in a module of its own, and `commands.py`
-puts them together."""
+"""The command line: `outrider ...`. Each command, or group of commands, has its own module, and `commands.py` combines
+all commands in one program."""
 
 from __future__ import annotations
 

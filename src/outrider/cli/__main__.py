@@ -1,4 +1,4 @@
-"""`python -m outrider.cli`: the command line, run by this interpreter."""
+"""`python -m outrider.cli`: runs the command line with this interpreter."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`outrider artifacts`: lists the files kept from a session's sandbox, or fetches one of them."""
+"""`outrider artifacts`: lists the files that were stored from a session's sandbox, or downloads one of them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ HINTS = {
     errno.EEXIST: "something else has that name: choose another one",
     errno.EISDIR: "that is a folder: name a file",
 }
-"""Advice about a system error, by errno."""
+"""Hints for the user by errno of a system error."""
 
 COMMANDS = (serve, run, status, cancel, show, regrade, artifacts, export, delivery.gc, doctor, demo, slurm, eval_)
 GROUPS = {
@@ -134,7 +134,7 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 
 def commands() -> typer.Typer:
-    """Return the whole command line."""
+    """Return the whole command line as a Typer application."""
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
@@ -178,7 +178,7 @@ def _is_shown(error: BaseException) -> bool:
 
 
 def _shown(error: BaseException) -> OutriderError:
-    """Return the error as an OutriderError. If the machine lacks something, the error has a hint."""
+    """Return the error as an OutriderError. An error about a missing resource of the machine gets a hint."""
     if isinstance(error, OutriderError):
         return error
     log.debug("the command failed", exc_info=error)

@@ -1,5 +1,5 @@
-"""`outrider consumers`, `outrider callbacks` and `outrider gc`: consumers of the results, callbacks, removal of old
-groups."""
+"""`outrider consumers`, `outrider callbacks` and `outrider gc`: manage the consumers of the results and the callbacks,
+and remove old groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider demo`: a whole service on this machine, with a tiny real model."""
+"""`outrider demo`: runs a whole service on this machine, with a tiny real model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider doctor`: prints what works on this machine, with hints for the rest."""
+"""`outrider doctor`: prints which features work on this machine, with hints for the others."""
 
 from __future__ import annotations
 

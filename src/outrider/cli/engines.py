@@ -1,4 +1,4 @@
-"""`outrider engines`: the engines of a running service."""
+"""`outrider engines`: lists, adds, drains and removes the engines of a running service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider eval`: scores the policy on the tasks of sources."""
+"""`outrider eval`: runs the tasks of a source and scores the policy."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from outrider.spec import EVALUATION_LABEL
 from outrider.trajectory import ChatRow, Sample
 
 PAGE = 20
-"""Number of groups requested at once."""
+"""Number of groups per request."""
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +165,7 @@ class _Images:
 
     @property
     def where(self) -> str | None:
-        """The folder, None while it has no image."""
+        """The folder; None if images are not downloaded, or while the folder has no image."""
         return str(self._folder.path) if self._folder and self.shown else None
 
     def take(self, samples: Sequence[Row], service: Client) -> None:

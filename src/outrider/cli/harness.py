@@ -19,8 +19,8 @@ Preset = Annotated[str, typer.Argument(metavar="PRESET", help=PRESET_HELP)]
 
 
 class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A preset. `version` is the pinned version of its program, None if it has no program; `path` is where the program
-    is installed."""
+    """A preset. `version` is the pinned version of its program, None if it has no program; `path` is the folder in
+    which the program is installed, None if it is not installed."""
 
     name: str
     summary: str

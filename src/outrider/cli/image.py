@@ -28,7 +28,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name in a task's 
 
 
 class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An image under one of its names. `path` is its root folder."""
+    """An image under one of its names. `path` is the image's root folder."""
 
     name: str
     path: str
@@ -120,7 +120,7 @@ def build_image(
     store = ImageStore()
     if recipe.is_dir():
         folders = [recipe]
-        if not (recipe / DOCKERFILE).exists():  # a folder without a Dockerfile has Harbor tasks
+        if not (recipe / DOCKERFILE).exists():  # a folder without a Dockerfile is a folder of Harbor tasks
             folders = build_contexts(recipe) or folders
         if name is not None and len(folders) > 1:
             raise InvalidField(

@@ -101,7 +101,7 @@ async def _run(
     ray: str | None,
     ray_resource: str | None,
 ) -> None:
-    """Join with this machine, or with all machines of a Ray cluster, until a signal."""
+    """Run sessions on this machine, or on all machines of a Ray cluster, until a signal ends the command."""
     signals = StopSignals()
 
     async def stop() -> None:
@@ -128,7 +128,8 @@ async def _run(
         else:
             from outrider.nodes.ray_machines import JoinTarget, RayFleet
 
-            # Settings that are not set are left out: the default number of processes depends on each machine.
+            # Settings that are not set are left out, because the default number of processes is different on each
+            # machine.
             settings = config.model_dump_json(include=set(OWN), exclude_unset=True).encode()
             file = "" if config.read_from is None else str(config.read_from.absolute())
             fleet = RayFleet(

@@ -49,13 +49,13 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._stop)
 
     async def first(self) -> None:
-        for number in SIGNALS:  # set again, because Ray replaces the handlers when it starts
+        for number in SIGNALS:  # the handlers are set a second time, because Ray replaces them when it starts
             self._loop.add_signal_handler(number, self._stop)
         self._waiting = self._loop.create_future()
         await self._waiting
 
     def restore(self) -> None:
-        """Give the signals their usual effect again."""
+        """Restore the usual effect of the signals."""
         for number in SIGNALS:
             self._loop.remove_signal_handler(number)
 

@@ -42,7 +42,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     for name in os.listdir("/proc/self/fd"):
-        # uvloop leaves copies of the descriptors that it passed to this process. Sandboxes must not inherit them.
+        # uvloop leaves copies of the descriptors that were passed to this process. Sandboxes must not inherit them.
         with suppress(OSError):
             os.set_inheritable(int(name), int(name) <= 2)
     end = socket.socket(fileno=os.dup(0))
@@ -95,19 +95,19 @@ class Starter:
         """Set when a signal ends this process and its sandboxes together."""
 
     async def note_work(self, service: ServiceProxy) -> None:
-        """Report that the process has begun to work for a service."""
+        """Report to the starting program that this process has begun to work for a service."""
         self._service = service
         if self._leaving:
             service.leave()
         await self._tell(Ready())
 
     async def note_failure(self, error: OutriderError) -> None:
-        """Report that the process will never get work."""
+        """Report to the starting program that this process cannot work for the service, with the error."""
         await self._tell(Ready(error=error.record()))
 
     async def read_orders(self) -> None:
-        """Read the program's orders to leave. Return when the program hangs up, or at an order before any work has
-        begun."""
+        """Carry out the starting program's orders to leave the service. Returns when the program hangs up, or after an
+        order that arrives before any work has begun."""
         with suppress(Disconnected):
             while True:
                 assert isinstance(TO_PROCESS.decode(await self._pipe.receive()), LeaveService)
@@ -127,10 +127,10 @@ class Starter:
 
 
 async def _join(join: Join, starter: Starter) -> None:
-    """Join a service, and work for it until the service or the program that has started this process hangs up.
+    """Join a service and run its attempts until the service or the starting program hangs up.
 
-    SIGTERM ends the work, too: the sender of the signal ends all processes of a batch job or of a unit, sandboxes
-    included.
+    SIGTERM also ends the work, because the sender of the signal ends all processes of a batch job or of a systemd unit
+    at once, sandboxes included.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starter.ending.set)
     async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""`outrider nodes`: the nodes of a running service."""
+"""`outrider nodes`: lists, drains and resumes the nodes of a running service, and pulls images onto them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Makes commands of functions. `command` adds the options that several commands share, and passes the objects made from
-these options, such as a client, to the function."""
+"""Makes functions into commands. `command` adds the options that several commands share, and passes the objects made
+from these options, such as a client, to the function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from outrider.environment import environment
 
 
 def _json(ctx: typer.Context, given: bool) -> bool:
-    # The option is eager: it is read before the others, so that an error in another option is written as JSON, too.
+    # The option is eager: Typer reads --json before the other options, so that an error in another option is also
+    # written as JSON.
     terminal_of(ctx).json = given
     return given
 
@@ -52,13 +53,14 @@ Json = Annotated[
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function for Typer. Parameters of these types are no options: their values are made from shared options.
+    """Return a function for Typer. Parameters of the following types are not options; their values are made from the
+    shared options.
 
     - `Terminal`: the command's output.
     - `Client`: an open client of the service that --url, --token and --ca name. `AsyncClient`: a client to be opened.
-    - `Config`, `MachineConfig`: the settings, from an option for each and --config.
+    - `Config`, `MachineConfig`: the settings, from --config and one option per setting.
 
-    A command has --json, too, unless it takes settings: such a command runs until a signal.
+    A command also has --json, unless the command takes settings and so runs until a signal ends it.
     """
     hints = get_type_hints(function, include_extras=True)
     made = {name: hint for name, hint in hints.items() if hint in _MADE}

@@ -1,4 +1,4 @@
-"""`outrider policy`: the version of the policy that a running service's engines serve, its pause, and new weights."""
+"""`outrider policy`: shows, pauses, resumes and updates the policy that the engines of a running service serve."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ def _evaluator(path: Path) -> Mapping[str, Any]:
 
 
 def _graded(session: SessionView) -> str:
-    """Return the id of the session whose agent ran: the regraded session's, if this session grades a run again."""
+    """Return the id of the session whose agent ran: for a session that regrades another session, the id of that
+    session."""
     return session.result.regrades or session.id if session.result else session.id
 
 

@@ -31,7 +31,7 @@ ConfigFile = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")]
 MACHINE = OWN - {"data"}
-"""Settings of a machine that joins. Its data folder is not among them, because a node has no store."""
+"""Settings of a machine that joins. The data folder is not one of these settings, because a node has no store."""
 MachineConfig = Annotated[Config, MACHINE]
 """Type of a parameter with options for `MACHINE`; a `Config` has options for all settings."""
 
@@ -60,7 +60,7 @@ def setting_options(only: frozenset[str] | None) -> Iterator[Parameter]:
 
 
 def read_settings(options: Mapping[str, Any]) -> Config:
-    """Return the settings that the options give, with the environment and the file `config`. Raises InvalidField."""
+    """Return the settings, merged from the options, the environment and the file `config`. Raises InvalidField."""
     flags = {path: options.get(_parameter(path)) or None for path, _, _ in all_settings()}
     if engines := flags["engines"]:
         flags["engines"] = [parse_engine(text) for text in engines]
@@ -103,7 +103,7 @@ def _plain(markdown: str) -> str:
 
 
 def _shown(default: Any) -> str | bool:
-    """Return a setting's default for the help. False if there is nothing to show."""
+    """Return a setting's default as the help shows it, or False if the help shows no default."""
     if isinstance(default, tuple):
         return ", ".join(map(str, default)) or False
     if isinstance(default, float):

@@ -1,7 +1,7 @@
-"""`outrider show`: prints one session for reading: its turns in order, its verdict and its error.
+"""`outrider show`: prints one session as text for people: its turns in order, its verdict and its error.
 
-Sampled text is marked by the margin ("> " before every line), not only by the colour, so that the difference from the
-context survives a pipe.
+Sampled text is marked by the margin ("> " before every line), not only by the colour, so that sampled text also differs
+from the context if the output has no colours.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def show(
 
 
 def print_session(console: Console, session: SessionView, turns: Sequence[TurnView]) -> None:
-    """Print a whole session: a heading, its turns, how it ended."""
+    """Print a whole session: a heading, the turns, and the result or the state."""
     for line in _lines(session, turns):
         console.print(line, soft_wrap=True)  # otherwise rich would break lines at the width, inside sampled text
 

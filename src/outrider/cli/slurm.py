@@ -28,7 +28,7 @@ FOLDER = "slurm"
 """Name of the job's folder within the data folder."""
 STANDARD_OUTPUT = "-"
 SERVICE_ONLY = ("processes", "stop_seconds", "token")
-"""Parameters of `outrider serve` that `outrider nodes join` has as well, with another meaning."""
+"""Parameters of `outrider serve` that have another meaning in `outrider nodes join`, and so are not passed on to it."""
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +123,7 @@ def slurm(
     _check(given, settings)
     data = Path(os.path.abspath(settings.data))
     folder = data / FOLDER
-    added = ["--processes", "0"]  # the next lines add a job's defaults for flags that are not given
+    added = ["--processes", "0"]  # the next lines add the defaults of a job for flags that the user has not given
     added += [] if "host" in settings.model_fields_set else ["--host", "0.0.0.0"]
     added += [] if "port" in settings.model_fields_set else ["--port", "0"]
     job = BatchJob(
@@ -202,7 +202,8 @@ def _check(given: Mapping[str, Any], settings: Config) -> None:
 
 
 def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None) -> list[str]:
-    # Slurm sends TERM to a node's agents, too. So the node must not wait: the interrupted runs would be graded.
+    # Slurm also sends SIGTERM to the agents on a node. The node must not wait for them, because the interrupted runs
+    # would be graded.
     words = ["--stop-seconds", "0"]
     if processes is not None:
         words += ["--processes", str(processes)]
@@ -219,7 +220,7 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
 
 
 def _make_folder(data: Path, folder: Path) -> None:
-    """Make the job's folder, readable by nobody else, with a token that lasts as long as the data."""
+    """Make the job's folder, which other users cannot read, with a token. An existing token is used again."""
     for each in (data, folder):
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / TOKEN_FILE
@@ -245,4 +246,4 @@ def _submit(script: str) -> str:
     if done.returncode:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
         raise ServiceError(f"sbatch refused the job: {said}", hint="see the options of outrider slurm, and --sbatch")
-    return done.stdout.strip().partition(";")[0]  # the cluster's name may follow
+    return done.stdout.strip().partition(";")[0]  # sbatch may print the cluster's name after the number

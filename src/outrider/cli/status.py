@@ -1,4 +1,5 @@
-"""`outrider status` and `outrider cancel`: the state of the service and its groups."""
+"""`outrider status` and `outrider cancel`: show the state of the service or of a group, and cancel a group or a
+session."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ RECENT = 10
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """The output of `outrider status --json`: the service, and its newest groups."""
+    """The output of `outrider status --json`: the state of the service, and its newest groups."""
 
     service: ServiceStatus
     groups: tuple[GroupSummary, ...]

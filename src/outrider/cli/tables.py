@@ -35,7 +35,7 @@ STAGES = ("wait s>", "init s>", "run s>", "eval s>")
 """The columns of `stage_seconds`."""
 
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
-"""Units of an age of at least a minute, with their seconds."""
+"""Units for ages of at least a minute, the largest first, each with its length in seconds."""
 
 STYLES = {
     StopReason.COMPLETED.value: "green",
@@ -56,12 +56,13 @@ STYLES = {
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
     """Return a table without a frame. A column whose name ends in ">" is aligned to the right. A cell is a value of any
-    type: None becomes "-", a truth value "yes" or "no", a float two decimals; a text is made printable."""
+    type: None becomes "-", a truth value "yes" or "no", a float gets two decimals, and control characters in a text are
+    escaped."""
     made = Table(
         box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, show_edge=False
     )
     for name in columns:
-        # No row wraps, because grep and cut read lines.
+        # Rows do not wrap, because programs such as grep and cut read lines.
         made.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", no_wrap=True)
     for row in rows:
         made.add_row(*map(_cell, row))
@@ -77,7 +78,7 @@ def _cell(value: object) -> str | Text:
 
 
 def word(text: str) -> Text:
-    """Return a state or a yes/no in its colour."""
+    """Return a state, or "yes" or "no", in its colour from STYLES."""
     return Text(text, style=STYLES.get(text, ""))
 
 
@@ -133,7 +134,7 @@ def callback_table(callbacks: Iterable[CallbackView]) -> RenderableType:
 
 
 def age(since: float) -> str:
-    """Return the time since `since`, in one unit."""
+    """Return the time since the Unix time `since` as text in one unit, such as "3 h"."""
     seconds = max(0.0, time.time() - since)
     unit, size = next((each for each in UNITS if seconds >= each[1]), ("s", 1))
     return f"{seconds / size:.0f} {unit}"
@@ -158,7 +159,7 @@ def engine_table(engines: Iterable[EngineStatus]) -> RenderableType:
 
 
 def policy_line(policy: PolicyStatus) -> str:
-    """Return the policy's version, and its pause if it is paused, as text."""
+    """Return a line with the policy's version and, if the policy is paused, its pause."""
     paused = (
         "" if policy.paused is None else f", paused ({policy.paused}): generations wait, agents' clocks stand still"
     )
@@ -186,9 +187,9 @@ def token_table(tokens: Iterable[TokenView]) -> Table:
 
 
 def node_table(node: NodeStats) -> RenderableType:
-    """Return a row for each lane of a node, and one for the resources that tasks have set aside. If there were warm
-    sandboxes, or stalls of the event loop, they have a row each. `waited` is the mean over all sessions served so
-    far."""
+    """Return a row for each lane of a node, and one for the resources that tasks have reserved. Warm sandboxes and
+    stalls of the event loop have a row each if there were any. The column `waited` is the mean wait of all sessions
+    served so far."""
     rows: list[Sequence[object]] = [(lane.name, f"{lane.in_use}/{lane.size}", *_passage(lane)) for lane in node.lanes]
     resources = node.resources
     memory = f"{resources.memory_mb_set_aside:,}/{resources.memory_mb:,} MiB"

@@ -1,4 +1,4 @@
-"""`outrider task`: lists, shows, copies and checks tasks before a model gets them."""
+"""`outrider task`: lists, shows, copies and checks tasks without running a model."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TaskLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line of a file of tasks."""
+    """One line of a JSON Lines file of tasks."""
 
     id: str
     task: dict[str, Any]
@@ -79,7 +79,8 @@ def examples_in(source: str, *, limit: int | None, image: str | None, offline: b
     if source.startswith(f"{MINIWOB}:"):
         return miniwob_examples(source.removeprefix(f"{MINIWOB}:"), size=limit or ENTRIES)
     if source == RELEASE_PAIRS:
-        from outrider.tasks.release_pairs import release_pair_examples  # slow: the module needs the sandboxes
+        # Imported here, because the module loads the sandbox code, which is slow.
+        from outrider.tasks.release_pairs import release_pair_examples
 
         return release_pair_examples(limit=limit)
     if source.startswith(SWEBENCH):
@@ -106,8 +107,8 @@ def examples_in_file(path: Path) -> list[Example]:
 
 
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
-    """Return the task of a TOML file, and the solution in its table `gold`, filled with each row that its table `rows`
-    names."""
+    """Return one example per row of the file that the table `rows` names: the task and the table `gold` of the TOML
+    file, filled with the row's values."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:
@@ -144,8 +145,8 @@ def read_tasks(path: Path) -> list[Example]:
 
 
 def write_tasks(examples: Sequence[Example], path: Path) -> None:
-    """Write a file of tasks, one per line. The file appears complete or not at all. Raises InvalidField for two tasks
-    with the same id, and for a task that cannot be written as JSON."""
+    """Write a file of tasks, one per line. The file is replaced atomically. Raises InvalidField for two tasks with the
+    same id, and for a task that cannot be written as JSON."""
     lines = []
     known: set[str] = set()
     for example in examples:
@@ -217,7 +218,7 @@ def _inlined(step: Any, field: str, folder: Path) -> Iterator[Step]:
         yield step
         return
     upload, target = step["upload"], step["to"]
-    # Values that are not text, and paths that leave the folder, are sent as they are: the service refuses them.
+    # Values that are not text, and paths that leave the folder, are sent unchanged, because the service refuses them.
     local = isinstance(upload, str) and isinstance(target, str) and not Path(upload).is_absolute()
     if not local or ".." in Path(upload).parts or not (folder / upload).exists():
         yield step
@@ -246,7 +247,7 @@ def _write_file(source: Path, target: str, root: Path, field: str) -> Step:
         data = source.read_bytes()
     except OSError as error:
         raise InvalidField(f"cannot read {source}: {error.strerror}", field=field) from error
-    text = base64.b64encode(data).decode()  # a JSON text cannot hold arbitrary bytes
+    text = base64.b64encode(data).decode()  # a JSON string cannot hold arbitrary bytes
     if len(text) > MAX_INLINE_FILE:
         raise TooLarge(
             f"{source} has {len(data)} bytes, too many to send with the task",

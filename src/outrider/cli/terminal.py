@@ -34,11 +34,11 @@ class Terminal:
         self.err = _console(sys.stderr, stderr=True)
 
     def note(self, text: str) -> None:
-        """Write a line for people to standard error."""
+        """Write a line of text for people to standard error."""
         self.err.print(Text(printable(text)), soft_wrap=True)
 
     def write_json(self, value: Any) -> None:
-        """Write the one JSON document. `value` is any value that msgspec can encode."""
+        """Write the command's JSON document to standard output. `value` is any value that msgspec can encode."""
         self.out.file.write(printable_json(msgspec.json.encode(value).decode()) + "\n")
         self.out.file.flush()
 
@@ -62,7 +62,8 @@ class Terminal:
             self.write_json({"error": record})
 
     def _line(self, word: str, text: str, style: str) -> None:
-        # The message is written in one line, so that scripts find all of it in the first line of standard error.
+        # The message is written in one line, so that scripts find the whole message in the first line of standard
+        # error.
         line = Text(f"{word}: ", style=style) + Text(printable(text).replace("\n", " "), style="default")
         self.err.print(line, soft_wrap=True)
 
@@ -75,8 +76,8 @@ def terminal_of(ctx: typer.Context) -> Terminal:
 
 
 class _Printable(RenderHook):
-    """Makes all printed text printable, after the layout and before the colours. Text for columns must be made
-    printable before the layout, too, so that the widths are right."""
+    """Makes all printed text printable, after the layout and before the colours. Text in columns must also be made
+    printable before the layout, so that the column widths are right."""
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         return [_Printed(each) for each in renderables]

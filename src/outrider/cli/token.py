@@ -1,4 +1,5 @@
-"""`outrider token`: the tokens of the control API, of a running service or of a stopped one."""
+"""`outrider token`: creates, lists and revokes tokens of the control API. The first token can be created in the store
+of a stopped service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`outrider demo --train`: trains from each seed, shows the curve while it rises, and writes the picture.
+"""`outrider demo --train`: trains the policy once per seed, shows the curve of the reward meanwhile, and writes a
+picture of the curves.
 
 The curve and its progress bar are drawn on standard error if it is a terminal. Otherwise one line is written per seed.
 """
@@ -75,7 +76,7 @@ def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seed
 
 
 def plot(rewards: Sequence[float]) -> Text:
-    """Draw the rewards of the newest WIDTH steps, one column each. A row is a tenth of the reward."""
+    """Draw the rewards of the newest WIDTH steps, one column per step. A row is a reward of 0.1."""
     shown = rewards[-WIDTH:]
     lines = []
     for row in reversed(range(HEIGHT)):

@@ -1,7 +1,7 @@
-"""`python -m outrider.cli.unfinished SERVE FLAGS`: writes to standard output how many sessions of a stopped service
-with these flags are unfinished.
+"""`python -m outrider.cli.unfinished SERVE FLAGS`: writes the number of unfinished sessions of a stopped service with
+these flags to standard output.
 
-A batch job runs this module at the end of its time.
+A batch job runs this module when its time limit is reached.
 """
 
 from __future__ import annotations
