@@ -71,7 +71,7 @@ MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a request. JSON decoders accept values that are nested too deeply for
 encoders to write."""
 MAX_NAMES = 1024
-"""Maximum number of fields of an object outside of `options`. `env` may have this many variables."""
+"""Maximum number of fields of an object outside of `options`. This is also the maximum number of variables in `env`."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
 """Folders that every sandbox with its own root file system has and writes to. A read-only mount over such a folder

@@ -57,7 +57,7 @@ NOT_REFUSED = frozenset({408, 425, 429})
 
 class Failure(msgspec.Struct, frozen=True):
     """The reason why a push failed. `refused`: the receiver is unlikely to accept another try, or its address is wrong.
-    `wait`: seconds that the receiver requested to wait before the next try."""
+    `wait`: seconds before the next try, as requested by the receiver."""
 
     fault: str
     refused: bool = False
@@ -124,7 +124,8 @@ class Deliverer:
             await wait_for_event(self._work, self._pauses.first)
 
     async def _due(self) -> list[Delivery]:
-        """Return the due deliveries, without those to receivers that have as many pushes under way as they may have."""
+        """Return the due deliveries, except deliveries to receivers that already have their maximum number of pushes
+        under way."""
         now, pushes = time.time(), Counter(self._under_way.values())
         busy = [receiver for receiver, count in pushes.items() if count >= self._most(receiver)]
         latest = now + max(self._pauses.longest, LONGEST_PAUSE)

@@ -1,4 +1,4 @@
-"""The caller of the control API, for routes and the service.
+"""Defines the caller of the control API, for routes and the service.
 
 `tokens.py` authenticates the caller.
 """
@@ -37,6 +37,6 @@ class Principal(NamedTuple):
 
 
 LOCAL = Principal("local", "admin", OPERATOR_TENANT)
-"""Every caller while the service has no token. The service then listens on this machine only."""
+"""The caller of every request while the service has no token. Such a service listens on this machine only."""
 OPERATOR = Principal("operator", "admin", OPERATOR_TENANT)
-"""The holder of the token in the settings."""
+"""The caller who has the token in the settings."""

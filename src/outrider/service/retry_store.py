@@ -1,4 +1,4 @@
-"""Repeats work on the store until the database accepts it: a failing database delays sessions, but ends none.
+"""Retries work on the store until the database accepts it, so that a failing database delays sessions, but ends none.
 
 Invariant: `retry_store` returns only after the work has succeeded.
 """
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 PAUSES = RetryPolicy(first=0.1, longest=10.0)
 NAME = "store"
-"""Name of this work in the list of failures."""
+"""Name of the store in the list of failures."""
 
 
 async def retry_store(work: Callable[[], Awaitable[T]], failures: Failures) -> T:
