@@ -2,9 +2,9 @@
 
 The sessions on a machine may together require twice the machine's processors, memory and GPUs: the surplus sessions
 wait there for resources to become free. A session for which no machine has room stays in the queue and keeps its
-position. Until there is room for that session, no machine that is large enough for it gets another session that needs
-the same scarce resources, so that small sessions cannot starve a large one. Sessions that need none of the scarce
-resources are still placed (see `room_behind`).
+position. Until a machine has room for that session, no machine that is large enough for that session gets another one
+that needs the same scarce resources, so that small sessions cannot starve a large one. Sessions that need none of the
+scarce resources are still placed (see `room_behind`).
 
 Invariant: a node that has as many sessions as slots gets no further session.
 """
@@ -159,8 +159,8 @@ class NodePlacement:
         return any(fits(needs.quantities, has) for has in (*here, *self._gone))
 
     def take(self, node: Node, task: TaskSpec, *, reserved: bool) -> Callable[[], None]:
-        """Count a session as placed on a node. Returns a function that gives the slot and the resources back, which
-        must be called exactly once."""
+        """Count a session as placed on a node. Returns a function that gives the slot and the resources back. Call this
+        function exactly once."""
         place = self._places[node.name]
         needs = session_needs(task).quantities
         place.sessions += 1

@@ -1,4 +1,4 @@
-"""Defines the caller of the control API, for routes and the service.
+"""Defines the callers of the control API and the rights of their roles.
 
 `tokens.py` authenticates the caller.
 """

@@ -1,5 +1,5 @@
-"""Removes finished groups that are too old, or that exceed a total size, with all their stored data: rows, images and
-artifacts.
+"""Removes finished groups that are too old, and the oldest groups while the total size is too large, with all their
+stored data: rows, images and artifacts.
 
 Invariants: when any part of a group is deleted, no reply of the API shows the group any more; a deletion that was
 interrupted because the service was killed is completed by the next service.

@@ -64,8 +64,8 @@ EXPIRED = ErrorRecord(
 )
 
 LOOK_SECONDS = 30.0
-"""Maximum seconds between two reads of the queue. The queue is read even without an event, because the system clock may
-be set back, and then sessions are due later than expected."""
+"""Maximum seconds between two reads of the queue. The queue is read even without an event, because the system clock,
+which decides when sessions are due, may be set back during a wait."""
 
 
 @dataclass(eq=False)

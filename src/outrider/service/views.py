@@ -37,7 +37,7 @@ BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
 
 FROZEN = "frozen"
-"""The kind that is shown for the turns of frozen models. No kind of branch has this name, because some kinds of
+"""The kind that is shown for turns of frozen models. This value differs from every kind of branch, because some
 branches are trained, and turns of frozen models never are."""
 
 PAGE_BYTES = 8 << 20
@@ -168,8 +168,8 @@ def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]
 
 
 class EncodedPage:
-    """A page of results. The groups are encoded when they are added, so that the size of the page in memory is known
-    while the page grows.
+    """A page of results. Groups are added in encoded form, so that the size of the page in memory is known while the
+    page grows.
 
     `groups` are in the order of their addition; `json()` encodes the page as a `schemas.ResultsPage`.
     """
