@@ -92,7 +92,8 @@ CHECK_SECONDS = 120.0
 
 def parse_body(kind: type[S], body: bytes) -> S:
     """Return the spec in the body of a request: strict JSON (no NaN, no invalid UTF-8). An empty body stands for `{}`
-    if no field is required. Raises RequestError, or InvalidField naming the field."""
+    if no field is required. Raises RequestError for a body that is not a JSON object, and InvalidField, with the
+    field's name, for an invalid value."""
     if not body and not any(field.is_required() for field in kind.model_fields.values()):
         body = b"{}"
     try:
@@ -105,7 +106,8 @@ def parse_body(kind: type[S], body: bytes) -> S:
 
 
 def validate_group(value: Mapping[str, Any]) -> GroupSpec:
-    """Return the group spec in a decoded object. Raises InvalidField naming the field."""
+    """Return the group spec in a decoded JSON object. Raises InvalidField, with the field's name, for an invalid
+    value."""
     return _validated(GroupSpec, value)
 
 
@@ -192,7 +194,8 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
 
 
 class Bound(NamedTuple):
-    """The maximum of a quantity that a task may request."""
+    """The maximum `most` of a quantity that a task may request. `asked` returns the quantity that a task requests, and
+    `field` is the field named in the error."""
 
     field: str
     most: float
@@ -309,7 +312,8 @@ class SubmissionChecks:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def check(self, evaluators: Sequence[Evaluator], tenant: str) -> None:
-        """Check the specs of the evaluators. Raises InvalidField, and EvaluatorError if a check cannot be completed."""
+        """Check the specs of the evaluators. Raises InvalidField for an invalid spec, and EvaluatorError if a check
+        cannot be completed."""
         if not any(isinstance(evaluator, ChecksSpec) for evaluator in evaluators):
             return
         try:
@@ -333,7 +337,7 @@ async def _check_evaluator(evaluator: Evaluator, host: Host) -> None:
             await evaluator.check_spec(host)
     except OutriderError:
         raise
-    except Exception as error:  # a plugin may raise anything
+    except Exception as error:  # a plugin may raise any exception
         message = f"the evaluator refuses its spec: {type(error).__name__}: {error}"
         raise InvalidField(message, field="task.evaluator") from error
 

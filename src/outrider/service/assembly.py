@@ -49,7 +49,7 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 class Opened(NamedTuple):
-    """An open service, and the node in this process that runs the sessions. `node` is None if other processes run the
+    """An open service, and the node of this process, which runs the sessions. `node` is None if other processes run the
     sessions."""
 
     service: Service
@@ -63,7 +63,7 @@ class Opened(NamedTuple):
 
 
 class Models(NamedTuple):
-    """The policy, and the frozen models beside it."""
+    """The backends of the policy and of the frozen models."""
 
     policy: ModelBackend
     frozen: tuple[FrozenModel, ...]

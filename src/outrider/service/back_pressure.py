@@ -20,7 +20,7 @@ from outrider.store.rows import GroupRow, QueueLength
 from outrider.store.store import Store
 
 RATE_SECONDS = 60.0
-"""Seconds over which the rate of completion is measured."""
+"""Seconds over which the rate of finished sessions is measured."""
 
 SHORTEST, LONGEST = 1.0, 60.0
 """Minimum and maximum seconds of the Retry-After that a refused client gets."""

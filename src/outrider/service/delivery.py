@@ -44,8 +44,8 @@ PATIENCE = 3 * 86400.0
 MAX_PUSHES = 32
 """Maximum number of pushes under way."""
 MAX_PUSHES_EACH = 8
-"""Maximum number of pushes under way to one receiver, so that a slow receiver does not delay pushes to others. After a
-failed push the receiver gets one push at a time, until a push succeeds."""
+"""Maximum number of pushes under way to one receiver, so that a slow receiver does not delay pushes to other receivers.
+After a failed push the receiver gets one push at a time, until a push succeeds."""
 LOOK_AHEAD = 1000
 """Maximum number of outbox rows read at a time. The number is much larger than MAX_PUSHES, because the first rows may
 all be for one slow receiver."""

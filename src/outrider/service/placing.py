@@ -66,7 +66,7 @@ class NodePlacement:
 
     def __init__(self, nodes: Sequence[Node], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
-        """Names of nodes that take no new sessions."""
+        """Names of the nodes on which no new sessions are placed."""
         self._machines: dict[str, _Machine] = {}
         self._places: dict[str, _NodeSlots] = {}
         for node in nodes:

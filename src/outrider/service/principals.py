@@ -15,7 +15,7 @@ ALLOWED: dict[Role, frozenset[Role]] = {
     "node": frozenset({"node"}),
     "admin": frozenset(get_args(Role)),
 }
-"""The roles in which the holder of a token may act, by the token's role."""
+"""The roles that a caller may act in, by the role of the caller's token."""
 
 
 class Principal(NamedTuple):

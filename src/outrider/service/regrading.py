@@ -77,7 +77,8 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
             field="evaluator.carry",
             hint="leave it out: what was kept is carried again",
         )
-    # The files that a regrading group carries were kept by the earlier sessions.
+    # If the old group itself graded runs again, the files were kept by the earlier sessions, although the old group's
+    # own `keep` is false.
     kept = first.carry if first.keep or old.regrades or isinstance(first.carry, DiffSpec) else None
     if kept is None:
         if evaluator.runtime is not None:

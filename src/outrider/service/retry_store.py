@@ -21,7 +21,8 @@ NAME = "store"
 
 
 async def retry_store(work: Callable[[], Awaitable[T]], failures: Failures) -> T:
-    """Call `work` until a call does not raise ServiceError, and return the result. All other errors are raised.
+    """Call `work` until it succeeds, and return the result. Only a ServiceError leads to another call; all other errors
+    are raised.
 
     A failed call may have taken effect in part or as a whole, so `work` must be safe to repeat.
     """

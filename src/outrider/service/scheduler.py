@@ -176,8 +176,8 @@ class Scheduler:
         self.places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
-        """End the sessions marked with `ending`. An attempt under way is interrupted, but only once. Queued sessions
-        are finished."""
+        """End those of the given sessions that have `ending` set: queued sessions are finished, and attempts under way
+        are interrupted, each only once."""
         for session in sessions:
             if session.state is SessionState.DONE or session.ending is None:
                 continue
@@ -205,8 +205,8 @@ class Scheduler:
             self._work.set()
 
     async def _place_all(self, chores: Chores) -> float | None:
-        """Start queued sessions while nodes have slots. Returns the next time at which a session is due or expires, if
-        any."""
+        """Start queued sessions while nodes have slots. Returns the next time at which a session is due or expires, or
+        None."""
         looked = time.time()
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
@@ -276,7 +276,7 @@ class Scheduler:
             return None
 
     async def _read_task(self, session: SessionRow) -> TaskSpec:
-        """Return the session's task. Raises UnreadableTask as `stored_group`."""
+        """Return the session's task. Raises UnreadableTask, as `stored_group` does."""
         if session.group_id not in self._specs:
             self._specs[session.group_id] = await stored_group(self._store, session.group_id)
         return self._specs[session.group_id].task

@@ -109,7 +109,7 @@ class Service:
     ) -> None:
         self.config = config
         self._paths = paths
-        self._version = version("outrider")  # reads a file: later, no descriptor may be free
+        self._version = version("outrider")  # read now, because later no descriptor may be free for the file
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -165,7 +165,8 @@ class Service:
         tasks = asyncio.TaskGroup()
         async with AsyncExitStack() as stack:
             await tasks.__aenter__()
-            # The task group does not get the block's error, because it would wrap the error in an ExceptionGroup.
+            # The block's error is not passed to the task group, because the task group would wrap the error in an
+            # ExceptionGroup.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
             stack.callback(tasks.create_task(self.scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
@@ -190,7 +191,7 @@ class Service:
             if len(body) > LARGE:
                 try:
                     yield from BodyCapacity(None, images=True).checking(body)
-                except ContextOverflow as error:  # without a context, raised only for too many values
+                except ContextOverflow as error:  # no context is given: the body has too many values
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
             return parse_body(kind, body)
@@ -204,7 +205,8 @@ class Service:
         return await self._submit_again(await regraded_group(self.store, group_id, asked, tenant=caller.sees), caller)
 
     async def regrade_session(self, session_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
-        """Submit a group of one session that grades the run of a session again. Raises as `regrade_group`."""
+        """Submit a group of one session that grades the run of a session again. Raises the errors of
+        `regrade_group`."""
         return await self._submit_again(
             await regraded_session(self.store, session_id, asked, tenant=caller.sees), caller
         )

@@ -1,4 +1,5 @@
-"""Authenticates callers of the control API: by the operator's token, or by tokens with roles, stored as digests.
+"""Authenticates callers of the control API: by the operator's token, or by tokens with roles, which are stored as
+digests.
 
 Invariants: the text of a token appears only in the reply to its creation. Once a token exists, no caller is admitted
 without one.
@@ -46,8 +47,8 @@ class TokenRegistry:
         self._calls: dict[asyncio.Task[object], str] = {}
         """Token names of the calls under way, by asyncio task."""
         self._revoked: set[str] = set()
-        """Names of the tokens that this process has revoked. `call` refuses them, because a call may be authenticated
-        just before the revocation and begin just after."""
+        """Names of the tokens that this process has revoked. `call` refuses these tokens, because a call may be
+        authenticated just before the revocation and begin just after it."""
 
     async def required(self) -> bool:
         """Return True if callers need a token."""

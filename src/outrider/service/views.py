@@ -72,7 +72,7 @@ class ViewReader:
         return reply_of(GroupView, row, sessions=views, samples=None if rows is None else tuple(rows))
 
     async def encoded(self, view: GroupView | SampleList | ChatList | TurnList) -> bytes:
-        """Encode the view as JSON; a large view in a thread."""
+        """Encode the view as JSON. A large view is encoded in a thread."""
         return await self._offload.run_steps(encoding(view))
 
     async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:

@@ -19,7 +19,7 @@ MAX_CONSUMERS = 1000
 """Maximum number of consumers of one tenant."""
 
 OF_ADMINS = ""
-"""Value of the tenant column for consumers that see all groups: no tenant has this name."""
+"""Value of the tenant column for consumers that see all groups. No tenant has this name."""
 
 
 class Consumers:

@@ -27,7 +27,7 @@ class Connection(Protocol):
         ...
 
     async def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
-        """Return all rows of a query."""
+        """Run a query. Returns all its rows."""
         ...
 
 
@@ -64,6 +64,6 @@ class Database(Protocol):
         ...
 
     async def shrink(self) -> bool:
-        """Free a little of the disk space of deleted rows, unless the database does so by itself. Returns True if
-        another call would free more."""
+        """Free a part of the disk space of deleted rows, unless the database does so by itself. Returns True if another
+        call would free more."""
         ...

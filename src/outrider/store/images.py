@@ -55,7 +55,7 @@ async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]
 
 
 async def forget_images(tx: Connection, session_id: str) -> None:
-    """Delete the records of a session's images, and the images that no other session uses."""
+    """Delete the session's rows in `image_uses`, and the images that no other session uses."""
     digests = await tx.fetch("SELECT digest FROM image_uses WHERE session_id = ?", (session_id,))
     await tx.execute("DELETE FROM image_uses WHERE session_id = ?", (session_id,))
     sql = """DELETE FROM images WHERE digest = ?

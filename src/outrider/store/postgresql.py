@@ -327,8 +327,8 @@ class _Writer:
         return self._raw
 
     async def _hold(self, raw: asyncpg.Connection) -> None:
-        """Take the service's lock for as long as the connection lasts. Raises _Unreachable if another service holds the
-        lock."""
+        """Take the service's lock, which is released when the connection ends. Raises _Unreachable if another service
+        still holds the lock after HANDOVER_SECONDS."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + min(HANDOVER_SECONDS, self._patience)
         while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})"):
@@ -353,7 +353,7 @@ class _Writer:
                 self._patience,
                 lasting=lambda: batch.results is not None and not self._stopping,
             )
-        except Exception as error:  # a body may raise anything
+        except Exception as error:  # a body may raise any exception
             if len(jobs) > 1 and not isinstance(error, _Unreachable):
                 middle = len(jobs) // 2
                 await self._settle(jobs[:middle])

@@ -46,7 +46,7 @@ NORMAL, FULL = 1, 2
 """Two of SQLite's modes of `synchronous`: in WAL mode a commit waits for the disk only with FULL."""
 
 INCREMENTAL = 2
-"""The mode of SQLite's auto_vacuum in which `shrink` can return pages."""
+"""The mode of SQLite's auto_vacuum in which `shrink` can free pages."""
 SHRINK_PAGES = 64
 """Maximum number of pages (256 KiB) that one call of `shrink` frees. The call occupies the writer for a few
 milliseconds."""
@@ -269,7 +269,7 @@ class _Jobs:
             outcomes = [_Outcome(job.future, _run(job.body, connection), None) for job in batch]
             raw.execute("COMMIT")
             return outcomes
-        except Exception as error:  # a body may raise anything
+        except Exception as error:  # a body may raise any exception
             with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
                 raw.execute("ROLLBACK")
             if len(batch) == 1:

@@ -141,7 +141,8 @@ class Store:
         return self._key.seal_url(url, rows.receiver_of(url), _url_of(group_id))
 
     def _group(self, row: Row) -> GroupRow:
-        """Build the struct from GROUP_COLUMNS. A URL that is sealed with another key is left out."""
+        """Build a group from the values of GROUP_COLUMNS. `callback_url` is None if the URL was sealed with another
+        key."""
         group = rows.row_from(GroupRow, row)
         url = None if group.callback_url is None else self._opened_url(group.callback_url, group.id)
         return msgspec.structs.replace(group, callback_url=url)
@@ -438,7 +439,7 @@ class Store:
         await self._db.write(lambda tx: tx.execute(sql, (version, weights)))
 
     async def engine_paces(self) -> dict[str, str]:
-        """Return the stored paces of engines, by engine name."""
+        """Return the stored paces of engines, as JSON by engine name."""
         return dict(await self._db.read(lambda tx: tx.fetch("SELECT engine, pace FROM engine_paces")))
 
     async def keep_engine_paces(self, paces: Mapping[str, str]) -> None:
@@ -455,8 +456,8 @@ class Store:
         await self._db.write(body)
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
-        """Move a session to `state`. Raises Conflict for a move that is not in lifecycle.MOVES, and for moves with a
-        method of their own (MOVES_WITH_A_METHOD)."""
+        """Move a session to `state`. Raises Conflict for a move that is not in lifecycle.MOVES, and for a move to a
+        state that has its own method (MOVES_WITH_A_METHOD)."""
 
         async def body(tx: Connection) -> None:
             session = await _unfinished(tx, session_id, attempt)

@@ -48,13 +48,13 @@ async def note_done(tx: Connection, group_id: str) -> None:
 
 
 async def note_hidden(tx: Connection, group_id: str, sessions: int) -> None:
-    """Subtract a group that is being removed from the totals of its tenant."""
+    """Subtract the sessions of a hidden group from the totals of the group's tenant."""
     sql = "UPDATE tenants SET sessions = sessions - ? WHERE name = (SELECT tenant FROM groups WHERE id = ?)"
     await tx.execute(sql, (sessions, group_id))
 
 
 async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
-    """Record that a group's events up to the cursor `last` are removed."""
+    """Record in the tenant's totals that a group's events up to the cursor `last` are removed."""
     await tx.execute(
         """UPDATE tenants SET removed_event = ?
            WHERE removed_event < ? AND name = (SELECT tenant FROM groups WHERE id = ?)""",
@@ -64,7 +64,7 @@ async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
 
 async def total(tx: Connection, column: Literal["cursor", "sessions", "removed_event"], tenant: str | None) -> int:
     """Return a total of the tenant: the newest cursor given to a result, the number of sessions in done groups, or the
-    newest cursor of a removed event. 0 before the first."""
+    newest cursor of a removed event. 0 if there is none yet."""
     if tenant is None:
         found = await tx.fetch(f"SELECT {column} FROM totals")
     else:
