@@ -81,7 +81,7 @@ class AllowLists:
             return
         module, _, attribute = name.partition(":")
         for allowed in self._config.plugins.allow:
-            # A dotted attribute could lead out of the module: to os.system, if the module imports os.
+            # A dotted attribute could name an object of another module: os.system, if the module imports os.
             within = "." not in attribute and (module == allowed or module.startswith(f"{allowed}."))
             if allowed in ("*", name) or within:
                 return

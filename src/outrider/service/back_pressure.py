@@ -1,4 +1,4 @@
-"""Refuses new groups while the queue is full, and computes after which time a client should try again.
+"""Refuses new groups while the queue is full, and computes when a client should try again.
 
 The bound applies to the sessions that wait before a group is accepted, so a group of any size is accepted while the
 queue is shorter than the bound. Beyond the bound, a group is still accepted if its bucket has less than an equal part

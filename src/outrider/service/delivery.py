@@ -1,8 +1,8 @@
 """Pushes finished groups from the outbox to their callback URLs, at least once.
 
 The body of a push is the reply to `GET /v1/groups/{id}`. The header `Idempotency-Key` is the group's id, so that a
-receiver recognises a repeated push. Invariant: a delivery leaves the outbox only after a 2xx reply, or when the client
-discards it. A delivery that is given up stays in the outbox as a dead letter.
+receiver recognises a repeated push. Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin
+discards the delivery. A delivery that is given up stays in the outbox as a dead letter.
 """
 
 from __future__ import annotations

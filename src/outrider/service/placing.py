@@ -2,9 +2,9 @@
 
 The sessions on a machine may together require twice the machine's processors, memory and GPUs: the surplus sessions
 wait there for resources to become free. A session for which no machine has room stays in the queue and keeps its
-position. Until a machine has room for that session, no machine that is large enough for that session gets another one
-that needs the same scarce resources, so that small sessions cannot starve a large one. Sessions that need none of the
-scarce resources are still placed (see `room_behind`).
+position. Until a machine has room for that session, the machines that are large enough for that session get no other
+session that needs the same scarce resources. So small sessions cannot starve a large session. Sessions that need none
+of the scarce resources are still placed (see `room_behind`).
 
 Invariant: a node that has as many sessions as slots gets no further session.
 """

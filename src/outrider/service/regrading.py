@@ -41,7 +41,8 @@ async def regraded_group(
 async def regraded_session(
     store: Store, session_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return a group of one session, which grades the session `session_id` again. Raises as `regraded_group`."""
+    """Return a group of one session, which grades the session `session_id` again. Raises the errors of
+    `regraded_group`."""
     row = await store.session(session_id, tenant=tenant)
     spec = await stored_group(store, row.group_id)
     if spec.regrades:

@@ -1,7 +1,7 @@
 """Removes finished groups that are too old, and the oldest groups while the total size is too large, with all their
 stored data: rows, images and artifacts.
 
-Invariants: when any part of a group is deleted, no reply of the API shows the group any more; a deletion that was
+Invariants: a group disappears from all replies of the API before any part of its data is deleted; a deletion that was
 interrupted because the service was killed is completed by the next service.
 """
 
@@ -131,8 +131,8 @@ class Retention:
                 await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
-        """Delete all data of hidden groups. The files are deleted first, because the rows of the sessions lead to the
-        files."""
+        """Delete all data of hidden groups. The files are deleted first, because the files cannot be found without the
+        rows of the sessions."""
         await _on_disk(partial(self._artifacts.remove, await self._store.removals.hidden_sessions()))
         more = True
         while more:

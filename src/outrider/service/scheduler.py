@@ -132,8 +132,8 @@ class Scheduler:
             await chores.begin("scheduler", partial(self._place, chores))
 
     async def _take_up(self) -> None:
-        """Read which nodes are drained, and requeue the sessions that an earlier service left under way. Their leases
-        are not valid any more."""
+        """Read which nodes are drained, and requeue the sessions that an earlier service left under way. The leases of
+        these sessions are not valid any more."""
         await retry_store(self._read_drained, self._failures)
         await retry_store(partial(self._retake, float("inf")), self._failures)
 
@@ -246,7 +246,7 @@ class Scheduler:
         if node is None:
             return False
         graded = self._specs[session.group_id].regrades
-        give_back = self.places.take(node, task, reserved=reserved)  # before the write, during which the node may leave
+        give_back = self.places.take(node, task, reserved=reserved)  # now, because the node may leave during the write
         try:
             number = await self._store.start_attempt(
                 session.id,

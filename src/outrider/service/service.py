@@ -84,8 +84,8 @@ REDELIVERED_AT_ONCE = 500
 class Service:
     """Accepts groups, and runs their sessions within `async with service.running()`.
 
-    For a `caller` who is not an admin, the ids of other tenants' objects are unknown: they raise NotFound, and lists
-    leave these objects out (see docs/security.md).
+    For a `caller` who is not an admin, the id of another tenant's object raises NotFound, like an unknown id, and lists
+    leave such objects out (see docs/security.md).
 
     `service/assembly.py` makes the service from parts that are already open; the service closes none of them. All
     checks of tasks share `host`. `pauses` are the waits between a session's failed attempts. Failures of background
@@ -436,7 +436,7 @@ class Service:
 class Ids:
     """Ids of 16 hexadecimal digits that sort by time: 13 digits of microseconds, then three random digits.
 
-    Ids of one process never repeat. The random digits prevent repeats after a restart with the clock set back.
+    Ids of one process never repeat. The random digits make repeats unlikely after a restart with the clock set back.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Stores artifacts, which are the files of a sandbox that its task asks to keep. An artifact is stored at
+"""Stores artifacts, which are the files of a sandbox that the task asks to keep. An artifact is stored at
 SESSION/ATTEMPT/SHA-256 below one folder.
 
 The name of a file in its sandbox is stored in an index, and is never used as a file name on this machine. Invariants:

@@ -198,7 +198,7 @@ class _Job(NamedTuple):
 
 
 class _Unreachable(ServiceError):
-    """The connection failed, another process holds the service's lock, or the server broke the transaction off. Another
+    """The connection failed, another process holds the service's lock, or the server aborted the transaction. Another
     try may succeed."""
 
 

@@ -141,8 +141,8 @@ class Removals:
     async def erase(self, rows: int) -> bool:
         """Delete about `rows` rows of hidden groups, or fewer. Returns True if there may be more.
 
-        The caller must have deleted all other data of the sessions before, for example their files, because only the
-        rows of the sessions lead to this data.
+        The caller must have deleted all other data of the sessions before, for example their files, because this data
+        cannot be found without the rows of the sessions.
         """
 
         async def body(tx: Connection) -> bool:

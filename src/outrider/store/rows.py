@@ -125,8 +125,8 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`.
 
     The push has been due since `since`, and failed `tries` times, the last time for the reason `fault`. `given_up` is
-    the time at which the push was given up: since then, it is retried only on request. `receiver` is the host and port
-    of the callback URL. `url` is empty if the store lacks the key that encrypted it.
+    the time at which the push was given up: since then, the push is retried only on request. `receiver` is the host and
+    port of the callback URL. `url` is empty if the store lacks the key that encrypted it.
     """
 
     group_id: str

@@ -85,9 +85,9 @@ class Store:
 
     Sessions that are to end (`SessionRow.ending` is set: cancelled, expired or not needed any more) leave the queue at
     once: `queued` does not list these sessions, and `start_attempt` refuses them. Such a session is not done until the
-    caller calls `finish` with the reason in `ending`. If `requeue` or `recover` ends the attempt before, the session's
-    state is QUEUED until then. `to_end` lists the sessions that the caller must still finish, for instance after a
-    crash.
+    caller calls `finish` with the reason in `ending`. If `requeue` or `recover` ends the attempt before that, the
+    session's state is QUEUED in between. `to_end` lists the sessions that the caller must still finish, for instance
+    after a crash.
     """
 
     def __init__(
@@ -498,9 +498,9 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # The write is volatile, because the agent's call waits for it. A loss of power that undoes the write also ends
-        # the attempt, and the session runs again from its task. Once the end of an attempt is stored, all turns of the
-        # attempt are stored, too.
+        # The write is volatile, because the agent's call waits for the write. A loss of power that undoes the write
+        # also ends the attempt, and the session runs again from its task. Once the end of an attempt is stored, all
+        # turns of the attempt are stored, too.
         await self._db.write(body, volatile=True)
 
     async def turns(
