@@ -1,1 +1,2 @@
-"""The service: admission, scheduling on nodes, results and delivery of groups. `api/` serves it over HTTP."""
+"""Implements the service: admission, scheduling on nodes, results and delivery of groups. `api/` serves the service
+over HTTP."""

@@ -1,7 +1,7 @@
-"""Admission: reads the body of a request into a spec, and checks a task against the capabilities of this machine.
+"""Parses the body of a request into a spec, and checks a task against the capabilities of this machine.
 
-Admission resolves every name in the task, but starts nothing. Invariant: a group is stored only after it has passed
-these checks, so a session can fail for a reason checked here only on another machine, or after something has changed.
+The checks resolve every name in the task, but start nothing. Invariant: a group is stored only after it has passed the
+checks. So a session can fail for a checked reason only on another machine, or after something has changed.
 """
 
 from __future__ import annotations
@@ -71,17 +71,19 @@ MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a request. JSON decoders accept values that are nested too deeply for
 encoders to write."""
 MAX_NAMES = 1024
-"""Maximum fields of an object outside of `options`: as many as `env` may have."""
+"""Maximum number of fields of an object outside of `options`. This is also the maximum number of variables in `env`."""
 
 WRITABLE = ("/root", "/tmp", "/var/tmp", "/dev", "/proc", "/run")
-"""Folders of every sandbox with its own root file system. A read-only mount over such a folder would hide it."""
+"""Folders that every sandbox with its own root file system has and writes to. A read-only mount over such a folder
+would hide it."""
 
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
-"""Parts of a location that name a kind of prepare step. Pydantic adds the name of each kind that it tries."""
+"""Parts of an error's location that name a kind of prepare step. Pydantic tries each kind of step, and adds the kind's
+name to the location of an error."""
 NO_FIELDS = STEP_KINDS | {"[key]"}
-"""Parts of a location that are not field names."""
+"""Parts of an error's location that are not field names."""
 LIST_OF = "list["
-"""Prefix of the location part that pydantic adds where one alternative of a union is a list."""
+"""Prefix of the part that pydantic adds to an error's location where one alternative of a union is a list."""
 RESOURCES = ("cpus", "memory_mb", "gpus")
 """Resources of a node that are reserved for sessions."""
 CHECK_SECONDS = 120.0
@@ -90,7 +92,8 @@ CHECK_SECONDS = 120.0
 
 def parse_body(kind: type[S], body: bytes) -> S:
     """Return the spec in the body of a request: strict JSON (no NaN, no invalid UTF-8). An empty body stands for `{}`
-    if no field is required. Raises RequestError, or InvalidField naming the field."""
+    if no field is required. Raises RequestError for a body that is not a JSON object, and InvalidField, with the
+    field's name, for an invalid value."""
     if not body and not any(field.is_required() for field in kind.model_fields.values()):
         body = b"{}"
     try:
@@ -103,13 +106,14 @@ def parse_body(kind: type[S], body: bytes) -> S:
 
 
 def validate_group(value: Mapping[str, Any]) -> GroupSpec:
-    """Return the group spec in a decoded object. Raises InvalidField naming the field."""
+    """Return the group spec in a decoded JSON object. Raises InvalidField, with the field's name, for an invalid
+    value."""
     return _validated(GroupSpec, value)
 
 
 async def stored_group(store: Store, group_id: str) -> StoredGroupSpec:
     """Return the spec of a stored group. Raises UnreadableTask if another version of Outrider stored the spec in a form
-    that this version cannot read, or if the key is missing with which the spec was encrypted."""
+    that this version cannot read, or if the key that encrypted the spec is missing."""
     stored = await store.spec(group_id)
     try:
         # The spec is validated in a thread, because the validation decodes the base64 of every file in the task.
@@ -143,8 +147,8 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         return kind.model_validate(value)
     except ValidationError as error:
         errors = complaints(error)
-        # For a prepare step pydantic reports the complaints of every kind of step that it has tried. The kind with the
-        # fewest complaints is most likely the intended kind.
+        # For an invalid prepare step, pydantic reports the errors of every kind of step that it has tried. The kind
+        # with the fewest errors is most likely the intended kind.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
         chosen = min(errors, key=lambda details: counts[_step_kind_tried(details["loc"])])
         parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
@@ -160,13 +164,14 @@ def _shown(location: Location) -> str:
 
 
 def _step_kind_tried(location: Location) -> Location:
-    """Return the location up to the kind of prepare step, or () for a location without a kind."""
+    """Return the part of an error's location up to and including the kind of prepare step, or () if the location has no
+    kind."""
     end = next((place for place, part in enumerate(location, start=1) if part in STEP_KINDS), 0)
     return location[:end]
 
 
 def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
-    """Raise InvalidField if a session does not fit on any node, even if the node is empty. While there is no node,
+    """Raise InvalidField if a session of the task fits on no node, even on an empty node. While there are no nodes,
     nothing is raised."""
 
     def fits(needs: ResourceAmount) -> bool:
@@ -177,7 +182,8 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
         return
     graded = "" if not fits(agent) else ", that of sandboxes for grading included,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
-    # If each resource alone fits some node, but no node has them all, the message names the memory.
+    # Each resource alone may fit some node although no node has enough of all resources. Then the message names the
+    # memory.
     name = short[0] if short else "memory_mb"
     have = " or ".join(dict.fromkeys(total_of(node.resources).in_words() for node in nodes))
     raise InvalidField(
@@ -188,7 +194,8 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
 
 
 class Bound(NamedTuple):
-    """The maximum of a quantity that a task may request."""
+    """The maximum `most` of a quantity that a task may request. `asked` returns the quantity that a task requests, and
+    `field` is the field named in the error."""
 
     field: str
     most: float
@@ -200,8 +207,8 @@ BOUNDS = (
     Bound("task.limits.session_seconds", 86_400, lambda task: task.limits.session_seconds),
     Bound("task.evaluator.seconds", 86_400, lambda task: sum(step.evaluator.seconds for step in steps_of(task))),
 )
-"""Maximum seconds for which a session may hold a slot of the lanes `init`, `run` and `eval`. No session is interrupted
-for the session of another tenant, so these bounds limit each tenant's wait for a first slot."""
+"""Maximum seconds for which a session may hold a slot of the lanes `init`, `run` and `eval`. A session is never
+interrupted for a session of another tenant, so these bounds limit each tenant's wait for a first slot."""
 
 
 def check_bounds(task: TaskSpec) -> None:
@@ -225,9 +232,9 @@ def check_group(
     """Check everything about a group that depends on this machine. Blocks on the file system. Returns the evaluators
     of the task's steps, for `SubmissionChecks`.
 
-    `paths` are the host's files that a task may name, and `endpoints` the external graders. `here`: sessions run on
-    this machine, so the machine's runtimes and harnesses are checked, too. Other machines check their own when a
-    session starts there. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
+    `paths` are the host's files that a task may name, and `endpoints` the external graders. If `here` is true, sessions
+    run on this machine, and the machine's runtimes and harnesses are checked, too. Other machines check their own
+    runtimes and harnesses when a session starts there. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
     """
     task = spec.task
     runtimes = runtimes_of(task)
@@ -295,8 +302,8 @@ def _runtime_kind(name: str, *, field: str) -> RuntimeKind:
 class SubmissionChecks:
     """Runs the slower checks of evaluators' specs, for example reading a gold answer.
 
-    Groups of a tenant are checked one at a time, so that no tenant's gold answers take the machine from the others. A
-    group has `seconds` in all, including the wait for earlier groups.
+    Groups of a tenant are checked one at a time, so that the gold answers of one tenant do not occupy the whole
+    machine. The checks of a group may take `seconds` in all, including the wait for earlier groups.
     """
 
     def __init__(self, host: Host, *, seconds: float = CHECK_SECONDS) -> None:
@@ -305,7 +312,8 @@ class SubmissionChecks:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def check(self, evaluators: Sequence[Evaluator], tenant: str) -> None:
-        """Check the specs of the evaluators. Raises InvalidField, and EvaluatorError if a check cannot be completed."""
+        """Check the specs of the evaluators. Raises InvalidField for an invalid spec, and EvaluatorError if a check
+        cannot be completed."""
         if not any(isinstance(evaluator, ChecksSpec) for evaluator in evaluators):
             return
         try:
@@ -329,7 +337,7 @@ async def _check_evaluator(evaluator: Evaluator, host: Host) -> None:
             await evaluator.check_spec(host)
     except OutriderError:
         raise
-    except Exception as error:  # a plugin may raise anything
+    except Exception as error:  # a plugin may raise any exception
         message = f"the evaluator refuses its spec: {type(error).__name__}: {error}"
         raise InvalidField(message, field="task.evaluator") from error
 
@@ -343,7 +351,7 @@ def _check_uploads(prepare: Sequence[PrepareStep], paths: HostPaths, *, field: s
 
 def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
     """Raise InvalidField unless every path of the host is allowed and exists. An image given by name is not a path: the
-    operator has imported the image."""
+    operator has imported such an image."""
     resolved = paths.resolved(spec)
     if resolved.rootfs is not None and not os.path.isdir(resolved.rootfs):
         raise InvalidField(f"{spec.rootfs!r} is not a folder on this node", field="task.runtime.rootfs")
@@ -355,8 +363,8 @@ def _check_paths(spec: RuntimeSpec, paths: HostPaths) -> None:
 
 
 def _check_venv(task: TaskSpec, runtime: RuntimeKind, paths: HostPaths) -> None:
-    """Raise InvalidField unless a task's virtual environment is allowed, with all the folders that it needs, and works
-    in the sandbox."""
+    """Raise InvalidField unless the task's virtual environment and all folders that it needs are allowed, and the
+    environment works in the sandbox."""
     path, spec = task.harness.venv, task.runtime
     if path is None:
         return

@@ -1,6 +1,6 @@
 """Checks the Python, runtimes, images and callback hosts in a task against the operator's settings.
 
-Paths of the host are checked where they are resolved, in admission.py. Nothing named by a task is imported here.
+Paths of the host are checked where they are resolved, in admission.py. This module imports nothing that a task names.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ METADATA = frozenset(
         ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:42::42", "fd00:ec2::254", "fd20:ce::254"),
     )
 )
-"""Addresses at which clouds serve a machine's credentials, beside the link-local 169.254.169.254."""
+"""Addresses at which clouds serve a machine's credentials, in addition to the link-local 169.254.169.254."""
 
 
 class AllowLists:
-    """The allow lists of the settings.
+    """Checks groups and connections against the allow lists of the settings.
 
-    Callbacks are checked twice: the host when a group is submitted, and the address of each connection. So a name
-    whose address changes cannot lead to a refused address.
+    Callbacks are checked twice: the host when a group is submitted, and the address when a connection is opened. So a
+    host name whose address changes cannot lead to a refused address.
     """
 
     def __init__(self, config: Config) -> None:
@@ -81,7 +81,7 @@ class AllowLists:
             return
         module, _, attribute = name.partition(":")
         for allowed in self._config.plugins.allow:
-            # A path into another object would lead out of the module: to os.system, if the module imports os.
+            # A dotted attribute could name an object of another module: os.system, if the module imports os.
             within = "." not in attribute and (module == allowed or module.startswith(f"{allowed}."))
             if allowed in ("*", name) or within:
                 return
@@ -109,7 +109,8 @@ class AllowLists:
             )
 
     def socket(self, place: tuple[int, int, int, str, Sequence[Any]]) -> socket.socket:
-        """Return a socket for a callback's connection. Raises OSError for an address that callbacks may not use."""
+        """Return a socket for a callback's connection to the address in `place`. Raises OSError for an address that
+        callbacks may not use."""
         family, kind, protocol, _, address = place
         if self._refused(plain(ip_address(address[0]))):
             raise OSError(f"callbacks may not go to {address[0]}: the operator's setting is callbacks.allow")

@@ -49,7 +49,7 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 class Opened(NamedTuple):
-    """An open service, and the node in this process that runs the sessions. `node` is None if other processes run the
+    """An open service, and the node of this process, which runs the sessions. `node` is None if other processes run the
     sessions."""
 
     service: Service
@@ -63,7 +63,7 @@ class Opened(NamedTuple):
 
 
 class Models(NamedTuple):
-    """The policy, and the frozen models beside it."""
+    """The backends of the policy and of the frozen models."""
 
     policy: ModelBackend
     frozen: tuple[FrozenModel, ...]
@@ -80,7 +80,7 @@ async def open_store(config: Config, failures: Failures | None = None) -> AsyncI
     data folder, and InvalidField if the data folder cannot be used."""
     try:
         config.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The kernel holds the lock, and releases it however the process ends. A file with a process id would stay.
+        # A lock of the kernel is released however the process ends. A file with a process id would be left behind.
         lock = os.open(config.data / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise InvalidField(
@@ -187,9 +187,10 @@ async def open_models(
     paces: Mapping[str, RememberedPace] = {},
     leader: Callable[[str | None], Leader] | None = None,
 ) -> AsyncIterator[Models]:
-    """Open the models of the settings, with engine pools that are still empty. `known` is the policy's version in an
-    earlier service, and `keep` stores a new version. `paces` are the engines' paces in an earlier service. With
-    `leader`, each pool follows the pool of the same model in another process."""
+    """Open the models of the settings, with engine pools that are still empty. `known` is the policy's version that an
+    earlier service stored, and `keep` stores a new version. `paces` are the engines' paces that an earlier service
+    stored. With `leader`, each pool follows the pool of the same model in another process. Raises InvalidField for a
+    wrong setting of a model."""
     if config.model.tokenizer is None:
         raise InvalidField(
             "no tokenizer is set",
@@ -247,8 +248,8 @@ def _store(config: Config, failures: Failures | None) -> Store:
 
 
 def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
-    """Return the renderer of each frozen model. Raises InvalidField for a name that is taken, and for a tokenizer or
-    renderer that does not work."""
+    """Return the renderer of each frozen model. Raises InvalidField for a name that another model has, and for a
+    tokenizer or renderer that does not work."""
     names = [config.model.name]
     renderers = []
     for at, model in enumerate(config.frozen):
@@ -266,7 +267,7 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
         try:
             tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
             renderers.append(make_renderer(tokenizer, model.renderer))
-        except InvalidField as error:  # the error names a field of the policy's model
+        except InvalidField as error:  # the error names a field of `config.model`
             field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
             raise InvalidField(error.message, field=field, hint=error.hint) from error
     return renderers

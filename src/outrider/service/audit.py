@@ -1,7 +1,7 @@
-"""The audit log: each changing call with its caller, time and outcome, as JSON lines in the data folder.
+"""Writes the audit log: one JSON line for each call that may change data, with the caller, the time and the outcome.
 
-The log is a file and not a table, because log collectors can read a file, and the API cannot change a file. Invariant:
-the log has at most FILES files, each of at most FILE_BYTES plus one line.
+The log is a file in the data folder and not a table, because log collectors can read a file, and the API cannot change
+a file. Invariant: the log has at most FILES files, each of at most FILE_BYTES plus one line.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class AuditLog:
         self._one_at_a_time = asyncio.Lock()
 
     async def add(self, entry: AuditEntry) -> None:
-        """Write a line. If a resource of the machine is exhausted (such as the disk), the failure is recorded and not
-        raised, because cancelling work must remain possible. The line then goes to the service's log instead."""
+        """Write a line. If a resource of the machine is exhausted (such as the disk), the error is recorded and not
+        raised, because clients must still be able to cancel work. The line is then written to the service's log
+        instead."""
         async with self._one_at_a_time:
             try:
                 await asyncio.to_thread(self._write, msgspec.json.encode(entry) + b"\n")

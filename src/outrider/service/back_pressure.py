@@ -1,9 +1,10 @@
-"""Back-pressure: refuses new groups while the queue is full, with a time after which to try again.
+"""Refuses new groups while the queue is full, and computes when a client should try again.
 
-The bound counts the sessions that wait before a group is accepted, so a group of any size is accepted once there is any
-room. A run that fills the queue does not keep the others out: a bucket with less than an equal part of the bound is
-accepted until twice the bound is reached. Nor does a tenant with many runs keep other tenants out: a tenant with less
-than an equal part is accepted until three times the bound is reached.
+The bound applies to the sessions that wait before a group is accepted, so a group of any size is accepted while the
+queue is shorter than the bound. Beyond the bound, a group is still accepted if its bucket has less than an equal part
+of the bound, up to twice the bound, so that one run cannot fill the queue for all others. Likewise, a group is accepted
+if its tenant has less than an equal part, up to three times the bound, so that one tenant cannot fill the queue with
+many runs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from outrider.store.rows import GroupRow, QueueLength
 from outrider.store.store import Store
 
 RATE_SECONDS = 60.0
-"""Seconds over which the rate of completion is measured."""
+"""Seconds over which the rate of finished sessions is measured."""
 
 SHORTEST, LONGEST = 1.0, 60.0
 """Minimum and maximum seconds of the Retry-After that a refused client gets."""
 
 COUNT_SECONDS = 0.5
-"""Minimum seconds between two counts of a full queue: a count takes 12 ms at 100,000 sessions."""
+"""Minimum seconds between two counts of a full queue, because a count takes 12 ms at 100,000 sessions."""
 
 
 class BackPressure:
@@ -39,7 +40,8 @@ class BackPressure:
         self._length: QueueLength | None = None
         self._counted_at = -math.inf
         self._added = 0
-        """Sessions accepted since the count. Sessions that left the queue since then are not subtracted."""
+        """Number of sessions accepted since the last count. Sessions that left the queue since then are not
+        subtracted."""
         self._ends: deque[float] = deque(maxlen=10_000)
         self._counting = asyncio.Lock()
 
@@ -62,8 +64,8 @@ class BackPressure:
         async with self._counting:
             known = self._length
             fresh = self._clock() - self._counted_at < COUNT_SECONDS
-            # Sessions added since the count may have started. A queue that is full only because of them is counted
-            # again.
+            # Sessions added since the last count may have started. So a queue that is full only because of these
+            # sessions is counted again.
             full = known is not None and known.sessions >= self._bound and fresh
             if known is None or (known.sessions + self._added >= self._bound and not full):
                 self._added, self._counted_at = 0, self._clock()

@@ -1,8 +1,8 @@
 """Pushes finished groups from the outbox to their callback URLs, at least once.
 
-The body of a push is the reply to `GET /v1/groups/{id}`. The header `Idempotency-Key` is the group's id, by which a
-receiver recognises a repeated push. Invariant: a row leaves the outbox only after a 2xx reply. A push that is given up
-stays in the outbox as a dead letter.
+The body of a push is the reply to `GET /v1/groups/{id}`. The header `Idempotency-Key` is the group's id, so that a
+receiver recognises a repeated push. Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin
+discards the delivery. A delivery that is given up stays in the outbox as a dead letter.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ PAUSES = RetryPolicy(first=1.0, longest=600.0)
 LONGEST_PAUSE = 3600.0
 """Maximum wait in seconds that a receiver can request with `Retry-After`."""
 MIN_TRIES = 10
-"""A refused push is given up after this many tries: about ten minutes, enough to set up a receiver. After other
-failures a push is given up only once it has also been due for PATIENCE seconds."""
+"""A refused push is given up after this many tries, which take about ten minutes: enough time to set up a receiver.
+After other failures, a push is given up only once it has also been due for PATIENCE seconds."""
 PATIENCE = 3 * 86400.0
 MAX_PUSHES = 32
 """Maximum number of pushes under way."""
 MAX_PUSHES_EACH = 8
-"""Maximum number of pushes under way to one receiver, so that a slow receiver does not delay pushes to others. After a
-failed push the receiver gets one push at a time, until a push succeeds."""
+"""Maximum number of pushes under way to one receiver, so that a slow receiver does not delay pushes to other receivers.
+After a failed push the receiver gets one push at a time, until a push succeeds."""
 LOOK_AHEAD = 1000
-"""Maximum number of outbox rows read at a time: many more than can be pushed, because the first rows may all be for one
-slow receiver."""
+"""Maximum number of outbox rows read at a time. The number is much larger than MAX_PUSHES, because the first rows may
+all be for one slow receiver."""
 MAX_FAULT = 300
 """Maximum length in characters of a stored failure description."""
 NOT_REFUSED = frozenset({408, 425, 429})
-"""Statuses below 500 that mean: try again later."""
+"""Statuses below 500 after which a push should be tried again later."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The reason why a push failed. `refused`: the receiver is unlikely to accept another try, or its address is
-    wrong. `wait`: seconds that the receiver requested before the next try."""
+    """The reason why a push failed. `refused`: the receiver is unlikely to accept another try, or its address is wrong.
+    `wait`: seconds before the next try, as requested by the receiver."""
 
     fault: str
     refused: bool = False
@@ -66,8 +66,8 @@ class Failure(msgspec.Struct, frozen=True):
 
 class Deliverer:
     """Pushes finished groups. Run `run` in a task group, and call `wake` when a group is done. `allow_lists` restrict
-    the receivers. Pushes are signed if there is a `secret`. `pauses` are the waits between the tries of a push. Unless
-    it is refused, a push is tried for at least `patience` seconds."""
+    the receivers. Pushes are signed if there is a `secret`. `pauses` are the waits between the tries of a push. A push
+    that is not refused is tried for at least `patience` seconds."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Deliverer:
         self._patience = patience
         self._work = asyncio.Event()
         self._under_way: dict[str, str] = {}
-        """Receivers by group id."""
+        """Receivers of the pushes under way, by group id."""
         self._failing: set[str] = set()
         """Receivers whose last push failed."""
 
@@ -110,7 +110,7 @@ class Deliverer:
             await chores.begin("callbacks", partial(self._push_due, http, chores))
 
     async def _push_due(self, http: aiohttp.ClientSession, chores: Chores) -> None:
-        """Start the pushes that are due, and wait until there may be more."""
+        """Start the pushes that are due, and wait until more pushes may be due."""
         self._work.clear()
         # A push that ends while the outbox is read may still be listed as due, but must not be sent again.
         busy = set(self._under_way)
@@ -118,13 +118,14 @@ class Deliverer:
         admitted = self._admit(delivery for delivery in due if delivery.group_id not in busy)
         for delivery in admitted:
             chores.create_task(self._deliver(http, delivery), name=f"deliver {delivery.group_id}", chore="a callback")
-        # Behind a full page there may be rows for other receivers. So the outbox is read again at once, unless no push
-        # could be started.
+        # After a full page, the outbox may have further rows for other receivers. So the outbox is read again at once,
+        # unless no push could be started.
         if len(due) < LOOK_AHEAD or not admitted:
             await wait_for_event(self._work, self._pauses.first)
 
     async def _due(self) -> list[Delivery]:
-        """Return the deliveries to receivers that can take another push."""
+        """Return the due deliveries, except deliveries to receivers that already have their maximum number of pushes
+        under way."""
         now, pushes = time.time(), Counter(self._under_way.values())
         busy = [receiver for receiver, count in pushes.items() if count >= self._most(receiver)]
         latest = now + max(self._pauses.longest, LONGEST_PAUSE)
@@ -162,7 +163,7 @@ class Deliverer:
                 self._failing.discard(delivery.receiver)
                 await retry_store(lambda: self._store.delivered(group_id), self._failures)
             else:
-                if delivery.url:  # else the receiver was not tried
+                if delivery.url:  # without an address, the receiver was not tried
                     self._failing.add(delivery.receiver)
                 await self._put_off(delivery, failure)
         except NotFound as error:
@@ -173,7 +174,7 @@ class Deliverer:
 
     async def _put_off(self, delivery: Delivery, failure: Failure) -> None:
         group_id, tries, now = delivery.group_id, delivery.tries + 1, time.time()
-        # The number of tries counts as well as the time, because the clock may be set forward by days.
+        # Both the number of tries and the time count, because the clock may be set forward by days.
         if tries >= MIN_TRIES and (failure.refused or now - delivery.since >= self._patience):
             log.error("callback of %s given up after %d tries: %s", group_id, tries, failure.fault)
             await retry_store(lambda: self._store.give_up_delivery(group_id, fault=failure.fault), self._failures)
@@ -192,7 +193,8 @@ class Deliverer:
         if self._secret is not None:
             headers |= signed_headers(self._secret, delivery.group_id, body, now=time.time())
         try:
-            # A redirect is not followed: the POST would become a GET, whose reply proves nothing about the group.
+            # A redirect is not followed: the POST would become a GET, and a reply to a GET does not prove that the
+            # group was received.
             async with http.post(delivery.url, data=body, headers=headers, allow_redirects=False) as reply:
                 if 200 <= reply.status < 300:
                     return None
@@ -203,17 +205,16 @@ class Deliverer:
                 )
         except TimeoutError:
             return Failure(f"it did not answer within {TRY_SECONDS:.0f} s")
-        except (
-            aiohttp.InvalidURL,
-            ValueError,
-        ):  # aiohttp raises one or the other; the text is left out, because the URL in the text may be secret
+        except (aiohttp.InvalidURL, ValueError):
+            # aiohttp raises one or the other. The error's text is left out, because its URL may be secret.
             return Failure("its address cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))
 
 
 def _wait_asked(header: str) -> float:
-    """Seconds requested by a Retry-After header: a number or a date. 0 for any other value."""
+    """Return the seconds to wait that a Retry-After header requests as a number or a date, at most LONGEST_PAUSE.
+    Returns 0 for any other value."""
     try:
         seconds = float(header) if header.isdecimal() else parsedate_to_datetime(header).timestamp() - time.time()
     except (ValueError, OverflowError):

@@ -1,7 +1,7 @@
-"""Keeps the usual paces of engines across restarts of the service.
+"""Stores the usual paces of engines, so that the next service has them when it starts.
 
-Otherwise a service that starts while an engine is silent or slow would take the slowness for the engine's usual pace,
-and would blame agents for the engine's fault. `engines/pool/pace.py` defines a pace.
+Otherwise a service that starts while an engine is silent or slow would measure this slowness as the engine's usual
+pace, and would blame agents for the engine's fault. `engines/pool/pace.py` defines a pace.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ async def remembered_paces(store: Store) -> dict[str, RememberedPace]:
 async def remember_paces(
     store: Store, pools: Iterable[EnginePool], known: Mapping[str, RememberedPace], failures: Failures
 ) -> AsyncIterator[None]:
-    """Keep the paces of the pools' engines in the store while the block runs. The store already has `known`."""
+    """Store new and changed paces of the pools' engines while the block runs. The store already has the paces
+    `known`."""
     kept = dict(known)
 
     async def keep() -> None:

@@ -22,7 +22,7 @@ EMBEDDING = tuple(
         ("2002::/16", 80),  # 6to4
     )
 )
-"""IPv6 networks with an IPv4 address in each address, and the number of bits behind the IPv4 address."""
+"""IPv6 networks whose addresses contain an IPv4 address, each with the number of bits after the IPv4 address."""
 ISATAP = 0x5EFE
 NETLINK_ROUTE, RTM_GETROUTE, NLM_F_REQUEST, RTA_DST = 0, 26, 1, 1
 HEADER, ROUTE, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBBBBBI"), struct.Struct("=HH")
@@ -32,8 +32,8 @@ ANSWER_SECONDS = 1.0
 
 
 def plain(address: Address) -> Address:
-    """Return the address without a zone; for an IPv4-mapped address, which is only another notation, the IPv4
-    address."""
+    """Return the address without its zone. For an IPv4-mapped address, which is only another notation of an IPv4
+    address, return the IPv4 address."""
     if isinstance(address, IPv4Address):
         return address
     return address.ipv4_mapped or IPv6Address(int(address))
@@ -54,12 +54,12 @@ def meanings(address: Address) -> tuple[Address, ...]:
 
 def is_own(address: Address) -> bool:
     """Return True if the kernel would deliver a packet to this address on this machine."""
-    if address.is_loopback or address.is_unspecified:  # Linux takes 0.0.0.0 for this machine, too
+    if address.is_loopback or address.is_unspecified:  # Linux treats 0.0.0.0 as this machine, too
         return True
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         return _route_type(family, address.packed) in (LOCAL, ANYCAST)
-    except OSError:  # netlink is missing, as behind some system-call filters; only an own address can be bound
+    except OSError:  # some system-call filters block netlink; only an own address can be bound
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
                 probe.bind((str(address), 0))
@@ -76,6 +76,6 @@ def _route_type(family: int, packed: bytes) -> int | None:
         kernel.send(HEADER.pack(HEADER.size + len(body), RTM_GETROUTE, NLM_F_REQUEST, 1, 0) + body)
         answer = kernel.recv(8192)
     _, kind, *_ = HEADER.unpack_from(answer)
-    if kind != RTM_GETROUTE - 2:  # RTM_NEWROUTE; else an error: no route leads there
+    if kind != RTM_GETROUTE - 2:  # anything but RTM_NEWROUTE is an error: there is no route
         return None
     return int(ROUTE.unpack_from(answer, HEADER.size)[7])

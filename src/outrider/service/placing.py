@@ -1,12 +1,12 @@
-"""Placement of sessions on nodes: the nodes, the sessions placed on each, and the rule that chooses a node.
+"""Chooses a node for each session, and counts the sessions placed on each node.
 
 The sessions on a machine may together require twice the machine's processors, memory and GPUs: the surplus sessions
-wait there for resources to become free. A session without room on any machine stays in the queue and keeps its
-position. Until that session gets room, no machine that could take it gets another session that needs the same scarce
-resources, so that small sessions cannot starve a large one. Sessions that need none of the scarce resources pass (see
-`room_behind`).
+wait there for resources to become free. A session for which no machine has room stays in the queue and keeps its
+position. Until a machine has room for that session, the machines that are large enough for that session get no other
+session that needs the same scarce resources. So small sessions cannot starve a large session. Sessions that need none
+of the scarce resources are still placed (see `room_behind`).
 
-Invariant: a node has at most as many sessions as slots, except after a loss of slots.
+Invariant: a node that has as many sessions as slots gets no further session.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.sessions.resources import ResourceAmount, free_of, session_needs, 
 from outrider.spec import TaskSpec, runtimes_of
 
 OVERBOOKING = 2
-"""Maximum total needs of the sessions on a machine, in multiples of its resources."""
+"""Maximum total needs of the sessions on a machine, as a multiple of the machine's resources."""
 
 RUN_LANE = "run"
 
@@ -61,30 +61,30 @@ class _NodeSlots:
 
 
 class NodePlacement:
-    """The nodes by name. For the fraction `evaluation_share` of the run slots, waiting evaluations come before all
-    other sessions."""
+    """The nodes by name, and the sessions placed on each node. In the fraction `evaluation_share` of the run slots,
+    waiting evaluations come before all other sessions."""
 
     def __init__(self, nodes: Sequence[Node], *, evaluation_share: float = 0.0) -> None:
         self.drained: set[str] = set()
-        """Names of nodes that take no new sessions."""
+        """Names of the nodes on which no new sessions are placed."""
         self._machines: dict[str, _Machine] = {}
         self._places: dict[str, _NodeSlots] = {}
         for node in nodes:
             self.add(node)
         self._gone: set[Quantities] = set()
-        """Total resources of nodes that were removed."""
+        """Total resources of each node that was removed."""
         self._began = time.monotonic()
         self._evaluation_share = evaluation_share
         self._reserved = 0
-        """Sessions in the share of evaluations."""
+        """Number of sessions placed in the share of evaluations."""
 
     def add(self, node: Node) -> None:
         """Add a node, replacing any node of the same name."""
         self._places[node.name] = _NodeSlots(node, self._machines.setdefault(node.machine, _Machine()))
 
     def remove(self, node: Node) -> None:
-        """Place no more sessions on a node. The sessions under way on it end by themselves; the functions that `take`
-        returned for them must still be called."""
+        """Remove a node, so that no more sessions are placed on the node. The node's sessions under way end by
+        themselves; the functions that `take` returned for these sessions must still be called."""
         if node.name in self._places and self._places[node.name].node is node:
             del self._places[node.name]
             self._gone.add(total_of(node.stats().resources).quantities)
@@ -98,7 +98,8 @@ class NodePlacement:
         ]
 
     def machines(self) -> list[Node]:
-        """One node of each machine: the node with the most slots, because others may just be starting."""
+        """Return one node of each machine: the node with the most slots, because the other nodes may just be
+        starting."""
         nodes = sorted((place.node for place in self._places.values()), key=lambda node: node.stats().capacity)
         return list({node.machine: node for node in nodes}.values())
 
@@ -108,11 +109,11 @@ class NodePlacement:
             raise NotFound(f"no node {name!r}", hint=f"there are {', '.join(map(repr, self._places)) or 'none'}")
 
     def free_slots(self) -> int:
-        """Number of further sessions that the nodes can take."""
+        """Return the number of further sessions that the nodes can take."""
         return sum(map(self._slots, self._places.values()))
 
     def free_share(self) -> int:
-        """Number of free slots that evaluations may take within their share."""
+        """Return the number of free slots that evaluations may take within their share."""
         if not self._evaluation_share:
             return 0
         lanes = [lane for place in self._open() for lane in place.node.stats().lanes]
@@ -120,7 +121,7 @@ class NodePlacement:
         return min(max(0, share - self._reserved), self.free_slots())
 
     def look_again(self) -> None:
-        """Clear the lists of sessions without room, because the queue is about to be read from the beginning."""
+        """Clear the lists of sessions without room. Call this before the queue is read from the beginning."""
         for place in self._places.values():
             place.machine.waiting.clear()
 
@@ -133,7 +134,7 @@ class NodePlacement:
         able = [place for place in self._places.values() if needs.within(total_of(place.node.stats().resources))]
         if not able and self.may_fit(needs):
             return None
-        # A session that is too large for every node was accepted when there was a larger node. Any node may get the
+        # A session that is too large for every node was accepted while there was a larger node. Any node may get the
         # session, and will refuse it with an error.
         found = [place for place in self._open() if self._slots(place) and (place in able or not able)]
         if able and any(needs.quantities):
@@ -150,16 +151,16 @@ class NodePlacement:
         return max(found, key=fitness).node if found else None
 
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
-        """Return True if a node large enough for these needs has joined, or may still join. A large enough node that
-        has left may come back. With `others`, a node of any size may join in the first JOIN_SECONDS of the service."""
+        """Return True if a node large enough for these needs has joined, or may still join. A node that has left may
+        join again. With `others`, a node of any size may join in the first JOIN_SECONDS of the service."""
         if others and time.monotonic() - self._began < JOIN_SECONDS:
             return True
         here = (total_of(place.node.stats().resources).quantities for place in self._places.values())
         return any(fits(needs.quantities, has) for has in (*here, *self._gone))
 
     def take(self, node: Node, task: TaskSpec, *, reserved: bool) -> Callable[[], None]:
-        """Count a session on a node. Returns a function to be called once, which gives the slot and the resources
-        back."""
+        """Count a session as placed on a node. Returns a function that gives the slot and the resources back. Call this
+        function exactly once."""
         place = self._places[node.name]
         needs = session_needs(task).quantities
         place.sessions += 1

@@ -1,4 +1,4 @@
-"""The caller of the control API, for routes and the service.
+"""Defines the callers of the control API and the rights of their roles.
 
 `tokens.py` authenticates the caller. `Store.create_group` refuses a group beyond `max_queued`.
 """
@@ -15,7 +15,7 @@ ALLOWED: dict[Role, frozenset[Role]] = {
     "node": frozenset({"node"}),
     "admin": frozenset(get_args(Role)),
 }
-"""The roles in which the holder of a token may act, by the token's role."""
+"""The roles that a caller may act in, by the role of the caller's token."""
 
 
 class Principal(NamedTuple):
@@ -37,6 +37,6 @@ class Principal(NamedTuple):
 
 
 LOCAL = Principal("local", "admin", OPERATOR_TENANT)
-"""Every caller while the service has no token. The service then listens on this machine only."""
+"""The caller of every request while the service has no token. Such a service listens on this machine only."""
 OPERATOR = Principal("operator", "admin", OPERATOR_TENANT)
-"""The holder of the token in the settings."""
+"""The caller who has the token in the settings."""

@@ -1,6 +1,6 @@
-"""Readiness of the service, for `/readyz`.
+"""Checks whether the service is ready, for `/readyz`: the service is ready while its store accepts writes.
 
-The check changes only one row of the store. Invariant: for any number of callers at once, the store is probed at most
+The check changes only one row of the store. Invariant: however many callers wait at once, the store is probed at most
 once in FRESH_SECONDS, and no caller waits much longer than STORE_SECONDS.
 """
 
@@ -31,7 +31,7 @@ class StoreReadiness:
         self._fault: str | None = None
 
     async def check(self) -> None:
-        """Raise StoreUnavailable while nothing can be stored."""
+        """Raise StoreUnavailable if the store accepts no writes."""
         clock = asyncio.get_running_loop().time
         async with self._probing:
             if self._answered < 0 or clock() - self._answered >= self._fresh:

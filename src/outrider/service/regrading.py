@@ -1,7 +1,8 @@
-"""Makes the group that grades sessions again: a new group whose sessions take over the runs of earlier sessions.
+"""Makes groups that grade sessions again. Each session of such a group takes over the agent's run of an earlier
+session.
 
 `service.py` submits the group. Invariants: the earlier sessions and verdicts do not change; a run is graded with the
-files kept from the run, or without files.
+files that were kept from this run, or without files.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a gra
 async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return a group that grades again every session of `group_id` whose run ended by itself. Raises NotFound, also
-    for a group of another tenant; Conflict if the group is not done, no run ended by itself, or the task has several
-    steps; UnreadableTask; and InvalidField."""
+    """Return a group that grades again every session of `group_id` whose run ended by itself. Raises NotFound for an
+    unknown group, or a group of another tenant. Raises Conflict if the group is not done, no run ended by itself, or
+    the task has several steps. Raises UnreadableTask if the stored task cannot be read, and InvalidField if the new
+    evaluator needs files that were not kept."""
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
-    # If the group itself regrades earlier sessions, the runs of these are graded, so that nothing is kept twice.
+    # If the group itself graded earlier sessions again, the runs of these earlier sessions are graded, so that no files
+    # are kept twice.
     rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
         raise Conflict(f"group {group_id} is not done", hint="wait for it, or grade single sessions of it again")
@@ -38,7 +41,8 @@ async def regraded_group(
 async def regraded_session(
     store: Store, session_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return a group of one that grades one session again. Raises as `regraded_group`."""
+    """Return a group of one session, which grades the session `session_id` again. Raises the errors of
+    `regraded_group`."""
     row = await store.session(session_id, tenant=tenant)
     spec = await stored_group(store, row.group_id)
     if spec.regrades:
@@ -57,8 +61,9 @@ def _can_be_graded(row: SessionRow) -> bool:
 
 
 def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> StoredGroupSpec:
-    """Return a group that has the old group's task and grades `runs`. The evaluator gets the files that were kept from
-    the first grading. Raises Conflict for a task of several steps, and InvalidField."""
+    """Return a group that has the old group's task and grades `runs`, which are ids of sessions. The evaluator gets the
+    files that were kept for the first grading. Raises Conflict for a task of several steps, and InvalidField if the new
+    evaluator needs files that were not kept."""
     task, first = old.task, old.task.evaluator
     if task.then:
         raise Conflict(
@@ -73,7 +78,8 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
             field="evaluator.carry",
             hint="leave it out: what was kept is carried again",
         )
-    # The files that a regrading group carries were kept by the earlier sessions.
+    # If the old group itself graded runs again, the files were kept by the earlier sessions, although the old group's
+    # own `keep` is false.
     kept = first.carry if first.keep or old.regrades or isinstance(first.carry, DiffSpec) else None
     if kept is None:
         if evaluator.runtime is not None:

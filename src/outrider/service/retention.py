@@ -1,7 +1,8 @@
-"""Removes finished groups that are old, or too many, with all their stored data: rows, images and artifacts.
+"""Removes finished groups that are too old, and the oldest groups while the total size is too large, with all their
+stored data: rows, images and artifacts.
 
-Only finished sessions are removed. Invariant: a group vanishes from every reply before any part of the group is
-deleted. A deletion begun by a killed service is completed by the next service.
+Invariants: a group disappears from all replies of the API before any part of its data is deleted; a deletion that was
+interrupted because the service was killed is completed by the next service.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHECK_SECONDS = 60.0
 STEP_ROWS = 100
 """Maximum number of rows deleted in one transaction, so that the store's other writers wait only a few milliseconds."""
 SESSIONS_AT_ONCE = 128
-"""Sessions in one batch of groups to hide."""
+"""Approximate number of sessions whose groups are hidden in one transaction."""
 COUNTED_AT_ONCE = 10_000
 REQUEST_SECONDS = 20.0
 """Approximate maximum seconds until a removal request gets its reply, even when there is more to remove."""
@@ -51,7 +52,7 @@ class Retention:
         self._artifacts = artifacts
         self._settings = settings
         self._turn = asyncio.Lock()
-        """Held by the caller that removes groups, one caller at a time."""
+        """Held by the caller that removes groups, so that only one caller at a time removes groups."""
 
     async def run(self) -> None:
         """Finish the deletions of an earlier service; then enforce the settings' bounds, until cancelled."""
@@ -130,17 +131,18 @@ class Retention:
                 await _on_disk(partial(self._artifacts.remove, unknown))
 
     async def _erase(self) -> None:
-        """Delete everything hidden: files first, because the rows of sessions lead to the files."""
+        """Delete all data of hidden groups. The files are deleted first, because the files cannot be found without the
+        rows of the sessions."""
         await _on_disk(partial(self._artifacts.remove, await self._store.removals.hidden_sessions()))
         more = True
         while more:
             begun = time.monotonic()
             more = await self._store.removals.erase(STEP_ROWS)
-            await asyncio.sleep(time.monotonic() - begun)  # leaves half of the writer's time to others
+            await asyncio.sleep(time.monotonic() - begun)  # leaves half of the time to the store's other writers
 
 
 async def _on_disk(work: Callable[[], T]) -> T:
-    """Read or remove artifacts in a thread. Raises ServiceError, after which the work may be tried again."""
+    """Read or remove artifacts in a thread. Raises ServiceError for an error of the disk; the caller may try again."""
     try:
         return await asyncio.to_thread(work)
     except OSError as error:
@@ -150,8 +152,8 @@ async def _on_disk(work: Callable[[], T]) -> T:
 
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:
-    """Return the first candidates that finished before the time `before` or are needed to free `excess` bytes. The
-    batch ends when it has `sessions` sessions or more."""
+    """Return the first candidates, as long as they finished before the time `before` or are needed to free `excess`
+    bytes. The batch ends once it has `sessions` sessions or more."""
     batch: list[Candidate] = []
     for candidate in candidates:
         if (candidate.finished >= before and excess <= 0) or sessions <= 0:

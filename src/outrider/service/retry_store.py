@@ -1,4 +1,4 @@
-"""Repeats work on the store until the database accepts it: a failing database delays sessions, but ends none.
+"""Retries work on the store until the database accepts it, so that a failing database delays sessions, but ends none.
 
 Before that, `store/postgresql.py` tries each transaction again for `PATIENCE_SECONDS`. Invariant: `retry_store` returns
 only after the work has succeeded.
@@ -18,11 +18,12 @@ T = TypeVar("T")
 
 PAUSES = RetryPolicy(first=0.1, longest=10.0)
 NAME = "store"
-"""Name of this work in the list of failures."""
+"""Name of the store in the list of failures."""
 
 
 async def retry_store(work: Callable[[], Awaitable[T]], failures: Failures) -> T:
-    """Call `work` until a call does not raise ServiceError, and return the result. All other errors are raised.
+    """Call `work` until it succeeds, and return the result. Only a ServiceError leads to another call; all other errors
+    are raised.
 
     A failed call may have taken effect in part or as a whole, so `work` must be safe to repeat.
     """

@@ -1,9 +1,10 @@
-"""The scheduler: takes sessions in the queue's order, places sessions on nodes, and stores how each attempt ended.
+"""Schedules sessions: takes them in the queue's order, places them on nodes, and stores how each attempt ended.
 
-`store/queue.py` defines the order. `placing.py` chooses the node of a session, or has the session wait for room.
+`store/queue.py` defines the order. `placing.py` chooses the node of a session, or leaves the session in the queue until
+a node has room.
 
-Invariant: every started attempt ends in exactly one of `finish` and `requeue`, unless the node or this process is
-killed. Then the lease ends, and `recover` requeues the session.
+Invariant: every started attempt ends with exactly one call of `Store.finish` or `Store.requeue`, unless the node or
+this process is killed. In that case the lease ends, and `Store.recover` requeues the session.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ LEASE_SECONDS = 30.0
 """A session is requeued this many seconds after its last lease renewal. Leases are renewed three times as often."""
 
 MAX_RECOVERED = 10
-"""Maximum number of new attempts that a session gets because its node was lost. A lost node does not count as the
-session's failure, but the session may be the cause of the loss, so there is a limit."""
+"""Maximum number of new attempts that a session gets because its node was lost. The loss of a node does not count as
+the session's failure, but the session may be the cause of the loss, so there is a limit."""
 
 PAUSES = RetryPolicy(first=1.0, longest=60.0)
 """Waits between a session's failed attempts."""
@@ -63,29 +64,29 @@ EXPIRED = ErrorRecord(
 )
 
 LOOK_SECONDS = 30.0
-"""Maximum seconds between two reads of the queue. The queue is read even without an event, because the clock by which
-sessions are due may be set back."""
+"""Maximum seconds between two reads of the queue. The queue is read even without an event, because the system clock,
+which decides when sessions are due, may be set back during a wait."""
 
 
 @dataclass(eq=False)
 class _RunningAttempt:
-    """An attempt on a node. `task` is set while the node runs the attempt; only then is there anything to interrupt."""
+    """An attempt on a node. `task` is set while the node runs the attempt; only then can the attempt be interrupted."""
 
     node: Node
     attempt: Attempt
     give_back: Callable[[], None]
-    """Gives the attempt's slot and resources back; called when the attempt has ended."""
+    """Called when the attempt has ended: gives the attempt's slot and resources back."""
     regrades: str | None = None
     """Id of the session whose run this attempt grades again; None for an attempt that runs the agent."""
     task: asyncio.Task[None] | None = None
     ending: StopReason | None = None
-    """Reason to end the session before its agent has finished, if any."""
+    """Reason to end the session before its agent has finished; None if there is no such reason."""
 
 
 class Scheduler:
     """Runs queued sessions on nodes. Run `run` in a task group, and call `wake` when sessions were queued. `on_done` is
-    called when a group is done, and `on_session_done` when a session is done. `evaluation_share`: see `NodePlacement`.
-    `policy_version` returns the version recorded for groups whose first session starts now."""
+    called when a group is done, and `on_session_done` when a session is done. For `evaluation_share`, see
+    `NodePlacement`. `policy_version` returns the version that is stored for a group whose first session starts now."""
 
     def __init__(
         self,
@@ -120,10 +121,10 @@ class Scheduler:
     async def run(self) -> None:
         """Place sessions until cancelled. Attempts under way at that moment are requeued when the next service starts.
 
-        A missing resource (disk, descriptors, memory, threads, database) only delays placement. Any other error here
-        is a bug in the bookkeeping of the queue, and a session might run twice or never. The error is raised and ends
-        the service, unlike all other errors in background work. The next start rebuilds the bookkeeping from the
-        store.
+        A missing resource (disk, descriptors, memory, threads, database) only delays placement. Any other error here is
+        a bug in the bookkeeping of the queue, after which a session might run twice or never. So the error is raised
+        and ends the service, unlike the errors of all other background work. The next service rebuilds the bookkeeping
+        from the store.
         """
         async with Chores(self._failures, fatal=_is_bug) as chores:
             await chores.until_done("scheduler", self._take_up)
@@ -131,13 +132,13 @@ class Scheduler:
             await chores.begin("scheduler", partial(self._place, chores))
 
     async def _take_up(self) -> None:
-        """Read which nodes are drained, and requeue the sessions of an earlier service, whose leases are not valid any
-        more."""
+        """Read which nodes are drained, and requeue the sessions that an earlier service left under way. The leases of
+        these sessions are not valid any more."""
         await retry_store(self._read_drained, self._failures)
         await retry_store(partial(self._retake, float("inf")), self._failures)
 
     async def _place(self, chores: Chores) -> None:
-        """Place the queued sessions, and wait until there may be more."""
+        """Place the queued sessions, and wait until more sessions may be ready to start."""
         self._work.clear()  # cleared before the queue is read, because a `wake` during the read must end the wait below
         due = await retry_store(lambda: self._place_all(chores), self._failures)
         wait = LOOK_SECONDS if due is None else min(LOOK_SECONDS, max(0.0, due - time.time()))
@@ -152,7 +153,7 @@ class Scheduler:
         return len(self._placements)
 
     async def run_dry(self) -> None:
-        """Start no more sessions, and return when none is under way. Queued sessions stay queued."""
+        """Start no more sessions, and return when no attempt is under way. Queued sessions stay queued."""
         self.stopping = True
         while self._placements:
             self._ended.clear()
@@ -164,7 +165,8 @@ class Scheduler:
         self._work.set()
 
     async def drain(self, name: str, drained: bool = True) -> None:
-        """Stop placing sessions on a node, or resume. The node's sessions under way go on. Raises NotFound."""
+        """Stop placing sessions on a node, or start again if `drained` is False. The node's sessions under way
+        continue. Raises NotFound for an unknown node."""
         self.places.check_known(name)
         await self._store.set_drained(name, drained)
         await self._read_drained()
@@ -174,8 +176,8 @@ class Scheduler:
         self.places.drained = await self._store.drained_nodes()
 
     async def end(self, sessions: Sequence[SessionRow]) -> None:
-        """End the sessions marked with `ending`. An attempt under way is interrupted, but only once. Queued sessions
-        are finished."""
+        """End those of the given sessions that have `ending` set: queued sessions are finished, and attempts under way
+        are interrupted, each only once."""
         for session in sessions:
             if session.state is SessionState.DONE or session.ending is None:
                 continue
@@ -189,8 +191,9 @@ class Scheduler:
                     placement.task.cancel()
 
     async def _retake(self, now: float, *, wait: float = 0.0) -> None:
-        """Requeue the sessions whose lease ended before `now` and that do not run here. They may start again after
-        `wait` seconds. Finish sessions that have lost their node too often, and sessions marked with `ending`."""
+        """Requeue the sessions whose lease ended before `now`, except sessions that this scheduler has under way. The
+        requeued sessions may start again after `wait` seconds. Finish sessions that have lost their node too often, and
+        sessions marked with `ending`."""
         due = time.time() + wait if wait else 0.0
         recovered = await self._store.recover(now=now, held=frozenset(self._placements), due=due)
         for session in recovered:
@@ -202,15 +205,15 @@ class Scheduler:
             self._work.set()
 
     async def _place_all(self, chores: Chores) -> float | None:
-        """Start queued sessions while nodes have slots. Returns the next time at which a session is due or expires, if
-        any."""
+        """Start queued sessions while nodes have slots. Returns the next time at which a session is due or expires, or
+        None."""
         looked = time.time()
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self.places.look_again()
-        # Evaluations come first, as many as their share has room for, and then the next sessions of any kind.
+        # Evaluations are started first, up to their share of the slots, and then the next sessions of any kind.
         for evaluations, free in ((True, self.places.free_share), (False, self.places.free_slots)):
-            passed: set[str] = set()  # buckets whose next session finds no room now
+            passed: set[str] = set()  # buckets whose next session fits on no node now
             while not self.stopping and (slots := free()):
                 now = time.time()
                 queued = await self._store.queued(
@@ -232,8 +235,8 @@ class Scheduler:
         return await self._store.next_due(after=looked)
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:
-        """Start a session, or finish it if its task cannot be read. A session that was cancelled since it was read is
-        not started. Returns False if the session must wait, because no node has room for it."""
+        """Start a session, or finish the session if its task cannot be read. A session that was cancelled after it was
+        read from the queue is not started. Returns False if the session must wait, because no node has room for it."""
         try:
             task = await self._read_task(session)
         except UnreadableTask as error:
@@ -243,7 +246,7 @@ class Scheduler:
         if node is None:
             return False
         graded = self._specs[session.group_id].regrades
-        give_back = self.places.take(node, task, reserved=reserved)  # now: during the write the node may leave
+        give_back = self.places.take(node, task, reserved=reserved)  # now, because the node may leave during the write
         try:
             number = await self._store.start_attempt(
                 session.id,
@@ -266,14 +269,14 @@ class Scheduler:
         return True
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
-        """Return the session's task, or None if it cannot be read."""
+        """Return the session's task, or None if the task cannot be read."""
         try:
             return await self._read_task(session)
         except UnreadableTask:
             return None
 
     async def _read_task(self, session: SessionRow) -> TaskSpec:
-        """Return the session's task. Raises UnreadableTask as `stored_group`."""
+        """Return the session's task. Raises UnreadableTask, as `stored_group` does."""
         if session.group_id not in self._specs:
             self._specs[session.group_id] = await stored_group(self._store, session.group_id)
         return self._specs[session.group_id].task
@@ -298,9 +301,9 @@ class Scheduler:
         finally:
             placement.give_back()
             self._under_way[session.bucket] -= 1
-            if not self._under_way[session.bucket]:  # dropped, because there may be any number of buckets
+            if not self._under_way[session.bucket]:  # deleted, because the number of buckets has no limit
                 del self._under_way[session.bucket]
-            # By now a requeued session may run again, as another attempt.
+            # A requeued session may already run again, as another attempt.
             if self._placements.get(session.id) is placement:
                 del self._placements[session.id]
             self._work.set()
@@ -314,8 +317,8 @@ class Scheduler:
 
     async def _outcome(self, placement: _RunningAttempt) -> SessionResult | None:
         """Run the attempt on its node. Returns the result, or None for an attempt that was interrupted for the reason
-        in `ending`. The interruption may come before the node has the attempt; after the end of the attempt it has no
-        effect. Raises NodeLost."""
+        in `ending`. An attempt can be interrupted even before the node has it. An interruption after the end of the
+        attempt has no effect. Raises NodeLost."""
         try:
             if placement.ending is None:
                 placement.task = asyncio.current_task()
@@ -333,11 +336,11 @@ class Scheduler:
         except NodeLost:
             raise
         except Exception as error:
-            if isinstance(error, Conflict | NotFound):  # raised for the session that is graded again
+            if isinstance(error, Conflict | NotFound):  # the earlier run cannot be graded again
                 record = error.record()
             elif _is_bug(error):
                 raise
-            else:  # the attempt could not be sent to the node, which fails this attempt only
+            else:  # the attempt could not be sent to the node: only this attempt fails
                 record = ServiceError(described(error)).record()
             session, task = placement.attempt.session, placement.attempt.task
             return session_result(session, StopReason.ERROR, [], task=task, error=record)
@@ -357,7 +360,7 @@ class Scheduler:
         except ServiceError:  # the database failed: the caller repeats this call
             raise
         except Exception as error:
-            # The result cannot be stored. That is a bug, but the bug must end only this session, not the service.
+            # A result that cannot be stored is a bug, but the bug must end only this session, not the service.
             log.exception("the result of session %s cannot be stored", session.id)
             record = msgspec.structs.replace(record_of(error), retryable=False)
             failed = outcome or session_result(session, StopReason.ERROR, [], task=task)
@@ -379,13 +382,15 @@ class Scheduler:
             turns = await self._store.turns(session.id, session.attempt)
             frozen = await self._store.frozen_turns(session.id, session.attempt)
             result = session_result(session, reason, turns, task=task, error=error, frozen=frozen)
-            # A lost node may have sent a turn that was still being stored when the turns were read.
+            # A turn from a lost node may have been stored after the turns were read here. Then the turns are read
+            # again.
             with suppress(MoreTurns):
                 await self._finish(session, result, under_way=under_way, of_all_turns=True)
                 return result
 
     async def _requeue_or_finish(self, placement: _RunningAttempt, result: SessionResult) -> None:
-        """Requeue a session whose failure is worth another attempt. Finish any other session."""
+        """Requeue the session if another attempt may succeed and the session has attempts left. Otherwise finish the
+        session."""
         session, error = placement.attempt.session, result.error
         failures = session.attempt - session.recovered  # the loss of a node is not a failure of its sessions
         if (
@@ -426,13 +431,13 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
         elif result.verdict is not None:
-            spec = self._specs.get(result.group_id)  # None: removed when a session was cancelled
+            spec = self._specs.get(result.group_id)  # None if `_start` found a session cancelled
             if spec is None or spec.min_usable is not None:  # this verdict may be the last that the group needed
                 await self.end(await self._store.to_end(result.group_id))
 
     async def _renew_and_retake(self) -> None:
-        """Renew the leases of the running attempts, and requeue sessions whose leases lapsed: their node is lost, or
-        an attempt's start was stored although the database had reported a failure."""
+        """Renew the leases of the running attempts, and requeue sessions whose leases lapsed. A lease lapses if the
+        node is lost, or if the start of an attempt was stored although the database had reported a failure."""
         held = {id: placement.attempt.session.attempt for id, placement in self._placements.items()}
         await self._store.renew_leases(held, time.time() + LEASE_SECONDS)
         await self._retake(time.time())

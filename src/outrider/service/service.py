@@ -1,4 +1,4 @@
-"""The service behind the HTTP layer: submits, schedules, delivers and reads groups.
+"""Implements the service behind the HTTP layer: submits, schedules, delivers and reads groups.
 
 Nodes are used only through `sessions.attempt.Node`. Invariant: a group is stored before `submit` returns it.
 """
@@ -78,18 +78,18 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Spec)
 
 REDELIVERED_AT_ONCE = 500
-"""Maximum number of callbacks changed in one transaction, few enough that the store's other writers do not wait."""
+"""Maximum number of callbacks changed in one transaction, so that the store's other writers wait only briefly."""
 
 
 class Service:
     """Accepts groups, and runs their sessions within `async with service.running()`.
 
-    For a `caller` who is not an admin, the id of another tenant's object raises NotFound, like an unknown id, and no
-    list has the object: see docs/security.md.
+    For a `caller` who is not an admin, the id of another tenant's object raises NotFound, like an unknown id, and lists
+    leave such objects out (see docs/security.md).
 
-    `service/assembly.py` makes the service of parts that are open already; the service closes none of them. The checks
-    of tasks share `host`. `pauses` are the waits between a session's failed attempts. Failures of background work are
-    recorded in `failures`.
+    `service/assembly.py` makes the service from parts that are already open; the service closes none of them. All
+    checks of tasks share `host`. `pauses` are the waits between a session's failed attempts. Failures of background
+    work are recorded in `failures`.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class Service:
     ) -> None:
         self.config = config
         self._paths = paths
-        self._version = version("outrider")  # read from a file now, because later no descriptor may be free
+        self._version = version("outrider")  # read now, because later no descriptor may be free for the file
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Locks by tenant. One request of a tenant is parsed, and one checked, at a time: all tenants share the threads
-        that do this work, and large requests occupy them for a while."""
+        """Locks by tenant. Only one request of a tenant is parsed or checked at a time, because all tenants share the
+        threads that do this work, and a large request occupies a thread for a while."""
         self.store = store
         self.artifacts = artifacts
         self.tokens = TokenRegistry(store, config.token)
@@ -165,7 +165,8 @@ class Service:
         tasks = asyncio.TaskGroup()
         async with AsyncExitStack() as stack:
             await tasks.__aenter__()
-            # The task group does not get the block's error, because it would wrap the error in an ExceptionGroup.
+            # The block's error is not passed to the task group, because the task group would wrap the error in an
+            # ExceptionGroup.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
             stack.callback(tasks.create_task(self.scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
@@ -173,9 +174,9 @@ class Service:
             yield
 
     async def run_dry(self, seconds: float) -> bool:
-        """Start no more sessions, and wait up to `seconds` for the sessions under way. Returns True if all have ended.
-        Groups are still accepted and results still served: the next service on the same data starts the queued
-        sessions."""
+        """Start no more sessions, and wait up to `seconds` for the sessions under way. Returns True if all sessions
+        have ended. Meanwhile groups are still accepted and results are still served. The next service on the same data
+        starts the queued sessions."""
         try:
             async with asyncio.timeout(seconds):
                 await self.scheduler.run_dry()
@@ -190,7 +191,7 @@ class Service:
             if len(body) > LARGE:
                 try:
                     yield from BodyCapacity(None, images=True).checking(body)
-                except ContextOverflow as error:  # raised for too many values, although no context is given
+                except ContextOverflow as error:  # no context is given: the body has too many values
                     raise TooLarge(f"the request has more than {MAX_VALUES} JSON values") from error
             yield len(body)
             return parse_body(kind, body)
@@ -200,11 +201,12 @@ class Service:
 
     async def regrade_group(self, group_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
         """Submit a group that grades the runs of another group again, and return the new group. The other group does
-        not change. Raises as `submit`, NotFound, and Conflict if there is nothing to grade."""
+        not change. Raises NotFound, Conflict if there is nothing to grade, and the errors of `submit`."""
         return await self._submit_again(await regraded_group(self.store, group_id, asked, tenant=caller.sees), caller)
 
     async def regrade_session(self, session_id: str, asked: RegradeSpec, caller: Principal = LOCAL) -> GroupView:
-        """Submit a group of one session that grades the run of a session again. Raises as `regrade_group`."""
+        """Submit a group of one session that grades the run of a session again. Raises the errors of
+        `regrade_group`."""
         return await self._submit_again(
             await regraded_session(self.store, session_id, asked, tenant=caller.sees), caller
         )
@@ -225,7 +227,8 @@ class Service:
             )
         if not caller.may("admin"):
             check_bounds(spec.task)
-        # A service without sessions of its own depends on nodes that join. Until then the nodes' resources are unknown.
+        # A service that runs no sessions itself depends on nodes that join. Before the first node joins, the nodes'
+        # resources are unknown.
         if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
             check_resources(spec.task, self.scheduler.places.stats())
 
@@ -249,7 +252,7 @@ class Service:
             tenant=caller.tenant,
         )
         await self._back_pressure.check(row)
-        # This check takes the most time of the machine, and so comes last.
+        # This check takes the most processor time of all, so it comes after the other checks.
         await self._checks.check(evaluators, caller.tenant)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
@@ -260,14 +263,14 @@ class Service:
         return await self.reader.view(stored)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
-        """Cancel a group in any state of its sessions. Cancelling again, or cancelling a done group, changes
+        """Cancel a group, whatever the states of its sessions. Cancelling a group that is cancelled or done changes
         nothing."""
         await self.scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
         return await self.reader.group(group_id, tenant=caller.sees)
 
     async def cancel_session(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
-        """Cancel one session. The group's other sessions go on. Cancelling the session again, or a session that is
-        done, changes nothing."""
+        """Cancel one session. The group's other sessions continue. Cancelling a session that is cancelled or done
+        changes nothing."""
         await self.scheduler.end([await self.store.cancel_session(session_id, tenant=caller.sees)])
         return await self.reader.session(session_id, tenant=caller.sees)
 
@@ -290,11 +293,11 @@ class Service:
         max_bytes: int = PAGE_BYTES,
         caller: Principal = LOCAL,
     ) -> EncodedPage:
-        """Return the groups done after a cursor. Waits up to `wait` seconds for the first group. A page has at most
-        `limit` groups and `max_bytes` of JSON; a larger group is a page of its own."""
+        """Return a page of the groups whose cursor is greater than `after`. Waits up to `wait` seconds for the first
+        group. A page has at most `limit` groups and `max_bytes` of JSON; a larger group is a page of its own."""
         page = EncodedPage(after)
-        # To a client, an empty page means the end of the results. If all groups of a page were removed since the
-        # listing, the next groups are read instead.
+        # Clients take an empty page as the end of the results. So if all groups of a page were removed after they were
+        # listed, the next groups are read instead.
         while not page.groups and (
             rows := await self._wait_until(
                 wait, lambda: self.store.results(after=after, limit=limit, tenant=caller.sees)
@@ -349,14 +352,14 @@ class Service:
         return msgspec.structs.replace(self.pool.policy.status(), cancelled=tuple(cancelled))
 
     async def attach_engine(self, spec: EngineSpec) -> EngineStatus:
-        """Attach an engine that the settings do not name. Raises as `add_engine`, and InvalidField for Python that is
-        not allowed."""
+        """Attach an engine that the settings do not name. Raises the errors of `add_engine`, and InvalidField for an
+        engine kind that names Python code which is not allowed."""
         self._allow_lists.check_python(spec.kind, field="kind")
         return await self.add_engine(spec)
 
     async def add_engine(self, spec: EngineSpec) -> EngineStatus:
-        """Attach an engine to the pool of the model in `spec.serves`. Raises as `EnginePool.add`, and InvalidField for
-        an unknown model."""
+        """Attach an engine to the pool of the model in `spec.serves`. Raises the errors of `EnginePool.add`, and
+        InvalidField for an unknown model."""
         if spec.serves is None:
             return await self.pool.add(spec)
         if spec.serves not in self._frozen:
@@ -368,16 +371,17 @@ class Service:
         return await self._frozen[spec.serves].add(spec)
 
     def pool_of(self, engine: str) -> EnginePool:
-        """Return the pool that has an engine or a list of engines of this name, or else the policy's pool."""
+        """Return the pool that has an engine or a list of engines of this name. If no frozen model's pool has the name,
+        return the policy's pool."""
         return next((pool for pool in self._frozen.values() if engine in pool), self.pool)
 
     def engines(self) -> tuple[EngineStatus, ...]:
-        """The engines of the policy, then the engines of each frozen model."""
+        """Return the engines of the policy, then the engines of each frozen model."""
         return tuple(engine for pool in (self.pool, *self._frozen.values()) for engine in pool.status())
 
     async def status(self, caller: Principal = LOCAL) -> ServiceStatus:
-        """Return the status of the service. Sessions and results are the caller's tenant's; nodes, engines and the
-        policy are shared by all tenants."""
+        """Return the status of the service. Sessions and results are counted for the caller's tenant, or for all
+        tenants if the caller is an admin. Nodes, engines and the policy are shared by all tenants."""
         counts = await self.store.counts(tenant=caller.sees)
         nodes, pools = tuple(self.scheduler.places.stats()), (self.pool, *self._frozen.values())
         failing = chain(
@@ -401,13 +405,14 @@ class Service:
         return NodeList(nodes=tuple(self.scheduler.places.stats()), refused=tuple(self.joined.refused))
 
     async def drain_node(self, name: str, drained: bool = True) -> NodeList:
-        """Stop placing sessions on a node, or resume. The setting survives a restart. Raises NotFound."""
+        """Stop placing sessions on a node, or start again if `drained` is False. The setting survives a restart. Raises
+        NotFound for an unknown node."""
         await self.scheduler.drain(name, drained)
         return self.nodes()
 
     async def pull_image(self, asked: PullSpec) -> PulledImages:
-        """Have every machine that runs sessions get an image from a registry. Raises InvalidField for an invalid image
-        name."""
+        """Make every machine that runs sessions fetch an image from a registry. The reply has the image or the error of
+        each machine. Raises InvalidField for an invalid image name."""
         checked_name(asked.name)
 
         async def pull(node: Node) -> PulledImage:
@@ -431,7 +436,7 @@ class Service:
 class Ids:
     """Ids of 16 hexadecimal digits that sort by time: 13 digits of microseconds, then three random digits.
 
-    Ids of one process never repeat. The random digits protect from repeats after a restart with the clock set back.
+    Ids of one process never repeat. The random digits make repeats unlikely after a restart with the clock set back.
     """
 
     def __init__(self) -> None:

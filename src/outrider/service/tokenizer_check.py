@@ -1,4 +1,5 @@
-"""Refuses an engine that serves another model: its tokenizer differs from the tokenizer of the prompts' renderer."""
+"""Refuses an engine that serves another model. Such an engine's tokenizer differs from the tokenizer with which prompts
+are rendered."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ indented code, an emoji."""
 
 
 def tokenizer_check(tokenizer: Tokenizer, frozen: str | None) -> Callable[[Engine | ChatEngine], Awaitable[None]]:
-    """Return the check of every engine that is added to a pool. `frozen` is the name of the frozen model that the
-    engines serve, None for the policy. Engines that cannot tokenise are accepted. The check raises ModelMismatch, or
-    EngineUnavailable when the engine does not respond."""
+    """Return a function that checks an engine before the engine is added to a pool. `frozen` is the name of the frozen
+    model that the pool serves, None for the policy. Engines that cannot tokenise are accepted. The check raises
+    ModelMismatch, or EngineUnavailable when the engine does not respond."""
     expected = tokenizer.encode(PROBE)
 
     async def check(engine: Engine | ChatEngine) -> None:

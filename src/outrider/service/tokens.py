@@ -1,4 +1,5 @@
-"""Authenticates callers of the control API: by the operator's token, or by tokens with roles, stored as digests.
+"""Authenticates callers of the control API: by the operator's token, or by tokens with roles, which are stored as
+digests.
 
 Invariants: the text of a token appears only in the reply to its creation. Once a token exists, no caller is admitted
 without one.
@@ -46,8 +47,8 @@ class TokenRegistry:
         self._calls: dict[asyncio.Task[object], str] = {}
         """Token names of the calls under way, by asyncio task."""
         self._revoked: set[str] = set()
-        """Names of the tokens that this process has revoked. `call` refuses them, because a call may be authenticated
-        just before the revocation and begin just after."""
+        """Names of the tokens that this process has revoked. `call` refuses these tokens, because a call may be
+        authenticated just before the revocation and begin just after it."""
 
     async def required(self) -> bool:
         """Return True if callers need a token."""
@@ -74,7 +75,7 @@ class TokenRegistry:
     @contextmanager
     def call(self, caller: Principal) -> Iterator[None]:
         """Record a call as under way while the block runs. Raises RevokedMeanwhile if the token was revoked before the
-        block began, and in place of the cancellation with which `revoke` ends the call."""
+        block began, or if `revoke` cancels the call."""
         task = asyncio.current_task()
         assert task is not None
         if caller.name in self._revoked:
@@ -91,9 +92,9 @@ class TokenRegistry:
             self._calls.pop(task, None)
 
     async def create(self, spec: TokenSpec) -> NewToken:
-        """Create a token. Raises Conflict for a name that another token has or had, and for the name of an existing
-        tenant unless `spec.tenant` is given; InvalidField for Outrider's reserved names, and for a first token that is
-        not an admin's."""
+        """Create a token. Raises Conflict for a name that another token has or had, and, unless `spec.tenant` is given,
+        for the name of an existing tenant. Raises InvalidField for Outrider's reserved names, and for a first token
+        that is not an admin's."""
         if spec.name in (LOCAL.name, OPERATOR.name):
             raise InvalidField(f"{spec.name!r} stands for those who need no token of this kind", field="name")
         if spec.role != "admin" and not await self.required():

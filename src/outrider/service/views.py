@@ -1,6 +1,6 @@
-"""Views of the store's rows for the control API: groups, sessions, turns, samples, pages of results.
+"""Makes views of the store's rows for the control API: groups, sessions, turns, samples, pages of results.
 
-Invariant: the cursor of a page is that of its last group, so the groups that did not fit are on the next page.
+Invariant: the cursor of a page is the cursor of its last group, so the groups that did not fit are on the next page.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
 
 FROZEN = "frozen"
-"""The displayed kind of a frozen model's turn, different from all kinds of branches, because some branches train."""
+"""The kind that is shown for turns of frozen models. This value differs from every kind of branch, because some
+branches are trained, and turns of frozen models never are."""
 
 PAGE_BYTES = 8 << 20
 """Maximum bytes of a page of results, unless its first group is larger."""
@@ -71,14 +72,15 @@ class ViewReader:
         return reply_of(GroupView, row, sessions=views, samples=None if rows is None else tuple(rows))
 
     async def encoded(self, view: GroupView | SampleList | ChatList | TurnList) -> bytes:
-        """Encode the view as JSON; a large view in a thread."""
+        """Encode the view as JSON. A large view is encoded in a thread."""
         return await self._offload.run_steps(encoding(view))
 
     async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:
         return reply_of(SessionView, await self._store.session(session_id, tenant=tenant))
 
     async def turns(self, session_id: str, *, tenant: str | None = None) -> tuple[TurnView, ...]:
-        """The turns of the session's newest attempt, including those of frozen models."""
+        """Return the turns of the session's newest attempt, including turns of frozen models, in the order in which
+        they finished."""
         turns = await self._store.turns(session_id, tenant=tenant)
         frozen = await self._store.frozen_turns(session_id, tenant=tenant)
 
@@ -96,11 +98,11 @@ class ViewReader:
         return await self._offload.run(views)
 
     async def samples(self, session_id: str, *, tenant: str | None = None) -> tuple[Sample, ...]:
-        """The training rows of a session. Raises NotFound while the session is not done."""
+        """Return the training rows of a session. Raises NotFound while the session is not done."""
         return await self._samples(await self._result(session_id, tenant))
 
     async def chat_rows(self, session_id: str, *, tenant: str | None = None) -> tuple[ChatRow, ...]:
-        """The training rows of a session as conversations. Raises NotFound while the session is not done."""
+        """Return the training rows of a session as conversations. Raises NotFound while the session is not done."""
         result = await self._result(session_id, tenant)
         turns = await self._store.turns(session_id, result.attempt)
         return await self._offload.run(lambda: tuple(chat_rows(build_samples(turns, result), turns)))
@@ -147,7 +149,8 @@ def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
 
 
 def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]:
-    """Encode a view row by row, as steps: all rows of a large group at once would block the event loop for seconds."""
+    """Encode a view row by row, in steps, because encoding all rows of a large group at once would block the event loop
+    for seconds."""
     field = {TurnList: "turns", ChatList: "rows"}.get(type(view), "samples")
     rows: list[msgspec.Raw] = []
     for row in getattr(view, field) or ():
@@ -165,7 +168,8 @@ def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]
 
 
 class EncodedPage:
-    """A page of results, made of encoded groups so that its size in memory is known while it grows.
+    """A page of results. Groups are added in encoded form, so that the size of the page in memory is known while the
+    page grows.
 
     `groups` are in the order of their addition; `json()` encodes the page as a `schemas.ResultsPage`.
     """

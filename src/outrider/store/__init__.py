@@ -1,1 +1,1 @@
-"""The durable state: groups, sessions, turns, results and images in SQL; artifacts in a folder."""
+"""Stores the durable state of a service: groups, sessions, turns, results and images in SQL; artifacts in a folder."""

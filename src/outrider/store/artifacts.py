@@ -1,8 +1,9 @@
-"""Stores artifacts, the files that a task keeps from its sandbox: SESSION/ATTEMPT/SHA-256 below one folder.
+"""Stores artifacts, which are the files of a sandbox that the task asks to keep. An artifact is stored at
+SESSION/ATTEMPT/SHA-256 below one folder.
 
-The name of a file in its sandbox is data in an index and never becomes a file name here. Invariants: every file in an
-attempt's index is stored in full, even after a loss of power; an attempt without an index has no artifacts. Functions
-other than coroutines block.
+The name of a file in its sandbox is stored in an index, and is never used as a file name on this machine. Invariants:
+every file in an attempt's index is stored in full, even after a loss of power; an attempt without an index has no
+artifacts. Functions other than coroutines block on the disk.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from outrider.schemas import ArtifactList
 INDEX = "index.json"
 
 CARRIED = "outrider:carried"
-"""Name of the artifact with the files carried to the grading. The name is no path, so no file of a sandbox has it."""
+"""Name of the artifact that holds the files carried to the grading. The name is not a path, so it differs from the path
+of every file of a sandbox."""
 PATCH = "outrider:patch.diff"
-"""Name of the artifact with the diff of a repository carried to the grading."""
+"""Name of the artifact that holds a repository's diff, if the diff was carried to the grading."""
 KEPT = (CARRIED, PATCH)
-"""Names of the artifacts that hold what was carried to the grading. An attempt has at most one of them."""
+"""Names of the artifacts that hold data carried to the grading. An attempt has at most one of these artifacts."""
 
 
 class KeepsArtifacts(Protocol):
-    """The part of the store of artifacts that an attempt needs. All methods raise OSError, and remote implementations
-    also OutriderError."""
+    """The methods of `ArtifactStore` that an attempt uses. All methods raise OSError. Implementations for other
+    processes also raise OutriderError."""
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str: ...
     async def keep_index(self, listed: ArtifactList) -> None: ...
@@ -41,8 +43,8 @@ class KeepsArtifacts(Protocol):
 
 
 class ArtifactStore:
-    """Call `put` for each file of an attempt, then `index`. Session ids become paths, so they must be the store's own
-    ids."""
+    """The artifacts of all sessions, in one folder. Call `put` for each file of an attempt, then `index`. Session ids
+    become names of folders, so callers must pass only ids of stored sessions."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -58,7 +60,7 @@ class ArtifactStore:
         assert listed.attempt is not None
         self._write(listed.session_id, listed.attempt, INDEX, msgspec.json.encode(listed))
         place = self._place(listed.session_id, listed.attempt)
-        for folder in (place, place.parent, self._folder):  # the entries in the folders must reach the disk, too
+        for folder in (place, place.parent, self._folder):  # the folders' new entries must survive a loss of power, too
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -74,7 +76,8 @@ class ArtifactStore:
         await asyncio.to_thread(self.index, listed)
 
     async def carried(self, session_id: str, attempt: int) -> bytes:
-        """Read the attempt's artifact among KEPT, in a thread. Raises NotFound, and OSError."""
+        """Return the bytes of the attempt's artifact named in KEPT. The file is read in a thread. Raises NotFound if
+        there is no such artifact, and OSError."""
 
         def read() -> bytes:
             names = [artifact.path for artifact in self.listed(session_id, attempt).artifacts]
@@ -84,7 +87,8 @@ class ArtifactStore:
         return await asyncio.to_thread(read)
 
     def listed(self, session_id: str, attempt: int | None = None) -> ArtifactList:
-        """List the artifacts of an attempt, by default the newest attempt with an index. Empty if there is no index."""
+        """Return the artifacts of an attempt, by default of the newest attempt that has an index. The list is empty if
+        there is no index."""
         attempts = [attempt] if attempt is not None else []
         if attempt is None:
             with suppress(FileNotFoundError):
@@ -98,7 +102,8 @@ class ArtifactStore:
         return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
 
     def file(self, session_id: str, path: str, attempt: int | None = None) -> Path:
-        """Return the file with the bytes of an artifact, given its path in the sandbox. Raises NotFound."""
+        """Return the path of an artifact's file on this machine, given the artifact's path in the sandbox. Raises
+        NotFound."""
         listed = self.listed(session_id, attempt)
         for artifact in listed.artifacts:
             if artifact.path == path:
@@ -109,7 +114,7 @@ class ArtifactStore:
         )
 
     def sessions(self) -> list[str]:
-        """Ids of the sessions that have artifacts of any attempt."""
+        """Return the ids of the sessions that have artifacts."""
         try:
             return sorted(os.listdir(self._folder))
         except FileNotFoundError:

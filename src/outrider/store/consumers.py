@@ -1,7 +1,8 @@
-"""Named consumers of the results. A consumer has processed the groups up to its position, a cursor.
+"""Stores the named consumers of the results. A consumer's position is a cursor: the consumer has processed all groups
+up to this cursor.
 
 A consumer belongs to a tenant and sees that tenant's groups, or belongs to the admins and sees all groups. Two tenants
-may each have a consumer of the same name. Invariants: a position is never beyond the newest cursor of a group; a
+may each have a consumer of the same name. Invariants: a position is never greater than the newest cursor of a group; a
 position moves back only on request.
 """
 
@@ -18,11 +19,11 @@ MAX_CONSUMERS = 1000
 """Maximum number of consumers of one tenant."""
 
 OF_ADMINS = ""
-"""Value of the tenant column for consumers that see all groups: no tenant has this name."""
+"""Value of the tenant column for consumers that see all groups. No tenant has this name."""
 
 
 class Consumers:
-    """The consumers in a store, which opens and closes the database. Every method raises ServiceError when the
+    """The consumers in a store. The store opens and closes the database. Every method raises ServiceError when the
     database fails.
 
     `tenant` is the owner of the consumer; None for a consumer that sees all groups.
@@ -33,9 +34,11 @@ class Consumers:
         self._clock = clock
 
     async def enter(self, name: str, *, at: int = 0, tenant: str | None = None) -> int:
-        """Return the consumer's position, and set its `seen` to now. An unknown consumer is created at position `at`.
+        """Return the consumer's position, and record that the consumer made a request now. An unknown consumer is
+        created at position `at`.
 
-        Raises Conflict for a position that no group has reached, and if the tenant has too many consumers.
+        Raises Conflict if the position of a new consumer is greater than the newest cursor, or if the tenant already
+        has MAX_CONSUMERS consumers.
         """
         owner = tenant or OF_ADMINS
 
@@ -59,9 +62,10 @@ class Consumers:
     async def acknowledge(
         self, name: str, cursor: int, *, rewind: bool = False, tenant: str | None = None
     ) -> ConsumerView:
-        """Move a consumer forward to `cursor`. Only with `rewind` does a lower cursor move the consumer back.
+        """Move a consumer forward to `cursor`. A lower cursor moves the consumer back if `rewind` is set; otherwise the
+        position stays unchanged.
 
-        Raises NotFound for an unknown consumer, and Conflict for a position that no group has reached.
+        Raises NotFound for an unknown consumer, and Conflict for a position greater than the newest cursor.
         """
         owner = tenant or OF_ADMINS
         further = "" if rewind else " AND cursor < ?"
@@ -79,7 +83,8 @@ class Consumers:
         return await self._db.write(body)
 
     async def listed(self, tenant: str | None = None) -> list[ConsumerView]:
-        """List the tenant's consumers, or all: first the admins' consumers, then each tenant's, by name."""
+        """List the consumers of a tenant, or all consumers if `tenant` is None: first the admins' consumers, then the
+        consumers of each tenant, by name."""
         where, values = ("", ()) if tenant is None else ("WHERE tenant = ?", (tenant,))
         return await self._db.read(lambda tx: _consumers(tx, f"{where} ORDER BY tenant, name", *values))
 
@@ -114,7 +119,8 @@ async def _consumers(tx: Connection, where: str, *values: str) -> list[ConsumerV
 
 
 async def _lag(tx: Connection, tenant: str | None, position: int) -> int:
-    """Return an upper bound of the number of groups left to read, without the groups that were removed unread."""
+    """Return the number of groups that the consumer has not processed yet. For a consumer of the admins, the number is
+    an upper bound, because it may include removed groups."""
     if tenant is not None:
         sql = "SELECT COUNT(*) FROM groups WHERE tenant = ? AND cursor > ?"
         return int((await tx.fetch(sql, (tenant, position)))[0][0])

@@ -1,8 +1,9 @@
-"""The interface of a database for the store. A database runs transactions, each a coroutine function of a connection.
+"""Defines the interface between the store and a database. A database runs transactions. The body of a transaction is a
+coroutine function that gets a connection.
 
 SQLite (`sqlite.py`) and PostgreSQL (`postgresql.py`) implement the interface. Statements use `?` placeholders and the
-SQL common to both databases. A database with other placeholders translates `?`. Invariant: the changes of a
-transaction are committed as a whole before the caller sees the result, or not at all.
+SQL common to both databases. A database with other placeholders translates `?`. Invariant: all changes of a transaction
+are committed together, before the caller gets the result; a failed transaction changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Row = tuple[Any, ...]
 
 
 class Connection(Protocol):
-    """The transaction in which a body runs. Valid only until the body returns."""
+    """The connection that a transaction's body gets. Valid only until the body returns."""
 
     async def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
         """Run a statement that changes rows. Returns the number of changed rows."""
@@ -26,7 +27,7 @@ class Connection(Protocol):
         ...
 
     async def fetch(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
-        """Return all rows of a query."""
+        """Run a query. Returns all its rows."""
         ...
 
 
@@ -36,10 +37,10 @@ Body = Callable[[Connection], Coroutine[Any, Any, T]]
 class Database(Protocol):
     """Transactions over one database.
 
-    `types` are the column types whose names differ between databases: `blob`, and `serial` for a growing primary key
-    without repeats. A body must touch and await nothing but the connection: a body may run on any thread, and again
-    after a rollback. An error in a body rolls the changes back and reaches the caller. ServiceError is raised for a
-    failure of the database.
+    `types` has the names of two column types that differ between databases: `blob`, and `serial` for a primary key that
+    grows and never repeats. A body must use and await only its connection, because a body may run on any thread, and
+    may run again after a rollback. An error in a body rolls the body's changes back, and is raised to the caller. A
+    failure of the database raises ServiceError.
     """
 
     types: Mapping[str, str]
@@ -50,18 +51,19 @@ class Database(Protocol):
         ...
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        """Run a body as if no other writer existed. The body may still be committed after its caller was cancelled.
+        """Run a body, isolated from all other writes. The body may still be committed after its caller was cancelled.
 
-        The changes survive a loss of power. The changes of a `volatile` body survive the end of any process. They
-        survive a loss of power only once a later write that is not volatile has been committed.
+        The committed changes survive a loss of power. The exception is a `volatile` body: its changes survive the end
+        of any process, but they survive a loss of power only once a later write that is not volatile has been
+        committed.
         """
         ...
 
     async def read(self, body: Body[T]) -> T:
-        """Run a body that changes nothing on a consistent snapshot that includes every finished write."""
+        """Run a body that only reads. The body sees a consistent snapshot, which includes every finished write."""
         ...
 
     async def shrink(self) -> bool:
-        """Free a little of the disk space of deleted rows, unless the database does so by itself. Returns True if
-        another call would free more."""
+        """Free a part of the disk space of deleted rows, unless the database does so by itself. Returns True if another
+        call would free more."""
         ...

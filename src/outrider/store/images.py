@@ -1,7 +1,8 @@
-"""Stores the bytes of images apart from the turns, once for each digest.
+"""Stores the bytes of images apart from the turns. Images with the same digest are stored once.
 
-An agent sends the same screenshot with every call; stored inside the turns, each copy would take room. No transaction
-is opened here. Invariant: a turn that is split, stored with its images and restored is unchanged.
+An agent sends the same screenshot again with every call, and a copy in each turn would use much disk space. The
+functions run in the caller's transaction. Invariant: a turn that is split, stored with its images and restored is
+unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from outrider.trajectory import Turn
 
 
 class Split(msgspec.Struct, frozen=True):
-    """A turn whose images have no bytes, and the images with their bytes, each once."""
+    """A turn without the bytes of its images, and the images with their bytes, one for each digest."""
 
     turn: Turn
     images: tuple[Image, ...] = ()
@@ -32,14 +33,15 @@ def split(turn: Turn) -> Split:
 
 
 async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]) -> None:
-    """Insert the images that are not stored yet, and record that the session shows all of them."""
+    """Store the images that are not stored yet, and record that the session uses all the given images."""
     for image in images:
-        # A session shows the same screenshot with every call. For a screenshot that is already recorded, this query is
-        # the only cost.
+        # An agent sends the same screenshot with every call. If the session's use of an image is already recorded, this
+        # query is the only cost.
         use = (session_id, image.digest)
         if await tx.fetch("SELECT 1 FROM image_uses WHERE session_id = ? AND digest = ?", use):
             continue
-        # The image is looked up first, so that not every session passes the bytes of a known image to the database.
+        # The image is looked up before the INSERT, so that the bytes of an image that is already stored are not sent to
+        # the database again.
         if not await tx.fetch("SELECT 1 FROM images WHERE digest = ?", (image.digest,)):
             await tx.execute(
                 "INSERT INTO images (digest, media_type, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
@@ -53,7 +55,7 @@ async def insert_images(tx: Connection, session_id: str, images: Iterable[Image]
 
 
 async def forget_images(tx: Connection, session_id: str) -> None:
-    """Delete the records of a session's images, and the images that no other session uses."""
+    """Delete the session's rows in `image_uses`, and the images that no other session uses."""
     digests = await tx.fetch("SELECT digest FROM image_uses WHERE session_id = ?", (session_id,))
     await tx.execute("DELETE FROM image_uses WHERE session_id = ?", (session_id,))
     sql = """DELETE FROM images WHERE digest = ?

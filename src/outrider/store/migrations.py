@@ -1,8 +1,10 @@
-"""The schema of the store: a list of migrations. New migrations are only ever appended.
+"""Defines the schema of the store as a list of migrations, and applies new migrations. A released migration never
+changes: new migrations are appended.
 
-The first migration makes the whole schema. It has the number FIRST, because the steps that led to it before the first
-release are gone. Words in braces are column types whose names differ between databases (`Database.types`). Invariant:
-the version recorded in a database is the number of the newest migration applied, each exactly once.
+The first migration makes the whole schema. Its number is FIRST and not 1, because the migrations from before the first
+release were removed. Words in braces are column types whose names differ between databases (`Database.types`).
+Invariants: each migration is applied exactly once; the version recorded in a database is the number of the newest
+applied migration.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ Migrations = Sequence[Sequence[str]]
 MIGRATIONS: Migrations = (
     (
         # `open_sessions` counts the sessions that are not done; `cursor` orders the done groups. `idempotency_key` is
-        # TENANT/KEY. `spec` and `callback_url` are encrypted. `labels` and the counts of outcomes are here for the list
-        # of groups: without them, each list would read every spec and every session. `began_version` is the policy's
-        # version at the time when the first session began. After `min_usable` rewards the other sessions are ended.
-        # `bytes` is the size of the spec, and of the turns, results and artifacts of the sessions that are done.
+        # TENANT/KEY. `spec` and `callback_url` are encrypted. `labels` and the counts of outcomes are columns because
+        # the list of groups shows them: otherwise each list would read every spec and every session. `began_version` is
+        # the policy's version at the time when the group's first session began. Once `min_usable` sessions have a
+        # reward, the other sessions are ended. `bytes` is the size of the spec, and of the turns, results and artifacts
+        # of the sessions that are done.
         """CREATE TABLE groups (
             id TEXT PRIMARY KEY,
             spec {blob} NOT NULL,
@@ -55,9 +58,10 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX groups_of_tenant_by_state ON groups (tenant, state, created, id)",
         "CREATE INDEX groups_of_tenant_by_cursor ON groups (tenant, cursor) WHERE cursor IS NOT NULL",
         # `waiting` is 1 exactly while the session may be started. `lease_until` is set exactly while an attempt is
-        # under way. `priority` and `created` are the group's, so that the queue is one index. A failed attempt is not
-        # repeated before `due`; `recovered` counts attempts that lost their node. `ending` is the reason to end a
-        # session, set when the end is decided. A session may expire until its first start.
+        # under way. `priority` and `created` repeat the group's columns, so that one index orders the queue. After a
+        # failed attempt, the next attempt does not start before `due`. `recovered` counts the attempts whose node was
+        # lost. `ending` is the reason to end the session, set as soon as the end is decided. `expires` is the time at
+        # which the session ends if it has not started before; NULL after the first start.
         """CREATE TABLE sessions (
             id TEXT PRIMARY KEY,
             group_id TEXT NOT NULL REFERENCES groups (id),
@@ -86,9 +90,10 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX sessions_due ON sessions (due) WHERE waiting = 1 AND due > 0",
         "CREATE INDEX sessions_to_end ON sessions (group_id) WHERE ending IS NOT NULL AND state <> 'done'",
         "CREATE INDEX sessions_expiring ON sessions (expires) WHERE waiting = 1 AND expires IS NOT NULL",
-        # `queue_shares` has a row for each bucket that has had sessions in the queue (see queue.py). `waiting` is 1 if
-        # sessions of the bucket may wait now, `served` orders the starts of sessions, and `since` is the time of the
-        # bucket's first session.
+        # `queue_shares` has a row for each bucket and priority with which sessions were queued (see queue.py).
+        # `waiting` is 1 if sessions of the bucket may wait at this priority. `served` is a number that rises with each
+        # start of a session, so it shows which bucket was served least recently. `since` is the creation time of the
+        # row's first group.
         """CREATE TABLE queue_shares (
             priority INTEGER NOT NULL,
             bucket TEXT NOT NULL,
@@ -112,7 +117,7 @@ MIGRATIONS: Migrations = (
             turn {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, turn_index)
         )""",
-        # Frozen turns are apart from the policy's turns, so that no training code can read them by mistake.
+        # The turns of frozen models are in a table of their own, so that no training code can read them by mistake.
         """CREATE TABLE frozen_turns (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             attempt INTEGER NOT NULL,
@@ -121,10 +126,11 @@ MIGRATIONS: Migrations = (
             turn {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, model, turn_index)
         )""",
-        # `digest` is the SHA-256 of `data`, so an image that many sessions show many times is stored once.
+        # `digest` is the SHA-256 of `data`, so an image is stored once, however often sessions send it.
         "CREATE TABLE images (digest TEXT PRIMARY KEY, media_type TEXT NOT NULL, data {blob} NOT NULL)",
-        # A row is a session that shows an image. The image is removed with the last of these sessions. Tables that are
-        # read by tenant without looking at other tenants' rows repeat the tenant of their group.
+        # A row records that a session uses an image. The image is removed with the last session that uses it. `tenant`,
+        # here and in other tables, repeats the tenant of the group, so that a read for one tenant does not scan the
+        # rows of other tenants.
         """CREATE TABLE image_uses (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             digest TEXT NOT NULL REFERENCES images (digest),
@@ -143,7 +149,8 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX events_by_group ON events (group_id, cursor)",
         "CREATE INDEX events_of_tenant ON events (tenant, cursor)",
-        # `since` is the time when the group was done; `given_up` is set while the delivery is a dead letter.
+        # `since` is the time when the group was done, or when its dead letter was last revived. `given_up` is set while
+        # the delivery is a dead letter.
         """CREATE TABLE outbox (
             group_id TEXT PRIMARY KEY REFERENCES groups (id),
             url TEXT NOT NULL,
@@ -158,8 +165,8 @@ MIGRATIONS: Migrations = (
         "CREATE INDEX outbox_due ON outbox (next_try, group_id) WHERE given_up IS NULL",
         "CREATE INDEX outbox_dead ON outbox (given_up, group_id) WHERE given_up IS NOT NULL",
         "CREATE INDEX outbox_dead_of_tenant ON outbox (tenant, given_up, group_id) WHERE given_up IS NOT NULL",
-        # A row is a named reader of the results, which has processed the groups up to `cursor`, and made its last
-        # request at `seen`. `tenant` is empty for the consumers of admins, who see all tenants.
+        # A row is a named consumer of the results. The consumer has processed the groups up to `cursor`, and made its
+        # last request at `seen`. `tenant` is empty for the consumers of admins, who see all tenants.
         """CREATE TABLE consumers (
             tenant TEXT NOT NULL,
             name TEXT NOT NULL,
@@ -169,9 +176,10 @@ MIGRATIONS: Migrations = (
             PRIMARY KEY (tenant, name)
         )""",
         "CREATE INDEX consumers_by_cursor ON consumers (tenant, cursor)",
-        # `totals` has one row, written when a group is done or removed: the newest cursor, which must not repeat after
-        # the removal of a group; sums over the done groups, which are too many to count; and the last cursor of a
-        # removed event. `tenants` is like `totals`, with a row for each tenant that has had a done group.
+        # `totals` has one row, which changes when a group is done or removed. `cursor` is the newest cursor, which must
+        # not be given again after its group was removed. `sessions` and `bytes` are sums over the done groups, because
+        # there are too many groups to add them up for each request. `removed_event` is the newest cursor of a removed
+        # event. `tenants` has the same columns except `bytes`, with a row for each tenant that has had a done group.
         """CREATE TABLE totals (
             id INTEGER PRIMARY KEY CHECK (id = 1),
             cursor BIGINT NOT NULL,
@@ -186,7 +194,8 @@ MIGRATIONS: Migrations = (
             sessions BIGINT NOT NULL,
             removed_event BIGINT NOT NULL
         )""",
-        # `digest` is the SHA-256 of the token (hex). A revoked token stays: groups and audit lines refer to its name.
+        # `digest` is the SHA-256 of the token (hex). The row of a revoked token is kept, because groups and lines of
+        # the audit log refer to the token's name.
         """CREATE TABLE tokens (
             name TEXT PRIMARY KEY,
             digest TEXT NOT NULL UNIQUE,
@@ -198,12 +207,12 @@ MIGRATIONS: Migrations = (
             tenant TEXT NOT NULL
         )""",
         "CREATE INDEX tokens_by_tenant ON tokens (tenant)",
-        # `policy` has one row, once a trainer has set a version.
+        # `policy` has no row until a trainer sets a version, and one row from then on.
         "CREATE TABLE policy (id INTEGER PRIMARY KEY CHECK (id = 1), version BIGINT NOT NULL, weights TEXT)",
         "CREATE TABLE drained_nodes (name TEXT PRIMARY KEY)",
         # `pace` has the usual durations of the engine's calls, as JSON (`RememberedPace`).
         "CREATE TABLE engine_paces (engine TEXT PRIMARY KEY, pace TEXT NOT NULL, kept DOUBLE PRECISION NOT NULL)",
-        # `probe` has one row, which `Store.probe` changes to find out whether the database accepts writes.
+        # `probe` has one row. `Store.probe` changes this row to check that the database accepts writes.
         "CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), at DOUBLE PRECISION NOT NULL)",
         "INSERT INTO probe (id, at) VALUES (1, 0)",
     ),
@@ -213,7 +222,7 @@ MIGRATIONS: Migrations = (
 async def migrate(tx: Connection, types: Mapping[str, str], now: float, migrations: Migrations = MIGRATIONS) -> int:
     """Bring the schema up to date inside one transaction. Returns the number of migrations applied.
 
-    Raises ServiceError when the database is newer than this program, or older than its first migration.
+    Raises ServiceError if the version of the database is higher than that of the newest migration, or lower than FIRST.
     """
     await tx.execute("CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, applied DOUBLE PRECISION)")
     version: int = (await tx.fetch("SELECT COALESCE(MAX(version), 0) FROM migrations"))[0][0]

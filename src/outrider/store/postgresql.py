@@ -1,13 +1,14 @@
-"""`Database` over PostgreSQL: one transaction writes at a time, in all processes together; a few connections read.
+"""Implements `Database` over PostgreSQL. Only one transaction writes at a time, over all processes. In each process, up
+to READERS transactions read at the same time.
 
-A writing transaction first takes a lock on the whole database, so that commits happen in the order of the cursors, and
-a reader that pages by cursor never misses a row committed later. (Neither sequences nor SERIALIZABLE guarantee this
-order.) Writes that arrive during a commit share the next commit and its cost. An acknowledged commit survives a loss
-of power, unless the server is configured otherwise (synchronous_commit). The only table used here directly is
-`writers`.
+A writing transaction first takes a lock that all writers of the database share. So commits happen in the order of the
+cursors, and a reader that has read up to a cursor never misses a row with a lower cursor that is committed later.
+(Neither sequences nor SERIALIZABLE guarantee this order.) Writes that arrive during a commit share the next commit and
+its cost. An acknowledged commit survives a loss of power, unless the server is configured otherwise
+(synchronous_commit). `writers` is the only table that this module itself uses.
 
-Invariant: ServiceError means that nothing was committed. If the reply to a COMMIT is lost, the outcome is read from
-the database before the next write. Only `close` limits the wait for the outcome.
+Invariant: after a ServiceError, nothing was committed. If the reply to a COMMIT is lost, the writer reads the outcome
+from the database before the next write. The wait for the outcome has no limit until `close` is called.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ STATEMENT_SECONDS = 60.0
 """A server that has not replied to a statement after this many seconds is considered lost."""
 FOREVER = 1e7
 PATIENCE_SECONDS = 30.0
-"""Seconds for which a transaction is retried while the server cannot be reached: it may be restarting."""
+"""Seconds for which a transaction is retried while the server cannot be reached, because the server may be
+restarting."""
 HANDOVER_SECONDS = 5.0
-"""Seconds to wait for the end of another service on the same database: the server may keep the lock of a killed client
-for a while."""
+"""Seconds to wait for the lock of another service on the same database. The server may keep the lock of a killed
+service for a while."""
 PAUSES = RetryPolicy(first=0.05, longest=1.0)
 
 # Advisory locks belong to one database and are identified by two numbers. Our first number is "outr" in ASCII.
@@ -52,26 +54,27 @@ LOCKS = 0x6F757472
 SERVICE, WRITE = 1, 2
 
 SESSION_SETTINGS = {
-    # A holder of the writers' lock that makes no progress is cut off, such as a stopped process or a lost host.
+    # The server ends the connection of a process that holds the writers' lock and makes no progress, for example
+    # because the process is stopped or its host is lost.
     "idle_in_transaction_session_timeout": "15s",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
 }
 
-# `writers` has the last batch that each writer committed. Rows older than a day are deleted, because their processes
-# were killed.
+# `writers` has the number of the last batch that each writer committed. Rows older than a day are deleted, because
+# killed processes leave their rows behind.
 CREATE_WRITERS = """CREATE TABLE IF NOT EXISTS writers
     (writer TEXT PRIMARY KEY, batch BIGINT NOT NULL, at TIMESTAMPTZ NOT NULL DEFAULT now());
     DELETE FROM writers WHERE at < now() - INTERVAL '1 day'"""
 COMMIT_WRITE = """INSERT INTO writers (writer, batch) VALUES ('{}', {})
     ON CONFLICT (writer) DO UPDATE SET batch = excluded.batch, at = excluded.at; COMMIT"""
-# In READ COMMITTED, each statement sees everything committed before the statement. Other levels would take one snapshot
-# for the whole transaction, before the lock is given, and miss what was committed in between.
+# In READ COMMITTED, each statement sees everything that was committed before the statement began. At other levels, the
+# whole transaction would see one snapshot, taken before the lock is granted, and would miss the commits in between.
 BEGIN_WRITE = f"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SELECT pg_advisory_xact_lock({LOCKS}, {WRITE})"
 BEGIN_READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
-# A connection that is lost here may still be open on the server and hold locks, so a writer that connects again ends
-# its earlier connections. They have the writer's name, which no other writer has.
+# A connection that this process has lost may still be open on the server and hold locks. So a writer that connects
+# again ends its earlier connections, which have the writer's unique application name.
 END_LOST = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
     WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"""
 HOLDER = f"""SELECT pid, application_name, client_addr, backend_start FROM pg_stat_activity JOIN pg_locks USING (pid)
@@ -97,7 +100,8 @@ HINTS: dict[str, str] = {
 
 
 def postgresql_store(url: str, *, sole: bool = True, key: KeySource | None = None) -> Store:
-    """Return a store in the PostgreSQL database at `url` (postgresql://USER@HOST/NAME)."""
+    """Return a store in the PostgreSQL database at `url` (postgresql://USER@HOST/NAME). For `sole`, see
+    `PostgresqlDatabase`."""
     return Store(PostgresqlDatabase(url, sole=sole), key=key)
 
 
@@ -112,9 +116,9 @@ def without_password(url: str) -> str:
 class PostgresqlDatabase:
     """`Database` over one PostgreSQL database.
 
-    With `sole`, which is for a service, all writes require the service's lock, so that a database has at most one
+    With `sole`, which is for a service, the writer holds the service's lock, so that a database has at most one
     service. A second service is refused with a ServiceError that names the holder of the lock. Processes without `sole`
-    may write at any time. The first write, the migration, has no time limit.
+    can write without this lock. The first write, which migrates the schema, has no time limit.
     """
 
     types: Mapping[str, str] = {"blob": "BYTEA", "serial": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
@@ -131,7 +135,7 @@ class PostgresqlDatabase:
         self._idle: list[asyncpg.Connection] = []
 
     async def open(self) -> None:
-        """Connect. Raises ServiceError when the database cannot be used."""
+        """Connect to the server. Raises ServiceError when the database cannot be used."""
         writer = _Writer(self._server, sole=self._sole, patience=self._patience)
         await writer.connection()
         self._tasks = asyncio.TaskGroup()
@@ -149,7 +153,7 @@ class PostgresqlDatabase:
             await _closed(self._idle.pop())
 
     async def write(self, body: Body[T], *, volatile: bool = False) -> T:
-        # Volatile writes get no shortcut: a killed server would lose asynchronous commits.
+        # `volatile` has no effect: the faster asynchronous commits would be lost if the server were killed.
         if self._writer is None:
             raise ServiceError("the store is not open")
         return await self._writer.put(body)
@@ -159,7 +163,7 @@ class PostgresqlDatabase:
             return await _patiently(lambda: self._read(body), self._patience)
 
     async def shrink(self) -> bool:
-        return False  # the server's autovacuum makes room in its files for later rows
+        return False  # the server's autovacuum frees the space of deleted rows by itself
 
     async def _read(self, body: Body[T]) -> T:
         if self._writer is None:
@@ -173,7 +177,7 @@ class PostgresqlDatabase:
             await _roll_back(raw, error)
             self._put_back(raw)
             _fail(error, raw)
-        except BaseException:  # cancelled: a query may be under way
+        except BaseException:  # cancelled: a query may still be running
             raw.terminate()
             raise
         self._put_back(raw)
@@ -194,7 +198,8 @@ class _Job(NamedTuple):
 
 
 class _Unreachable(ServiceError):
-    """There is no connection any more, or the service's lock is held elsewhere: another try may succeed."""
+    """The connection failed, another process holds the service's lock, or the server aborted the transaction. Another
+    try may succeed."""
 
 
 class _Connection:
@@ -219,7 +224,8 @@ class _Connection:
 
 
 class _Server:
-    """Opens connections. Each has an application name by which administrators and `_Writer` identify it."""
+    """Opens connections to a server. Each connection has an application name, with which administrators and `_Writer`
+    find the connections of this process."""
 
     def __init__(self, url: str, limit: float) -> None:
         self.shown = without_password(url)
@@ -250,8 +256,8 @@ class _Server:
 
 
 class _Batch:
-    """Bodies to run in one transaction. `results` are set from the time when the COMMIT is sent, unless the COMMIT is
-    known to have failed."""
+    """Bodies to run in one transaction. `results` is None until the COMMIT is sent. If the COMMIT is known to have
+    failed, `results` is None again."""
 
     def __init__(self, number: int, bodies: Sequence[Body[Any]]) -> None:
         self.number = number
@@ -260,7 +266,8 @@ class _Batch:
 
 
 class _Writer:
-    """The one connection that writes, and its queue. The queue needs no bound: every entry has a caller that waits."""
+    """The only connection that writes, and the queue of writes. The queue needs no bound, because a caller waits for
+    each entry."""
 
     def __init__(self, server: _Server, *, sole: bool, patience: float) -> None:
         self._server = server
@@ -268,7 +275,7 @@ class _Writer:
         self._patience = patience
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._stopping = False
-        self._batches = time.time_ns()  # numbers never repeat, whatever an earlier writer has left
+        self._batches = time.time_ns()  # starts at the current time, so that no number repeats
         self._limit: float | None = FOREVER
         self._raw: asyncpg.Connection | None = None
 
@@ -288,7 +295,7 @@ class _Writer:
                 jobs = [job]
                 while len(jobs) < MAX_BATCH and not self._waiting.empty():
                     if (job := self._waiting.get_nowait()) is None:
-                        self._waiting.put_nowait(None)  # for the next round
+                        self._waiting.put_nowait(None)  # ends the loop after this batch
                         break
                     jobs.append(job)
                 await self._settle(jobs)
@@ -300,7 +307,8 @@ class _Writer:
                 await _closed(self._raw)
 
     async def connection(self) -> asyncpg.Connection:
-        """Return the open connection, which holds the service's lock if `sole` is set."""
+        """Return the open connection, or open a new one. With `sole`, a new connection first takes the service's
+        lock."""
         if self._raw is None or self._raw.is_closed():
             raw = await self._server.connect("writer")
             try:
@@ -319,8 +327,8 @@ class _Writer:
         return self._raw
 
     async def _hold(self, raw: asyncpg.Connection) -> None:
-        """Take the service's lock for as long as the connection lasts. Raises _Unreachable if another service holds the
-        lock."""
+        """Take the service's lock, which is released when the connection ends. Raises _Unreachable if another service
+        still holds the lock after HANDOVER_SECONDS."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + min(HANDOVER_SECONDS, self._patience)
         while not await raw.fetchval(f"SELECT pg_try_advisory_lock({LOCKS}, {SERVICE})"):
@@ -334,8 +342,9 @@ class _Writer:
             await asyncio.sleep(0.1)
 
     async def _settle(self, jobs: Sequence[_Job]) -> None:
-        """Run the jobs in one transaction. When a body fails, each half is run again by itself, until only the failing
-        body is refused. Savepoints would avoid the repetition, but every batch would pay for them."""
+        """Run the jobs in one transaction, and set their futures. If a body fails, each half of the jobs is run again
+        in its own transaction, until only the failing body is refused. Savepoints would avoid the repetition, but would
+        make every batch slower."""
         self._batches += 1
         batch = _Batch(self._batches, [job.body for job in jobs])
         try:
@@ -344,14 +353,14 @@ class _Writer:
                 self._patience,
                 lasting=lambda: batch.results is not None and not self._stopping,
             )
-        except Exception as error:  # a body may raise anything
+        except Exception as error:  # a body may raise any exception
             if len(jobs) > 1 and not isinstance(error, _Unreachable):
                 middle = len(jobs) // 2
                 await self._settle(jobs[:middle])
                 await self._settle(jobs[middle:])
                 return
             for job in jobs:
-                if not job.future.done():  # else its caller was cancelled
+                if not job.future.done():  # done already if its caller was cancelled
                     job.future.set_exception(error)
         else:
             for job, result in zip(jobs, results, strict=True):
@@ -359,13 +368,15 @@ class _Writer:
                     job.future.set_result(result)
 
     async def _commit(self, batch: _Batch) -> list[Any]:
-        """Commit the batch and return its results."""
+        """Run the bodies, commit, and return the bodies' results. If an earlier try committed the batch, only return
+        the results."""
         raw = await self.connection()
         writer, number = self._server.id, batch.number
         try:
             await raw.execute(BEGIN_WRITE)
             if batch.results is not None:
-                # An earlier try has lost the reply to its COMMIT. That transaction has ended, because we hold the lock.
+                # An earlier try lost the reply to its COMMIT. The transaction of that try has ended, because the
+                # writers' lock is held here now.
                 sql = "SELECT 1 FROM writers WHERE writer = $1 AND batch = $2"
                 if await raw.fetchval(sql, writer, number):
                     await raw.execute("ROLLBACK")
@@ -377,8 +388,8 @@ class _Writer:
             try:
                 await raw.execute(COMMIT_WRITE.format(writer, number))
             except asyncpg.PostgresError as error:
-                # The COMMIT was refused. Errors that end the connection (FATAL, PANIC) may also come after a successful
-                # COMMIT.
+                # An ERROR means that the COMMIT was refused. Errors that end the connection (FATAL, PANIC) may also
+                # follow a successful COMMIT.
                 if error.severity_en == "ERROR":
                     batch.results = None
                 raise
@@ -408,7 +419,7 @@ async def _patiently(
 
 
 async def _roll_back(raw: asyncpg.Connection, error: Exception) -> None:
-    """Undo the transaction after an error. If that fails, the connection is closed."""
+    """Roll a transaction back after an error. If the rollback fails or times out, the connection is closed."""
     try:
         if isinstance(error, BROKEN):
             raw.terminate()
@@ -437,7 +448,7 @@ def _hint(code: str) -> str | None:
 
 
 def _fail(error: Exception, raw: asyncpg.Connection) -> NoReturn:
-    """Translate an error in a transaction and raise it for the caller."""
+    """Raise the error of a transaction, translated into an OutriderError if the database is the cause."""
     if isinstance(error, asyncpg.CharacterNotInRepertoireError):
         raise InvalidField("PostgreSQL cannot store text with a NUL character", field="text") from error
     if isinstance(error, OutriderError):

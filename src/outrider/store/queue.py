@@ -1,15 +1,16 @@
-"""The order of the queue: fair share between tenants, then a tenant's priorities, then fair share between buckets,
-then age.
+"""Defines the order of the queue: fair share between tenants, then a tenant's priorities, then fair share between
+buckets, then age.
 
-A bucket is the sessions of one run of a tenant, or of one user if no run is named. All other sessions of the tenant
-share the bucket without a name. Among waiting tenants, the tenant with the least work under way goes first, then the
-tenant served least recently. The same rule orders a tenant's buckets at the tenant's highest priority. Within a bucket
-the oldest session goes first. Priorities are set by clients, so a priority orders only the groups of one tenant.
-Likewise, a client that invents a run for each group takes only from its own tenant.
+A bucket has the sessions of one run of a tenant, or of one user if the group's labels name no run. All other sessions
+of the tenant share one bucket without a name. Among tenants with waiting sessions, the tenant with the fewest sessions
+under way comes first, and among equals the tenant served least recently. The same rule orders a tenant's buckets at the
+tenant's highest priority. Within a bucket, the oldest session comes first. Clients set priorities and name runs. So a
+priority orders only the groups of one tenant, and a client that names a new run for each group only delays other
+sessions of its own tenant.
 
-No transaction is opened here. Invariant: if a session of a bucket waits at a priority, the row of `queue_shares` for
-this bucket and priority has `waiting` = 1. The reverse does not hold, so a reader that finds a bucket empty calls
-`close_shares`.
+The functions run in the caller's transaction. Invariant: if a session of a bucket waits at a priority, the row of
+`queue_shares` for this bucket and priority has `waiting` = 1. The reverse does not hold, so a reader that finds no
+waiting session calls `close_shares`.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ ABOVE_ALL = (1 << 31) - 1
 """A value above every priority."""
 
 MOST_PASSED = 64
-"""A tenant with this many skipped buckets is passed over, so that one pass over the queue has a bound. The tenants
-after it are still considered."""
+"""A tenant with this many skipped buckets is left out of a pass over the queue, so that the cost of the pass has a
+bound. Other tenants are still considered."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -62,8 +63,8 @@ class Picked(msgspec.Struct, frozen=True):
 
 
 def bucket_of(tenant: str, labels: Mapping[str, str]) -> str:
-    """Return the bucket of a group: its tenant and a digest, because a label may be long or contain characters that a
-    database refuses. Evaluations of a run have a bucket of their own."""
+    """Return the name of a group's bucket: the tenant and a digest of the label. A digest is used because a label may
+    be long or contain characters that a database refuses. Evaluations of a run have a bucket of their own."""
     named = next(((name, labels[name]) for name in BUCKET_LABELS if labels.get(name)), ())
     evaluation = EVALUATION_LABEL in labels
     if not named and not evaluation:
@@ -73,7 +74,8 @@ def bucket_of(tenant: str, labels: Mapping[str, str]) -> str:
 
 
 async def open_share(tx: Connection, priority: int, bucket: str, *, evaluation: bool, since: float) -> None:
-    """Record that sessions of a bucket wait, the oldest since the time `since`."""
+    """Record that sessions of a bucket wait at a priority. `since` is the creation time of their group, and is stored
+    only if the bucket has no row at this priority yet."""
     await tx.execute(
         """INSERT INTO queue_shares (priority, tenant, bucket, evaluation, waiting, served, since)
            VALUES (?, ?, ?, ?, 1, 0, ?) ON CONFLICT (bucket, priority) DO UPDATE SET waiting = 1""",
@@ -82,14 +84,14 @@ async def open_share(tx: Connection, priority: int, bucket: str, *, evaluation: 
 
 
 async def reopen_share(tx: Connection, priority: int, bucket: str) -> None:
-    """Record that a session of a bucket waits again."""
+    """Record that a session of a bucket waits again at a priority."""
     sql = "UPDATE queue_shares SET waiting = 1 WHERE priority = ? AND bucket = ? AND waiting = 0"
     await tx.execute(sql, (priority, bucket))
 
 
 async def note_served(tx: Connection, priority: int, bucket: str) -> None:
-    """Record that a session of the bucket was started. Among buckets with equally much work under way, this bucket is
-    then the last."""
+    """Record that a session of the bucket was started. The bucket then comes last among the buckets with the same
+    number of sessions under way."""
     await tx.execute(
         """UPDATE queue_shares SET served = (SELECT MAX(served) + 1 FROM queue_shares)
            WHERE priority = ? AND bucket = ?""",
@@ -98,7 +100,7 @@ async def note_served(tx: Connection, priority: int, bucket: str) -> None:
 
 
 async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> None:
-    """Set `waiting` to 0 for those of the buckets in which no session waits."""
+    """Set `waiting` to 0 for each of the given pairs (priority, bucket) in which no session waits."""
     await tx.execute_many(
         """UPDATE queue_shares SET waiting = 0 WHERE priority = ? AND bucket = ? AND NOT EXISTS (SELECT 1 FROM sessions
                WHERE sessions.waiting = 1 AND sessions.priority = queue_shares.priority
@@ -108,8 +110,8 @@ async def close_shares(tx: Connection, shares: Sequence[tuple[int, str]]) -> Non
 
 
 class QueuePass:
-    """One pass over the queue, in which sessions are picked that are due by `now`. A session that is due after `latest`
-    is picked, too: no session is postponed for so long, so the system clock must have been set back. `under_way` counts
+    """One pass over the queue, which picks sessions that are due by `now`. A session that is due after `latest` is
+    picked, too: no session is postponed for so long, so the system clock must have been set back. `under_way` counts
     the sessions under way by bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets.
     With `evaluations`, only evaluations are considered.
     """
@@ -130,16 +132,16 @@ class QueuePass:
         self.latest = latest
         self.skip = skip
         self.busy = Counter(under_way)
-        """Work under way by bucket, including picked sessions."""
+        """Number of sessions under way by bucket, including the sessions picked in this pass."""
         self._work: Counter[str] = Counter()
-        """Work under way by tenant, at the beginning of the pass."""
+        """Number of sessions under way by tenant, at the beginning of the pass."""
         for bucket, number in under_way.items():
             self._work[tenant_of(bucket)] += number
         self._passed = Counter(map(tenant_of, skip))
 
     async def pick(self, limit: int) -> Picked:
-        """Return the next sessions. The cost grows with `limit`, the number of tenants and the number of buckets with
-        work under way, not with the length of the queue."""
+        """Return the next sessions in order, at most `limit`. The cost grows with `limit`, the number of tenants and
+        the number of buckets with sessions under way, not with the length of the queue."""
         picked = Picked([], [])
         order = count()
         waiting = [(self._work[tenant], next(order), _Tenant(self, tenant)) for tenant in await self._tenants()]
@@ -154,7 +156,8 @@ class QueuePass:
         return picked
 
     async def _tenants(self) -> list[str]:
-        """The tenants with waiting sessions, least recently served first."""
+        """Return the tenants with waiting sessions, least recently served first, without tenants with MOST_PASSED
+        skipped buckets."""
         found = await self.tx.fetch(TENANTS.format(which=self.which), ())
         return [tenant for tenant, _ in found if self._passed[tenant] < MOST_PASSED]
 
@@ -169,7 +172,7 @@ class _Tenant:
         self._line: _Line | None = None
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
-        """The tenant's next session, or None; the arguments are those of `_Line.next`."""
+        """Return the tenant's next session, or None if none is left. For the arguments, see `_Line.next`."""
         while True:
             if self._line is not None and (session := await self._line.next(wanted, empty)) is not None:
                 return session
@@ -182,7 +185,7 @@ class _Tenant:
 
 
 class _Line:
-    """The buckets of one tenant that wait at one priority."""
+    """The buckets of one tenant that have sessions waiting at one priority."""
 
     def __init__(self, queue_pass: QueuePass, priority: int, tenant: str) -> None:
         self._pass = queue_pass
@@ -190,18 +193,20 @@ class _Line:
         self.tenant = tenant
         self._order = count()
         self._buckets: list[tuple[int, int, str]] = []
-        """A heap of the work under way, the order among equals, and the bucket."""
+        """A heap of tuples: the number of sessions under way, the order among equals, and the bucket."""
         self._last: tuple[int, float, str] | None = (-1, 0.0, "")
         """`served`, `since` and name of the last bucket that was read; None once all buckets were read."""
         self._read: dict[str, list[Row]] = {}
         self._taken: dict[str, int] = {}
 
     async def next(self, wanted: int, empty: list[tuple[int, str]]) -> Row | None:
-        """Return the tenant's next session at this priority, or None if none is left. About `wanted` sessions may be
-        requested in all. Adds buckets without waiting sessions to `empty`."""
+        """Return the tenant's next session at this priority, or None if none is left. `wanted` is the approximate
+        number of sessions that the caller needs from this tenant in all. This number determines how many rows a query
+        reads. Buckets without waiting sessions are added to `empty`."""
         queue_pass = self._pass
         while True:
-            # Buckets without work under way go first, so buckets are read until one of these is at the top of the heap.
+            # Buckets without sessions under way come first. So buckets are read until such a bucket is at the top of
+            # the heap.
             while self._last is not None and (not self._buckets or self._buckets[0][0] > 0):
                 await self._read_buckets(wanted + len(queue_pass.busy) + len(queue_pass.skip))
             if not self._buckets:
@@ -216,7 +221,7 @@ class _Line:
                 empty.append((self._priority, bucket))
 
     async def _read_buckets(self, number: int) -> None:
-        """Read buckets, least recently served first."""
+        """Read the next `number` buckets into the heap, least recently served first."""
         found = await self._pass.tx.fetch(
             f"""SELECT served, since, bucket FROM queue_shares
                 WHERE {self._pass.which} AND priority = ? AND tenant = ? AND (served, since, bucket) > (?, ?, ?)
@@ -229,7 +234,8 @@ class _Line:
         self._last = found[-1] if len(found) == number else None
 
     async def _next_in(self, bucket: str, wanted: int) -> Row | None:
-        """Return the bucket's oldest session that is due and was not taken before."""
+        """Return the bucket's oldest session that is due and that this pass has not taken yet, or None if there is
+        none."""
         queue_pass = self._pass
         taken = self._taken.get(bucket, 0)
         read = self._read.setdefault(bucket, [])

@@ -1,11 +1,12 @@
-"""Removes finished groups with all their rows, in steps short enough to run beside all other work.
+"""Removes finished groups with all their rows, in transactions so short that other writers hardly wait.
 
 A removal begins with `hide`: from then on, no query finds the group or its sessions, and no total includes them.
-`erase` deletes the rows, step by step. `service/retention.py` chooses the groups, and removes their files.
+`erase` then deletes the rows, step by step. `service/retention.py` chooses the groups, and removes the files of their
+sessions.
 
-Invariants: a group is hidden as a whole or not at all. A group is hidden only when it is done, has no delivery left to
-make, and is acknowledged by every consumer that sees it (unless `force` overrules the consumers). A hidden group stays
-hidden, even if a process is killed.
+Invariants: a group is hidden only as a whole. A group is hidden only if it is done, its outbox row is gone (the
+callback was delivered or discarded), and every consumer that sees the group has acknowledged it (`force` overrules the
+consumers). A hidden group stays hidden, even if a process is killed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from outrider.store.rows import row_from
 from outrider.store.tenants import note_erased_events, note_hidden
 
 REMOVED = "removed"
-"""The state of hidden groups and sessions until their rows are gone. No other part of the store reads such rows."""
+"""The state of hidden groups and sessions until their rows are deleted. No other part of the store reads such rows."""
 
 ALL_CURSORS = (1 << 63) - 1
 
-# The `?` is the lowest position of all consumers that see all tenants. For each group up to this cursor, the query
-# looks for a consumer of the group's tenant that has not acknowledged the group.
+# The condition for groups that every consumer has acknowledged. The `?` is the lowest position among the consumers that
+# see all tenants. The subquery finds consumers of the group's tenant that have not acknowledged the group.
 ACKNOWLEDGED = """cursor <= ? AND NOT EXISTS (SELECT 1 FROM consumers
     WHERE consumers.tenant = groups.tenant AND consumers.cursor < groups.cursor)"""
 
@@ -49,16 +50,16 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of finished groups that may not be removed: a consumer has not acknowledged them, or their callback is
-    not delivered. A group may count in both."""
+    """Numbers of finished groups that must not be removed. `unacknowledged`: a consumer has not acknowledged the group.
+    `undelivered`: the group's callback is not delivered. A group may count in both."""
 
     unacknowledged: int
     undelivered: int
 
 
 class Removals:
-    """Removals from a store, which opens and closes the database. Every method raises ServiceError when the database
-    fails.
+    """Removes groups from a store. The store opens and closes the database. Every method raises ServiceError when the
+    database fails.
 
     `force` overrules the consumers: groups that a consumer has not acknowledged may be removed.
     """
@@ -67,7 +68,7 @@ class Removals:
         self._db = database
 
     async def size(self) -> int:
-        """Total bytes of all finished groups and all images."""
+        """Return the total bytes of all finished groups and all images."""
         sql = "SELECT bytes, (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM images) FROM totals"
         ((groups, images),) = await self._db.read(lambda tx: tx.fetch(sql))
         return int(groups) + int(images)
@@ -75,8 +76,8 @@ class Removals:
     async def candidates(
         self, *, before: float = inf, force: bool, after: tuple[float, int] = (-inf, 0), limit: int
     ) -> list[Candidate]:
-        """Return the groups that may be removed and finished before a time, earliest first. `after` is the `place` of
-        the last group already returned."""
+        """Return up to `limit` groups that may be removed and that finished before the time `before`, earliest first.
+        `after` is the `place` of the last group that an earlier call returned."""
         sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
             WHERE {_removable(force)} AND finished < ? AND (finished, cursor) > (?, ?)
             ORDER BY finished, cursor LIMIT ?"""
@@ -88,7 +89,7 @@ class Removals:
         return await self._db.read(body)
 
     async def held(self, *, before: float = inf, force: bool) -> Held:
-        """Count the groups that finished before a time and may not be removed."""
+        """Count the groups that finished before the time `before` and must not be removed."""
 
         kept = f"SELECT COUNT(*) FROM groups WHERE cursor IS NOT NULL AND finished < ? AND NOT ({ACKNOWLEDGED})"
 
@@ -102,7 +103,8 @@ class Removals:
         return await self._db.read(body)
 
     async def hide(self, group_ids: Sequence[str], *, force: bool) -> list[str]:
-        """Hide the given groups that still may be removed. Returns their ids. Call `erase` until it returns False."""
+        """Hide those of the given groups that may still be removed. Returns the ids of the hidden groups. Afterwards
+        call `erase` until it returns False."""
         sql = f"SELECT n, bytes FROM groups WHERE {_removable(force)} AND id = ?"
 
         async def body(tx: Connection) -> list[str]:
@@ -122,13 +124,13 @@ class Removals:
         return await self._db.write(body)
 
     async def hidden_sessions(self) -> list[str]:
-        """Ids of the sessions of hidden groups."""
+        """Return the ids of the sessions of hidden groups."""
         sql = """SELECT sessions.id FROM groups JOIN sessions ON sessions.group_id = groups.id
             WHERE groups.state = ? ORDER BY sessions.id"""
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (REMOVED,)))]
 
     async def unknown(self, session_ids: Sequence[str]) -> list[str]:
-        """Return the given ids that no session has."""
+        """Return those of the given ids that belong to no session."""
 
         async def body(tx: Connection) -> list[str]:
             sql = "SELECT 1 FROM sessions WHERE id = ?"
@@ -137,10 +139,10 @@ class Removals:
         return await self._db.read(body)
 
     async def erase(self, rows: int) -> bool:
-        """Delete up to about `rows` rows of hidden groups. Returns True if there are more.
+        """Delete about `rows` rows of hidden groups, or fewer. Returns True if there may be more.
 
-        All other data of the sessions, for example files, must be gone already: the rows of the sessions lead to the
-        data.
+        The caller must have deleted all other data of the sessions before, for example their files, because this data
+        cannot be found without the rows of the sessions.
         """
 
         async def body(tx: Connection) -> bool:
@@ -183,13 +185,13 @@ class Removals:
 
 
 def _removable(force: bool) -> str:
-    """Return the condition for removable groups. A group has a cursor from its end until it is hidden."""
+    """Return the SQL condition for groups that may be removed. A group has a cursor from its end until it is hidden."""
     return REMOVABLE if force else f"{ACKNOWLEDGED} AND {REMOVABLE}"
 
 
 async def _bound(tx: Connection, force: bool) -> tuple[int, ...]:
-    """Return the value of ACKNOWLEDGED: the last cursor acknowledged by every consumer of all tenants' results. Empty
-    with `force`, when no acknowledgement is required."""
+    """Return the value of the placeholder in ACKNOWLEDGED: the lowest position among the consumers that see all
+    tenants. Returns an empty tuple with `force`, because the condition then has no placeholder."""
     if force:
         return ()
     slowest: int | None = (await tx.fetch("SELECT MIN(cursor) FROM consumers WHERE tenant = ''"))[0][0]

@@ -1,7 +1,7 @@
-"""The rows of the store: structs, columns, and the encoding of packed columns.
+"""Defines the rows of the store: their structs and columns, and the encoding of packed columns.
 
-Results, errors and turns are stored as msgpack; event data is JSON, for people to read. Invariant: every struct read
-here equals the struct that was written.
+Results, errors and turns are stored as msgpack; event data is stored as JSON, so that people can read it. Invariant:
+every struct read here equals the struct that was written.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A group, without its spec, which may be large (`Store.spec`). Times are seconds since the epoch.
+    """A group without its spec, which may be large and is read by `Store.spec`. Times are seconds since the epoch.
 
-    `cursor` is the position of a done group in the results. Of the `n` sessions the store counts those that are `done`,
-    that have an error (`errors`) and that have a reward (`rewarded`), and sums up the rewards. Once `min_usable`
-    sessions have a reward, the rest are ended. `submitted_by` is the name of the submitting token, `tenant` the owner.
+    `cursor` is the position of a done group in the results. Of the `n` sessions, `done` are done, `errors` have an
+    error and `rewarded` have a reward. `reward_total` is the sum of the rewards. Once `min_usable` sessions have a
+    reward, the other sessions are ended. `submitted_by` is the name of the submitting token, and `tenant` is the owner.
     The `idempotency_key` is unique among the tenant's groups.
     """
 
@@ -55,10 +55,10 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     """A session. Times are seconds since the epoch.
 
-    `attempt` counts from 1; 0 before the first attempt. `recovered` is the number of attempts that lost their node,
-    which is not a failure of the session. A queued session is not started before `due`. `last_error` is the error of
-    the last failed attempt. `ending` is the reason to end the session, once decided. `bucket` is the session's bucket
-    in the queue (see `queue.py`).
+    `attempt` is the number of the newest attempt, from 1; 0 before the first attempt. `recovered` is the number of
+    attempts whose node was lost. Such attempts do not count as failures of the session. A queued session is not started
+    before `due`. `last_error` is the error of the last failed attempt. `ending` is the reason to end the session, set
+    as soon as the end is decided. `bucket` is the session's bucket in the queue (see `queue.py`).
     """
 
     id: str
@@ -80,7 +80,7 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueLength(msgspec.Struct, frozen=True):
-    """The numbers of waiting sessions, of buckets and of tenants with waiting sessions."""
+    """The number of waiting sessions, and the numbers of buckets and tenants that have waiting sessions."""
 
     sessions: int
     buckets: int
@@ -88,7 +88,8 @@ class QueueLength(msgspec.Struct, frozen=True):
 
 
 class PolicyRow(msgspec.Struct, frozen=True):
-    """The version that a trainer has set last, and the location of its weights, if the engines loaded any."""
+    """The policy version that a trainer has set last, and the location of its weights; None if the engines loaded no
+    weights."""
 
     version: int
     weights: str | None = None
@@ -123,9 +124,9 @@ class EventKind(StrEnum):
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the outbox: a finished group that must still be pushed to its callback URL, next at `next_try`.
 
-    The push has been due since `since`, and failed `tries` times, the last time for the reason `fault`. A push with
-    `given_up` set is retried only on request. `receiver` is the host and port of the callback URL. `url` is empty if
-    the store lacks the key that encrypted it.
+    The push has been due since `since`, and failed `tries` times, the last time for the reason `fault`. `given_up` is
+    the time at which the push was given up: since then, the push is retried only on request. `receiver` is the host and
+    port of the callback URL. `url` is empty if the store lacks the key that encrypted it.
     """
 
     group_id: str
@@ -147,7 +148,8 @@ def receiver_of(url: str) -> str:
 
 
 def stored_key(tenant: str, idempotency_key: str) -> str:
-    """Return the value of the unique key column. Names of tenants contain no slash, so the two parts stay distinct."""
+    """Return the value of the column `idempotency_key`, which is unique over all tenants. Names of tenants contain no
+    slash, so two different pairs never give the same value."""
     return f"{tenant}/{idempotency_key}"
 
 
@@ -160,7 +162,7 @@ def turn_from(packed: bytes) -> Turn:
 
 
 def columns_of(row: type[msgspec.Struct]) -> str:
-    """Return the columns of a struct: they have the names of its fields, in order."""
+    """Return the columns of a row, for a SELECT: the names of the struct's fields, in order."""
     return ", ".join(row.__struct_fields__)
 
 
@@ -176,11 +178,12 @@ UNPACKED: Mapping[str, Callable[[Any], Any]] = {
     "last_error": msgspec.msgpack.Decoder(ErrorRecord).decode,
     "result": msgspec.msgpack.Decoder(SessionResult).decode,
 }
-"""The columns whose values differ from the fields of the same names, each with the function that makes the field."""
+"""Functions that convert a column's value to the field's value, by column name. The values of other columns are used
+unchanged."""
 
 
 def row_from(kind: type[R], row: Row) -> R:
-    """Build a struct from the columns that `columns_of` names."""
+    """Build a struct from the values of the columns that `columns_of` names."""
     fields = dict(zip(kind.__struct_fields__, row, strict=True))
     for name in UNPACKED.keys() & fields.keys():
         if fields[name] is not None:

@@ -1,11 +1,11 @@
-"""`Database` over SQLite: one writer thread that commits in batches, and reader threads that never wait for the
-writer.
+"""Implements `Database` over SQLite, with one writer thread that commits in batches, and reader threads that never wait
+for the writer.
 
 Writes that arrive during a commit share the next commit and its cost. A separate thread moves SQLite's write-ahead log
-into the file. Every commit survives the end of the process. A commit also waits for the disk, and so survives a loss of
-power together with all earlier commits, unless all writes of the batch are volatile. A loss of power may undo the
-volatile commits of the last seconds, but never half of a commit (WAL; synchronous is FULL, or NORMAL for volatile
-batches).
+into the database file. Every commit survives the end of the process. Unless all writes of a batch are volatile, the
+commit waits for the disk (synchronous=FULL); then this commit and all earlier commits survive a loss of power. The
+commit of a volatile batch does not wait (synchronous=NORMAL): a loss of power may undo the volatile commits of the last
+seconds, but never half of a commit.
 
 Invariant: a failing body undoes only its own changes, never those of another body in the batch.
 """
@@ -37,19 +37,22 @@ BUSY_SECONDS = 5.0
 """Seconds to wait for a lock that another process holds on the file."""
 CHECKPOINT_SECONDS = 1.0
 CHECKPOINTS = "checkpoints of the database"
-"""Name of this work in the list of failures."""
+"""Name of the checkpoints in the list of failures."""
 CHECKPOINT_PAGES = 16_384
-"""Length of the log (64 MiB) at which the writer itself waits for the disk, so that the log cannot grow forever."""
+"""Length of the write-ahead log in pages (64 MiB) at which the writer itself moves the log into the file, so that the
+log cannot grow without limit."""
 
 NORMAL, FULL = 1, 2
 """Two of SQLite's modes of `synchronous`: in WAL mode a commit waits for the disk only with FULL."""
 
 INCREMENTAL = 2
-"""The mode of SQLite's auto_vacuum in which `shrink` can return pages."""
+"""The mode of SQLite's auto_vacuum in which `shrink` can free pages."""
 SHRINK_PAGES = 64
-"""Pages (256 KiB) that one call of `shrink` returns. The writer is busy for a few milliseconds."""
+"""Maximum number of pages (256 KiB) that one call of `shrink` frees. The call occupies the writer for a few
+milliseconds."""
 SPARE = 10
-"""One page in this many is kept free for later rows: a file that keeps shrinking and growing is slower."""
+"""One page in this many is left free for later rows, because writes are slower in a file that shrinks and grows again
+and again."""
 
 HINTS: dict[int, str] = {
     sqlite3.SQLITE_BUSY: "another program holds the database: is a second service using the same data folder?",
@@ -65,16 +68,17 @@ GONE = "put the data folder back where it was, or restart the service: what it g
 
 
 def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: KeySource | None = None) -> Store:
-    """Return a store in the SQLite file at `path`, whose folder must exist; None keeps the store in memory, for tests.
-    Failures outside of transactions are noted in `failures`. Without `key`, the key is a file in the same folder."""
+    """Return a store in the SQLite file at `path`, whose folder must exist. If `path` is None, the store is in memory,
+    for tests. Failures outside of transactions are noted in `failures`. Without `key`, the key of tasks is in a file in
+    the same folder."""
     if key is None and path is not None:
         key = KeyFile(path.with_name(KEY_FILE))
     return Store(SqliteDatabase(path, failures), key=key)
 
 
 class SqliteDatabase:
-    """`Database` over one SQLite file, or in memory. In memory the writer thread also reads: a second connection would
-    see another, empty database."""
+    """`Database` over one SQLite file, or in memory. In memory, the writer thread also reads, because a second
+    connection would open another, empty database."""
 
     types: Mapping[str, str] = {"blob": "BLOB", "serial": "INTEGER PRIMARY KEY AUTOINCREMENT"}
 
@@ -107,8 +111,8 @@ class SqliteDatabase:
     async def close(self) -> None:
         self._writes = self._reads = self._file = None
         threads, self._threads = self._threads, []
-        # The threads end one by one, because only the last connection to close removes the log. If several close at the
-        # same time, each may find another one still open, and the log stays.
+        # The threads are ended one by one, because only the last connection that closes removes the log. If several
+        # connections close at the same time, each may find another one still open, and the log is not removed.
         for thread in threads:
             thread.stop()
             await thread.ended()
@@ -121,21 +125,21 @@ class SqliteDatabase:
 
     async def shrink(self) -> bool:
         async def body(tx: Connection) -> bool:
-            # A file older than this setting keeps its size: only VACUUM would shrink the file, and VACUUM blocks for
-            # minutes.
+            # A file that was created without this setting cannot be shrunk in steps: only VACUUM would shrink the file,
+            # and VACUUM blocks for minutes.
             if (await tx.fetch("PRAGMA auto_vacuum"))[0][0] != INCREMENTAL:
                 return False
             pages, free = [(await tx.fetch(f"PRAGMA {name}"))[0][0] for name in ("page_count", "freelist_count")]
             excess: int = free - pages // SPARE
             for _ in range(min(excess, SHRINK_PAGES)):
-                await tx.execute("PRAGMA incremental_vacuum(1)")  # for more pages, too, sqlite3 would stop after one
+                await tx.execute("PRAGMA incremental_vacuum(1)")  # sqlite3 frees only one page per statement
             return excess > SHRINK_PAGES
 
         return await self.write(body, volatile=True)
 
     def _check_file(self) -> None:
-        """Raise ServiceError if the file is no longer at its path. SQLite would go on with the removed file, and its
-        commits would be lost when the process ends."""
+        """Raise ServiceError if the file is no longer at its path. SQLite would continue with the removed file, and the
+        later commits would be lost at the end of the process."""
         if self._path is None:
             return
         try:
@@ -211,7 +215,8 @@ class _Connection:
 
 
 class _Jobs:
-    """Queue of bodies to run, served by one or more threads. No bound is needed: every entry has a waiting caller."""
+    """Queue of bodies to run, served by one or more threads. The queue needs no bound, because a caller waits for each
+    entry."""
 
     def __init__(self, begin: str, batch: int, check_file: Callable[[], None] = lambda: None) -> None:
         self._begin = begin
@@ -234,7 +239,7 @@ class _Jobs:
             self._loop.call_soon_threadsafe(_deliver, self._settle(raw, batch))
 
     def _next(self) -> list[_Job]:
-        """Wait for a job, then take the others that are waiting, up to the batch size. Returns an empty list after
+        """Wait for a job, then take all jobs that are waiting, up to the batch size. Returns an empty list after
         `stop`."""
         batch: list[_Job] = []
         job = self._waiting.get()
@@ -250,20 +255,21 @@ class _Jobs:
         return batch
 
     def _settle(self, raw: sqlite3.Connection, batch: Sequence[_Job]) -> list[_Outcome]:
-        """Run the batch in one transaction. When a body fails, each half is run again by itself, until only the
-        failing body is refused. Savepoints would avoid the repetition, but every batch would pay for them."""
+        """Run the batch in one transaction. If a body fails, each half of the batch is run again in its own
+        transaction, until only the failing body is refused. Savepoints would avoid the repetition, but would make every
+        batch slower."""
         try:
             self._check_file()
             raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
             raw.execute(self._begin)
-        except (sqlite3.Error, ServiceError, MemoryError) as error:  # an error raised here would end the thread
+        except (sqlite3.Error, ServiceError, MemoryError) as error:  # if raised, the error would end the thread
             return [_Outcome(job.future, None, _translated(error)) for job in batch]
         try:
             connection = _Connection(raw)
             outcomes = [_Outcome(job.future, _run(job.body, connection), None) for job in batch]
             raw.execute("COMMIT")
             return outcomes
-        except Exception as error:  # a body may raise anything
+        except Exception as error:  # a body may raise any exception
             with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
                 raw.execute("ROLLBACK")
             if len(batch) == 1:
@@ -273,9 +279,10 @@ class _Jobs:
 
 
 class _Thread:
-    """A thread with its own connection, on which it runs `serve` until `stop` makes `serve` return.
+    """A thread that opens its own connection, and calls `serve` with the connection. `stop` makes `serve` return.
 
-    `opened` is resolved once the connection is open, or fails with ServiceError if the connection cannot be opened.
+    The future `opened` is resolved once the connection is open. If the connection cannot be opened, the future fails
+    with ServiceError.
     """
 
     def __init__(
@@ -318,7 +325,8 @@ class _Thread:
 
 
 def _run(body: Body[T], connection: _Connection) -> T:
-    """Run a body without an event loop: none of its awaits suspends, so one step completes it."""
+    """Run a body without an event loop. None of the body's awaits suspends, so one step completes the body. Raises
+    TypeError for a body that awaits something else than its connection."""
     coroutine = body(connection)
     try:
         coroutine.send(None)

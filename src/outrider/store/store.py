@@ -1,10 +1,12 @@
-"""The durable state of a service: groups, sessions, attempts, turns, results and events, and all changes to them.
+"""Stores the durable state of a service: groups, sessions, attempts, turns, results and events.
 
-Every statement and transaction of Outrider is in this folder. A public method makes its changes in one transaction.
-`database.py` hides the particular database. The caller decides which sessions run, retry or are cancelled.
+All SQL statements and transactions of Outrider are in this folder. A public method makes its changes in one
+transaction. `database.py` defines the interface of the database. The caller decides which sessions are started, retried
+or cancelled.
 
-Invariants: an attempt writes to its session only while it is the newest attempt and under way; its other writes are
-refused with Conflict. A session's result and the group's state, cursor, event and outbox row are one transaction.
+Invariants: an attempt can write to its session only while the attempt is under way and the newest; any other write
+raises Conflict. The result of a session is stored in one transaction with the changes that follow from it: the group's
+state, cursor, event and outbox row.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from outrider.store.tenants import newest_event, note_done, of_tenant, session_o
 from outrider.trajectory import SessionResult, Turn
 
 MOST_PACES = 1000
-"""Maximum number of engines whose pace is kept. Without a bound, the names of engines that came and went would pile
-up."""
+"""Maximum number of engines whose pace is stored. Without this limit, the paces of engines that no longer exist would
+accumulate."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
 """States that `set_state` refuses: only `requeue`, `start_attempt` and `finish` lead to them."""
 
-# One statement inserts the turn and checks the attempt, because a model call waits. `lease_until` is set exactly while
-# an attempt is under way. If nothing was inserted, a further statement looks up the reason.
+# One statement checks the attempt and inserts the turn, because a model call waits for the result. `lease_until` is set
+# exactly while an attempt is under way. If nothing was inserted, a second statement finds the reason.
 ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
     SELECT id, attempt, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
@@ -67,7 +69,8 @@ REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = 
 
 
 class MoreTurns(Exception):
-    """The attempt has turns that the result does not count: read the turns again."""
+    """Raised by `Store.finish` if the attempt has turns that the result does not count. The caller must read the turns
+    again."""
 
 
 class Store:
@@ -77,12 +80,14 @@ class Store:
     Every method raises ServiceError when the database fails, and NotFound for unknown ids. Methods that write for an
     `attempt` of a session raise Conflict if the session is done or the attempt is not the newest.
 
-    A method with a `tenant` reads only the tenant's rows: ids of other tenants' rows count as unknown.
+    A method with a `tenant` reads only the rows of this tenant, or all rows if `tenant` is None. Ids of other tenants'
+    rows count as unknown.
 
-    Sessions that are to end (`SessionRow.ending`: cancelled, expired or not needed any more) leave the queue at once:
-    `queued` does not list these sessions and `start_attempt` refuses them. Such a session is not done until the caller
-    finishes it for the reason in `ending`, even when `requeue` or `recover` ends the attempt (the state is then
-    QUEUED). `to_end` lists the sessions left to finish, for instance after a crash.
+    Sessions that are to end (`SessionRow.ending` is set: cancelled, expired or not needed any more) leave the queue at
+    once: `queued` does not list these sessions, and `start_attempt` refuses them. Such a session is not done until the
+    caller calls `finish` with the reason in `ending`. If `requeue` or `recover` ends the attempt before that, the
+    session's state is QUEUED in between. `to_end` lists the sessions that the caller must still finish, for instance
+    after a crash.
     """
 
     def __init__(
@@ -93,7 +98,8 @@ class Store:
         clock: Callable[[], float] = time.time,
         migrations: Migrations = MIGRATIONS,
     ) -> None:
-        """`key` encrypts tasks. Without a given key, tasks cannot be read again once this store is closed."""
+        """`key` loads or makes the key that encrypts tasks. Without `key`, a new key is used, and the tasks cannot be
+        read again once this store is closed."""
         self._db = database
         self._key_source = key or TaskKey.new()
         self._clock = clock
@@ -102,7 +108,7 @@ class Store:
         self.removals = Removals(database)
 
     async def __aenter__(self) -> Self:
-        """Open the database, and bring the schema up to date. Raises ServiceError."""
+        """Open the database, and apply new migrations of the schema. Raises ServiceError."""
         await self._db.open()
         try:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
@@ -118,8 +124,8 @@ class Store:
         await self._db.close()
 
     async def probe(self) -> None:
-        """Check that the database accepts writes, by a write. Raises ServiceError if not. The database may retry the
-        write for a while first."""
+        """Change a row, to check that the database accepts writes. Raises ServiceError if the write fails. The database
+        may first retry the write for a while."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
 
@@ -135,7 +141,8 @@ class Store:
         return self._key.seal_url(url, rows.receiver_of(url), _url_of(group_id))
 
     def _group(self, row: Row) -> GroupRow:
-        """Build the struct from GROUP_COLUMNS. A URL that is sealed with another key is left out."""
+        """Build a group from the values of GROUP_COLUMNS. `callback_url` is None if the URL was sealed with another
+        key."""
         group = rows.row_from(GroupRow, row)
         url = None if group.callback_url is None else self._opened_url(group.callback_url, group.id)
         return msgspec.structs.replace(group, callback_url=url)
@@ -160,12 +167,12 @@ class Store:
         quota: int | None = None,
     ) -> GroupRow:
         """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event of its creation.
-        `expire` marks the sessions to end that have not started by the time `expires`.
+        `expire` marks a session to end if the session has not started by the time `expires`.
 
-        The stored group starts active and not cancelled, whatever state `group` has. If the tenant already has a group
-        with this idempotency key, the existing group is returned, provided that the specs have the same bytes. Raises
-        Conflict if they differ, or an id is in use. Raises QuotaExceeded if the submitter would have more than `quota`
-        sessions queued or running.
+        The stored group is active and not cancelled, whatever the state in `group`. If the tenant already has a group
+        with this idempotency key, the existing group is returned, provided that both specs have the same bytes. Raises
+        Conflict if the specs differ, or if an id is in use. Raises QuotaExceeded if the submitter would have more than
+        `quota` sessions queued or running.
         """
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
@@ -246,7 +253,7 @@ class Store:
     async def groups(
         self, *, state: GroupState | None = None, limit: int = 100, tenant: str | None = None
     ) -> list[GroupRow]:
-        """List groups, newest first."""
+        """List up to `limit` groups, newest first."""
         where, value = ("state <> ?", REMOVED) if state is None else ("state = ?", state.value)
         own = of_tenant(tenant)
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {where}{own.sql} ORDER BY created DESC, id DESC LIMIT ?"
@@ -254,7 +261,7 @@ class Store:
         return [self._group(row) for row in found]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
-        """List the sessions that are to end and are not done yet, of one group or of all, in sample order."""
+        """List the sessions that are to end and are not done yet, of one group or of all groups, in sample order."""
         where, values = ("", ()) if group_id is None else ("AND group_id = ?", (group_id,))
         where = f"ending IS NOT NULL AND state <> 'done' {where} ORDER BY group_id, sample_index"
         return await self._db.read(lambda tx: _find_sessions(tx, where, *values))
@@ -279,7 +286,8 @@ class Store:
         skip: Collection[str] = (),
         evaluations: bool = False,
     ) -> list[SessionRow]:
-        """Return the next queued sessions that are due, in the order of `queue.py`; see `queue.QueuePass`."""
+        """Return the next queued sessions that are due, in the order of `queue.py`. For the arguments, see
+        `queue.QueuePass`."""
 
         async def body(tx: Connection) -> queue.Picked:
             reading = queue.QueuePass(
@@ -294,12 +302,13 @@ class Store:
 
     async def expire(self, *, now: float) -> bool:
         """Set `ending` to EXPIRED for all sessions whose first attempt has not started in time. Returns True if there
-        were such sessions."""
+        are such sessions."""
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE waiting = 1 AND expires IS NOT NULL AND expires <= ?"
         return bool(await self._db.write(lambda tx: tx.execute(sql, (StopReason.EXPIRED.value, now))))
 
     async def next_due(self, *, after: float) -> float | None:
-        """Return the earliest time later than `after` at which a queued session is due or expires."""
+        """Return the earliest time later than `after` at which a queued session is due or expires; None if there is
+        none."""
 
         async def body(tx: Connection) -> float | None:
             due = await tx.fetch("SELECT MIN(due) FROM sessions WHERE waiting = 1 AND due > 0 AND due > ?", (after,))
@@ -321,7 +330,8 @@ class Store:
         return await self._db.read(body)
 
     async def waiting(self, tenant: str, labels: Mapping[str, str] | None = None, *, most: int) -> int:
-        """Count the waiting sessions of the tenant, or of the bucket of its groups with these labels, up to `most`."""
+        """Count the waiting sessions of the tenant. With `labels`, count only the bucket of the tenant's groups with
+        these labels. Returns at most `most`."""
         column, value = ("tenant", tenant) if labels is None else ("bucket", queue.bucket_of(tenant, labels))
         sql = queue.COUNT_WAITING.format(column=column)
         found: int = (await self._db.read(lambda tx: tx.fetch(sql, (value, most))))[0][0]
@@ -333,7 +343,7 @@ class Store:
         return bool(await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),))))
 
     async def drained_nodes(self) -> set[str]:
-        """Names of the nodes that take no new sessions."""
+        """Return the names of the nodes on which no new sessions are placed."""
         return {row[0] for row in await self._db.read(lambda tx: tx.fetch("SELECT name FROM drained_nodes"))}
 
     async def set_drained(self, node: str, drained: bool) -> None:
@@ -343,13 +353,13 @@ class Store:
         await self._db.write(lambda tx: tx.execute(sql, (node,)))
 
     async def counts(self, *, tenant: str | None = None) -> dict[SessionState, int]:
-        """Count sessions by state, over all groups."""
+        """Count the sessions of all groups, or of the tenant's groups, by state."""
         live = [state.value for state in SessionState if state is not SessionState.DONE]
         sql = f"SELECT state, COUNT(*) FROM sessions WHERE state IN ({', '.join('?' * len(live))}) GROUP BY state"
         own = of_tenant(tenant)
         if tenant is not None:
-            # Only active groups have sessions that are not done. `<>` keeps the database from using the index of all
-            # sessions by state.
+            # Only active groups have sessions that are not done. The condition is `<>` and not a list of states, so
+            # that the database does not use the index of all tenants' sessions by state.
             sql = f"""SELECT sessions.state, COUNT(*) FROM groups JOIN sessions ON sessions.group_id = groups.id
                 WHERE groups.state = 'active' AND sessions.state <> 'done'{own.sql} GROUP BY sessions.state"""
             live = []
@@ -369,8 +379,8 @@ class Store:
         self, session_id: str, *, node: str, lease_until: float, policy_version: int | None = 0
     ) -> int:
         """Move a queued session to INITIALIZING under a lease. Returns the number of the new attempt. The group's first
-        attempt records `policy_version` as the version at which the group began; None if the policy has no part in the
-        attempt. Raises Conflict if the session is not queued or is to end."""
+        attempt stores `policy_version` as the version at which the group began. `policy_version` is None if the attempt
+        does not use the policy. Raises Conflict if the session is not queued or is to end."""
 
         async def body(tx: Connection) -> int:
             session = await _find_session(tx, session_id)
@@ -396,8 +406,8 @@ class Store:
         return await self._db.write(body)
 
     async def adopt_turns(self, session_id: str, attempt: int, of: str) -> SessionRow:
-        """Copy the turns of another session, which is done, to an attempt under way. Returns the other session.
-        Repeating the call changes nothing. Raises Conflict if the other session is not done."""
+        """Copy the turns of the session `of`, which is done, to an attempt under way. Returns the session `of`.
+        Repeating the call changes nothing. Raises Conflict if the session `of` is not done."""
 
         async def body(tx: Connection) -> SessionRow:
             await _under_way(tx, session_id, attempt)
@@ -412,7 +422,8 @@ class Store:
         return await self._db.write(body)
 
     async def began_before(self, version: int) -> list[str]:
-        """Ids of the groups that began at a lower policy version and are neither done nor cancelled, oldest first."""
+        """Return the ids of the groups that began at a lower policy version and are neither done nor cancelled, oldest
+        first."""
         sql = "SELECT id FROM groups WHERE state = ? AND cancelled = 0 AND began_version < ? ORDER BY created, id"
         values = (GroupState.ACTIVE.value, version)
         return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
@@ -428,11 +439,11 @@ class Store:
         await self._db.write(lambda tx: tx.execute(sql, (version, weights)))
 
     async def engine_paces(self) -> dict[str, str]:
-        """Return the stored paces of engines, by engine name."""
+        """Return the stored paces of engines, as JSON by engine name."""
         return dict(await self._db.read(lambda tx: tx.fetch("SELECT engine, pace FROM engine_paces")))
 
     async def keep_engine_paces(self, paces: Mapping[str, str]) -> None:
-        """Keep the paces of these engines. At most `MOST_PACES` are kept in all: the newest."""
+        """Store the paces of these engines. Of all stored paces, only the newest `MOST_PACES` are kept."""
         now = self._clock()
         sql = """INSERT INTO engine_paces (engine, pace, kept) VALUES (?, ?, ?)
                  ON CONFLICT (engine) DO UPDATE SET pace = excluded.pace, kept = excluded.kept"""
@@ -445,8 +456,8 @@ class Store:
         await self._db.write(body)
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
-        """Move a session to `state`. Raises Conflict for a move that is not in lifecycle.MOVES, and for moves with a
-        method of their own (MOVES_WITH_A_METHOD)."""
+        """Move a session to `state`. Raises Conflict for a move that is not in lifecycle.MOVES, and for a move to a
+        state that has its own method (MOVES_WITH_A_METHOD)."""
 
         async def body(tx: Connection) -> None:
             session = await _unfinished(tx, session_id, attempt)
@@ -462,8 +473,8 @@ class Store:
         await self._db.write(body)
 
     async def renew_leases(self, attempts: Mapping[str, int], lease_until: float) -> None:
-        """Set the ends of the leases of attempts, given by session id. Attempts that are no longer under way are
-        skipped."""
+        """Set the ends of the leases of these attempts, given as attempt numbers by session id. Attempts that are no
+        longer under way are skipped."""
         sql = "UPDATE sessions SET lease_until = ? WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL"
         values = [(lease_until, id, attempt) for id, attempt in attempts.items()]
         await self._db.write(lambda tx: tx.execute_many(sql, values), volatile=True)
@@ -473,8 +484,7 @@ class Store:
         of that index.
 
         `model` is the frozen model that sampled the turn, None for the policy. The turns of each model are numbered
-        from 0.
-        The bytes of images are stored apart from the turn, once for each digest over all sessions.
+        from 0. The bytes of images are stored apart from the turn, once for each digest over all sessions.
         """
         taken = split(turn)
         packed = rows.pack(taken.turn)
@@ -488,16 +498,16 @@ class Store:
                 raise Conflict(f"session {session_id} already has a turn {turn.index} in attempt {attempt}")
             await insert_images(tx, session_id, taken.images)
 
-        # The write is volatile, because the agent's call waits for it. A loss of power that undoes the write also ends
-        # the attempt, and the session runs again from its task. Once the end of an attempt is stored, so are all turns
-        # of the attempt.
+        # The write is volatile, because the agent's call waits for the write. A loss of power that undoes the write
+        # also ends the attempt, and the session runs again from its task. Once the end of an attempt is stored, all
+        # turns of the attempt are stored, too.
         await self._db.write(body, volatile=True)
 
     async def turns(
         self, session_id: str, attempt: int | None = None, *, images: bool = False, tenant: str | None = None
     ) -> list[Turn]:
-        """Return the turns of one attempt (default: the newest) by index. The images in the turns have bytes only with
-        `images`."""
+        """Return the turns of one attempt (default: the newest) in the order of their index. The images in the turns
+        have bytes only with `images`."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 
         async def body(tx: Connection) -> list[bytes]:
@@ -510,7 +520,8 @@ class Store:
     async def frozen_turns(
         self, session_id: str, attempt: int | None = None, *, tenant: str | None = None
     ) -> dict[str, list[Turn]]:
-        """Return the turns of frozen models in one attempt (default: the newest), by model, each by index."""
+        """Return the turns of frozen models in one attempt (default: the newest), by model, in the order of their
+        index."""
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
 
         async def body(tx: Connection) -> list[Row]:
@@ -523,12 +534,13 @@ class Store:
         return found
 
     async def image(self, digest: str, *, tenant: str | None = None) -> Image:
-        """Return an image in a stored turn, with its bytes. If the same bytes came with several media types, the first
-        counts."""
+        """Return an image in a stored turn, with its bytes. If the same bytes were sent with several media types, the
+        image has the first one."""
         return await self._db.read(lambda tx: find_image(tx, digest, tenant))
 
     async def requeue(self, session_id: str, attempt: int, error: ErrorRecord, *, due: float = 0.0) -> None:
-        """End an attempt that failed, and queue the session again, to be started at `due` or later."""
+        """End an attempt that failed, and queue the session again. The next attempt starts at the time `due` or
+        later."""
 
         async def body(tx: Connection) -> None:
             await self._requeue(tx, await _under_way(tx, session_id, attempt), error, due=due)
@@ -544,14 +556,14 @@ class Store:
         under_way: bool = False,
         of_all_turns: bool = False,
     ) -> bool:
-        """End a session for good. Returns True if the group is now done.
+        """Store the result of a session, which is then done. Returns True if the group is now done, too.
 
-        With its last session a group is done: the group gets a cursor, an event, and, if there is a callback, an outbox
-        row. If the group has `min_usable` verdicts earlier, its remaining sessions are to end. A queued session may be
-        finished (with `attempt` the last attempt): this is how a queued session is cancelled. `under_way` is set by an
-        attempt that ends its own session: Conflict is raised if the attempt's lease has lapsed and the session waits
-        for another attempt. `of_all_turns` is for a result made from turns that were read while the attempt could still
-        add turns: MoreTurns is raised if a turn was added since.
+        A group is done with its last session. Then the group gets a cursor, an event and, if it has a callback, an
+        outbox row. If `min_usable` sessions have a verdict before that, the other sessions are to end. A queued session
+        can be finished, too, for example because it was cancelled; `attempt` is then its last attempt. `under_way` is
+        set by an attempt that ends its own session: Conflict is raised if the attempt's lease has lapsed and the
+        session waits for another attempt. `of_all_turns` is for a result made from turns that were read while the
+        attempt could still add turns: MoreTurns is raised if a turn was added since.
         """
         packed = rows.pack(result)
         check = _under_way if under_way else _unfinished
@@ -601,7 +613,7 @@ class Store:
                 if enough and await tx.execute(END_OTHERS, (StopReason.EARLY_STOP.value, group.id)):
                     await self._add_event(tx, EventKind.GROUP_ENOUGH, group.id, None, {"usable": group.rewarded})
                 return False
-            # Cursors become visible in their order: the row of totals is locked from here to the commit.
+            # Cursors become visible in rising order, because the row of `totals` is locked from here to the commit.
             await tx.execute(
                 """UPDATE totals SET cursor = cursor + 1, sessions = sessions + (SELECT n FROM groups WHERE id = ?),
                        bytes = bytes + (SELECT bytes FROM groups WHERE id = ?)""",
@@ -613,7 +625,7 @@ class Store:
             data = {"cursor": group.cursor, "cancelled": group.cancelled}
             await self._add_event(tx, EventKind.GROUP_DONE, group.id, None, data)
             ((url,),) = await tx.fetch("SELECT callback_url FROM groups WHERE id = ?", (group.id,))
-            if url is not None:  # still sealed: a callback whose key is missing now must not be lost
+            if url is not None:  # still sealed, so that no callback is lost while its key is missing
                 await tx.execute(
                     """INSERT INTO outbox (group_id, url, receiver, tries, next_try, since, tenant)
                        VALUES (?, ?, ?, 0, ?, ?, ?)""",
@@ -637,8 +649,8 @@ class Store:
         return await self._db.write(body)
 
     async def cancel_session(self, session_id: str, *, tenant: str | None = None) -> SessionRow:
-        """Mark one session to end as cancelled. Returns the session, which the caller must now end unless it is done.
-        The other sessions of its group go on."""
+        """Set `ending` of one session to CANCELLED. Returns the session, which the caller must now end unless it is
+        done. The other sessions of its group continue."""
 
         sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE id = ? AND ending IS NULL AND state <> 'done'"
 
@@ -654,7 +666,7 @@ class Store:
         """Requeue every session whose lease ended before `now`, because the session's node is lost. Sessions in `held`
         are skipped. The attempt is counted as recovered. The next attempt starts at `due` or later.
 
-        Returns the sessions after the change, including sessions that are to end.
+        Returns the requeued sessions in their new state, including sessions that are to end.
         """
 
         async def body(tx: Connection) -> list[SessionRow]:
@@ -682,7 +694,7 @@ class Store:
         return [self._group(row) for row in found]
 
     async def last_cursor(self, *, tenant: str | None = None) -> int:
-        """The newest cursor given to a result; 0 before the first."""
+        """Return the newest cursor given to a result; 0 before the first result."""
         return await self._db.read(lambda tx: total(tx, "cursor", tenant))
 
     async def events(self, *, after: int, limit: int, tenant: str | None = None) -> list[EventView]:
@@ -707,8 +719,8 @@ class Store:
         return rows.row_from(TokenRow, found[0]) if found else None
 
     async def add_token(self, token: TokenRow, *, joins: bool = True) -> None:
-        """Store a token. Raises Conflict for a name that a token has or had, because groups and the audit log refer to
-        tokens by name; and, unless `joins` is set, for a tenant that other tokens have."""
+        """Store a token. Raises Conflict if a token has or had the same name, because groups and the audit log refer to
+        tokens by name. Unless `joins` is set, also raises Conflict if another token has the same tenant."""
         sql = f"INSERT INTO tokens ({rows.TOKEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 
         async def body(tx: Connection) -> None:
@@ -745,7 +757,7 @@ class Store:
     async def deliveries(
         self, *, now: float, limit: int, latest: float = inf, busy: Collection[str] = ()
     ) -> list[Delivery]:
-        """List deliveries that are due for a try, except those to `busy` receivers.
+        """List deliveries that are due for a try, except deliveries to `busy` receivers.
 
         A delivery whose next try is after `latest` is due, too. No delivery is postponed for so long, so the system
         clock must have been set back after the next try was scheduled.
@@ -761,7 +773,7 @@ class Store:
         return [self._delivery(row) for row in await self._db.read(body)]
 
     async def delivered(self, group_id: str) -> None:
-        """Remove a row from the outbox."""
+        """Remove a group's delivery from the outbox. Raises NotFound if there is no such delivery."""
         await self._change_outbox("DELETE FROM outbox WHERE group_id = ?", group_id)
 
     async def delivery_failed(self, group_id: str, *, next_try: float, fault: str | None = None) -> None:
@@ -770,7 +782,7 @@ class Store:
         await self._change_outbox(sql, next_try, fault, group_id)
 
     async def give_up_delivery(self, group_id: str, *, fault: str) -> None:
-        """Count a failed try, and make the delivery a dead letter: it is retried only on request."""
+        """Count a failed try, and make the delivery a dead letter, which is retried only on request."""
 
         async def body(tx: Connection) -> None:
             sql = "UPDATE outbox SET tries = tries + 1, given_up = ?, fault = ? WHERE group_id = ?"
@@ -813,7 +825,8 @@ class Store:
         return self._group(found[0])
 
     async def _change_outbox(self, sql: str, *values: Any) -> None:
-        """Run a change of one outbox row, whose group id is the last value."""
+        """Run a statement that changes one outbox row. The group's id is the last value. Raises NotFound if there is no
+        such row."""
 
         async def body(tx: Connection) -> None:
             if not await tx.execute(sql, values):
@@ -849,7 +862,7 @@ def _no_delivery(group_id: str) -> NotFound:
 
 
 def _spec_of(group_id: str) -> str:
-    """The place for which a spec is sealed (see `task_key.py`)."""
+    """Return the place for which a spec is sealed (see `task_key.py`)."""
     return f"the task of group {group_id}"
 
 
@@ -888,7 +901,7 @@ async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[Sessi
 
 
 async def _unfinished(tx: Connection, session_id: str, attempt: int) -> SessionRow:
-    """Return the session. Raises Conflict if it is done or `attempt` is not its newest attempt."""
+    """Return the session. Raises Conflict if the session is done, or if `attempt` is not its newest attempt."""
     session = await _find_session(tx, session_id)
     if session.attempt != attempt:
         raise Conflict(f"session {session_id} is at attempt {session.attempt}, not {attempt}")

@@ -1,7 +1,7 @@
-"""The key that encrypts tasks before they reach the database: the environments of tasks may hold secrets.
+"""Encrypts tasks before they are stored in the database, because the environments of tasks may contain secrets.
 
-The key is not in the database, so a copy of the database reveals no secrets. Invariant: data sealed for one place (a
-column of a group) cannot be opened as the data of another place.
+The key is not in the database, so a copy of the database reveals no secrets. To seal is to encrypt data for one place,
+which is a column of a group. Invariant: data sealed for one place cannot be opened as the data of another place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.errors import InvalidField, ServiceError, UnreadableTask
 KEY_FILE = "task.key"
 KEY_BYTES, ID_BYTES, NONCE_BYTES = 32, 8, 12
 SEALED = b"\0sealed1"
-"""Prefix of sealed bytes; no JSON begins like this. The key's id, the nonce and AES-256-GCM's output follow."""
+"""Prefix of sealed bytes. No JSON begins with this prefix. The key's id, the nonce and AES-256-GCM's output follow."""
 SEALED_URL = "sealed1:"
 """Prefix of a sealed URL. The receiver (host and port), a blank and sealed bytes in base64 follow."""
 HINT = (
@@ -36,14 +36,14 @@ NEW_KEY_HINT = (
 
 
 class KeySource(Protocol):
-    """A source of the key."""
+    """Loads the key that encrypts tasks, or makes a new key."""
 
     def load(self) -> TaskKey | None:
         """Return the key, or None if there is none yet. Raises ServiceError for a key that cannot be read."""
         ...
 
     def make(self) -> TaskKey:
-        """Make a key, and keep it. Raises ServiceError."""
+        """Make a key, and store it. Raises ServiceError if the key cannot be stored."""
         ...
 
     def missing(self) -> ServiceError:
@@ -52,7 +52,7 @@ class KeySource(Protocol):
 
 
 class TaskKey:
-    """Seals and opens data. A given key is also its own `KeySource`."""
+    """Seals and opens data with one key. A `TaskKey` is also the `KeySource` of itself."""
 
     def __init__(self, key: bytes) -> None:
         if len(key) != KEY_BYTES:
@@ -103,7 +103,7 @@ class TaskKey:
         return f"{SEALED_URL}{receiver} {base64.b64encode(self.seal(url.encode(), place)).decode()}"
 
     def open_url(self, sealed: str, place: str) -> str:
-        """Decrypt a URL sealed for `place`. Raises UnreadableTask as `open` does."""
+        """Decrypt a URL sealed for `place`. Raises UnreadableTask, as `open` does."""
         try:
             return self.open(base64.b64decode(sealed.rpartition(" ")[2]), place).decode()
         except binascii.Error as error:
@@ -135,7 +135,7 @@ class KeyFile:
             new.replace(self._path)
             folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(folder)  # losing the key in a power failure would lose all tasks
+                os.fsync(folder)  # if a loss of power undid this write, no task could be read again
             finally:
                 os.close(folder)
         except OSError as error:
@@ -157,7 +157,7 @@ def receiver_of_sealed(url: str) -> str:
 
 
 def given_key(text: str) -> TaskKey:
-    """Return the key given in the settings. Raises InvalidField."""
+    """Return the key that the settings give as text. Raises InvalidField for text that is not a key."""
     try:
         return TaskKey.parse(text)
     except ValueError as error:

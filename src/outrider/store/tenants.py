@@ -1,8 +1,9 @@
-"""Tenants, the owners of groups: conditions that limit reads to one tenant's rows, and the totals of each tenant.
+"""Limits reads to the rows of one tenant, and maintains the totals of each tenant. A tenant is the owner of groups.
 
-A tenant is the label of one or several tokens (see docs/security.md). A group belongs for good to the tenant of the
-submitting token. A read on behalf of a client takes a `tenant`. None stands for all tenants, for the service itself and
-admins only. No transaction is opened here. Invariant: a tenant's reads do not depend on rows of other tenants.
+A tenant is the label of one or several tokens (see docs/security.md). A group always belongs to the tenant of the token
+that submitted it. A read for a client has a parameter `tenant`; None stands for all tenants, and is only for admins and
+the service itself. The functions run in the caller's transaction. Invariant: a tenant's reads do not depend on rows of
+other tenants.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from outrider.store.database import Connection
 
 
 class Condition(NamedTuple):
-    """An addition to a WHERE clause, and its values."""
+    """An addition to a WHERE clause, and the values of its placeholders."""
 
     sql: str
     values: tuple[str, ...]
@@ -36,7 +37,7 @@ def session_of_tenant(tenant: str | None) -> Condition:
 
 
 async def note_done(tx: Connection, group_id: str) -> None:
-    """Add a group, which has just got its cursor, to the totals of its tenant."""
+    """Add a group to the totals of its tenant. The group must have its cursor already."""
     await tx.execute(
         """INSERT INTO tenants (name, cursor, sessions, removed_event)
            SELECT tenant, cursor, n, 0 FROM groups WHERE id = ?
@@ -47,13 +48,13 @@ async def note_done(tx: Connection, group_id: str) -> None:
 
 
 async def note_hidden(tx: Connection, group_id: str, sessions: int) -> None:
-    """Subtract a group that is being removed from the totals of its tenant."""
+    """Subtract the sessions of a hidden group from the totals of the group's tenant."""
     sql = "UPDATE tenants SET sessions = sessions - ? WHERE name = (SELECT tenant FROM groups WHERE id = ?)"
     await tx.execute(sql, (sessions, group_id))
 
 
 async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
-    """Record that a group's events up to the cursor `last` are removed."""
+    """Record in the tenant's totals that a group's events up to the cursor `last` are removed."""
     await tx.execute(
         """UPDATE tenants SET removed_event = ?
            WHERE removed_event < ? AND name = (SELECT tenant FROM groups WHERE id = ?)""",
@@ -63,7 +64,7 @@ async def note_erased_events(tx: Connection, group_id: str, last: int) -> None:
 
 async def total(tx: Connection, column: Literal["cursor", "sessions", "removed_event"], tenant: str | None) -> int:
     """Return a total of the tenant: the newest cursor given to a result, the number of sessions in done groups, or the
-    newest cursor of a removed event. 0 before the first."""
+    newest cursor of a removed event. 0 if there is none yet."""
     if tenant is None:
         found = await tx.fetch(f"SELECT {column} FROM totals")
     else:
@@ -72,7 +73,7 @@ async def total(tx: Connection, column: Literal["cursor", "sessions", "removed_e
 
 
 async def newest_event(tx: Connection, tenant: str | None) -> int:
-    """The newest cursor given to an event of the tenant, removed ones included; 0 before the first."""
+    """Return the newest cursor given to an event of the tenant, including removed events; 0 before the first event."""
     where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (tenant,))
     ((stored,),) = await tx.fetch(f"SELECT COALESCE(MAX(cursor), 0) FROM events{where}", values)
     return max(int(stored), await total(tx, "removed_event", tenant))
