@@ -216,7 +216,7 @@ def test_what_sbatch_says_is_shown(cli: Cli, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.deep
 async def test_sessions_that_a_stopped_service_has_left_are_counted(tmp_path: Path) -> None:
     async def count() -> bytes:
-        words = ("-m", "outrider.cli.unfinished", "--insecure", "--data", "state", "--processes", "2")
+        words = ("-m", "outrider.cli.slurm_unfinished", "--insecure", "--data", "state", "--processes", "2")
         process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=asyncio.subprocess.PIPE)
         out, _ = await process.communicate()
         assert process.returncode == 0

@@ -15,9 +15,9 @@ import pytest
 
 from outrider.slurm.batch_script import BatchJob, script_of
 
-# Given `-m outrider.cli serve`, `-m outrider.cli nodes join` or `-m outrider.cli.unfinished`.
+# Given `-m outrider.cli serve`, `-m outrider.cli nodes join` or `-m outrider.cli.slurm_unfinished`.
 PYTHON = """\
-if [[ $2 == outrider.cli.unfinished ]]; then echo "${LEFT:-0}"; exit; fi
+if [[ $2 == outrider.cli.slurm_unfinished ]]; then echo "${LEFT:-0}"; exit; fi
 event() { echo "$*" >>"$EVENTS"; }
 if [[ $3 == serve ]]; then
     trap 'event service ends; exit 0' TERM

@@ -117,7 +117,7 @@ def job_of(slurm: Slurm, folder: Path, told: Any) -> Job:
 
 def unfinished(data: Path) -> str:
     """What a job is told when its time is over."""
-    words = [sys.executable, "-m", "outrider.cli.unfinished", "--data", str(data)]
+    words = [sys.executable, "-m", "outrider.cli.slurm_unfinished", "--data", str(data)]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 

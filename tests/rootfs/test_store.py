@@ -49,6 +49,18 @@ def test_a_plain_tar_is_a_root(store: ImageStore, tmp_path: Path) -> None:
     assert (image.entries, image.bytes, image.env, image.workdir) == (2, 2, {}, None)
 
 
+def test_an_image_that_loses_its_last_name_is_still_there(store: ImageStore, tmp_path: Path) -> None:
+    old = store.import_(as_tar(oci_files(), tmp_path / "x.tar"), "x")
+    (tmp_path / "new.tar").write_bytes(LOWER)
+    new = store.import_(tmp_path / "new.tar", "x")
+    assert store.images() == {"x": new, old.digest: old}
+    assert store.import_(tmp_path / "new.tar", "x") == new
+    assert store.image(old.digest) == old
+    assert store.remove(old.digest)
+    assert store.images() == {"x": new}
+    assert not store.root(old).exists()
+
+
 def test_the_same_content_is_kept_once_and_goes_with_its_last_name(store: ImageStore, tmp_path: Path) -> None:
     source = as_tar(oci_files(), tmp_path / "x.tar")
     one, two = store.import_(source, "one"), store.import_(source, "two")

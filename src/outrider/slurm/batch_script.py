@@ -118,7 +118,7 @@ def _settings(job: BatchJob) -> list[str]:
     commands = {
         "serve": [*python, "outrider.cli", "serve", *job.serve],
         "join": [*python, "outrider.cli", "nodes", "join", *job.join],
-        "unfinished": [*python, "outrider.cli.unfinished", *job.serve],
+        "unfinished": [*python, "outrider.cli.slurm_unfinished", *job.serve],
     }
     return [
         f"folder={shlex.quote(str(job.folder))}",

@@ -1,5 +1,6 @@
 """One end of a connection between a service and a worker or node: sends messages in order, receives one message at a
-time, and sends heartbeats.
+time, and sends heartbeats. The users of a link set the intervals: `nodes/remote_node.py` for nodes, and the options of
+relay engines.
 
 The module does not interpret messages and does not depend on the transport. Invariants: when either end has closed the
 connection, or the peer was silent for too long, `run` returns and leaves no task running. Nothing is sent after a

@@ -73,9 +73,15 @@ class ImageStore:
         return image
 
     def give(self, name: str, image: RootImage) -> None:
-        """Give an image a name. An earlier image of the same name loses this name. Raises InvalidField for an invalid
+        """Give an image a name. An earlier image of the same name loses this name. If it has no other name, its digest
+        becomes its name, so that the image can still be listed, used and removed. Raises InvalidField for an invalid
         name."""
-        checked_name(name)
+        earlier = self.images().get(checked_name(name))
+        self._put_name(name, image)
+        if earlier is not None and earlier not in self.images().values():
+            self._put_name(earlier.digest, earlier)
+
+    def _put_name(self, name: str, image: RootImage) -> None:
         place = self._name(name)
         place.parent.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=place.parent, prefix=".")
