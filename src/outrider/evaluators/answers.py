@@ -11,7 +11,7 @@ from outrider.evaluators.base import Outcome
 from outrider.messages import Role
 
 MAX_ANSWER = 32_768
-"""Maximum characters from the end of a reply, and maximum bytes of a file."""
+"""Maximum length of an answer: in characters from the end of a reply, or in bytes of a file."""
 PROBE_SECONDS = 30.0
 
 
@@ -28,12 +28,12 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """Return the text of the answer, without surrounding blanks. The text is the content of `file`. Without a file it
-    is the end of a Python agent's answer or, if there is none, of the last reply that has text. Raises NoAnswer, and
+    """Return the answer, without surrounding blanks. The answer is the content of `file`. If `file` is None, the answer
+    is the end of a Python agent's answer or, if that answer is empty, of the last reply with text. Raises NoAnswer, and
     RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
-        if outcome.task.harness.agent is not None:  # for a program the answer is its whole output: not used
+        if outcome.task.harness.agent is not None:  # a program's answer is its whole output, which is not used
             replies.insert(0, outcome.harness.answer or "")
         text = next((reply for reply in replies if reply.strip()), "")[-MAX_ANSWER:]
     else:
@@ -44,7 +44,7 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # Either the file is too large or not a regular file, or the sandbox is broken.
+            # The file is too large or not a regular file, or the sandbox is broken: the probe finds out which.
             await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():

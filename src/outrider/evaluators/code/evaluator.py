@@ -1,10 +1,11 @@
 """The code evaluator: runs a candidate program in the evaluation's sandbox and compares its results in the service.
 
-The sandbox belongs to the candidate: everything inside, including the interpreter, may be the candidate's work. So
-inputs go in, outputs come out, and the sandbox never holds the right results. A hidden `check(candidate)` is Python of
-the task's author. It runs in a second, untouched sandbox, and the candidate's calls pass through the service as values
-of built-in types. Invariants: expected outputs and tests are never in the candidate's sandbox; a candidate's
-misbehaviour, time and output included, fails its case; a condition that prevents a run of the candidate is an error.
+The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
+the sandbox, receives outputs, and never sends expected results. A hidden `check(candidate)` is Python code of the
+task's author. The check runs in a second, untouched sandbox, and the service passes the check's calls of the candidate
+on, as values of built-in types. Invariants: expected outputs and tests are never in the candidate's sandbox; a
+candidate that misbehaves, takes too long or prints too much fails its case; a condition that prevents a run of the
+candidate is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RUN_SECONDS = 0.05
 
 
 class WrongAnswer(Exception):
-    """The candidate failed a case or its check. The text is for the verdict's reason."""
+    """The candidate failed a case or its check. The message is for the verdict's reason."""
 
 
 class CodeEvaluator:
@@ -76,7 +77,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # raises if the host is slow: then the agent is not the cause
+            async with outcome.beside() as other:  # if Python also fails there, the agent is not the cause
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
@@ -91,7 +92,7 @@ class CodeEvaluator:
                     answer = await candidate.called(self._options.fn_name, case.given)
                 if not any(answer == right for right in case.accepted):
                     raise WrongAnswer(f"wrong answer: {answer!r:.{QUOTED}}")
-            except (WrongAnswer, RecursionError) as error:  # RecursionError: from comparing a deeply nested value
+            except (WrongAnswer, RecursionError) as error:  # RecursionError comes from comparing deeply nested values
                 reason = reason or f"case {number} of {self._cases}: {error}"
                 if self._options.reward == "all" or candidate.broke_sandbox:
                     break
@@ -141,8 +142,8 @@ class CodeEvaluator:
 class CandidateProgram:
     """A program in the outcome's sandbox, with a process for each run. `seconds` is the limit for all runs together.
 
-    The methods raise WrongAnswer for failures caused by the candidate, and RuntimeFailure or EvaluatorError for the
-    rest.
+    The methods raise WrongAnswer for failures caused by the candidate, and RuntimeFailure or EvaluatorError for other
+    failures.
     """
 
     def __init__(self, outcome: Outcome, program: str, options: CodeOptions, seconds: float) -> None:
@@ -162,8 +163,8 @@ class CandidateProgram:
     async def printed(self, text: str) -> list[str]:
         """Return the lines that the program prints for this input."""
         done = await self._ran([self._options.python, "-B", self._program], text.encode("utf-8", "replace"))
-        # Output is decoded in a thread, here and below. The candidate decides how long its output is, and decoding a
-        # long one would block the event loop.
+        # Output is decoded in a thread, here and below, because the candidate decides the length of its output, and
+        # decoding a long output would block the event loop.
         return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
 
     async def called(self, name: str, args: list[Any]) -> Any:
@@ -194,8 +195,8 @@ class CandidateProgram:
         try:
             done = await self._runtime.exec(command, stdin=given, seconds=seconds)
         except RuntimeFailure as error:
-            # A sandbox that breaks during a run was broken by the candidate, if the runtime confirms a cause inside and
-            # another sandbox works at the same time.
+            # The candidate has broken its sandbox if the runtime confirms a cause inside the sandbox and another
+            # sandbox works at the same time.
             inside = error.inside or (isinstance(self._runtime, TellsCause) and await self._runtime.broken_inside())
             if not inside:
                 raise
@@ -213,9 +214,8 @@ class CandidateProgram:
 
 
 def told(answer: bytes) -> dict[str, Any]:
-    """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for anything else.
-
-    The value stays encoded, because it is the candidate's: decoding could take as long as the candidate chooses."""
+    """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for any other text. The value stays
+    encoded, because the candidate has made it, and decoding could take as long as the candidate chooses."""
     match json.loads(answer):
         case {"value": coded, **others} if not others:
             return {"value": coded}
@@ -237,7 +237,7 @@ async def probe(runtime: Runtime, python: str) -> None:
         if done.exit_code == 0 and done.stdout == READY.encode():
             return
         tail, late = done.log_tail(), done.timed_out
-    except RuntimeFailure as error:  # such as for a program that does not exist
+    except RuntimeFailure as error:  # for example, the program does not exist
         await runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
         tail = error.message
     raise EvaluatorError(
@@ -250,7 +250,7 @@ async def probe(runtime: Runtime, python: str) -> None:
 
 async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
     """Run one step of the Checker and return the event that the Checker prints. Raises TimeoutError, and EvaluatorError
-    without a readable line."""
+    if the output has no readable event."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)
