@@ -1,7 +1,5 @@
-"""The callable evaluator: calls a Python function with the outcome, in this process.
-
-The function can be any callable at the path. Invariant: a hanging function blocks its own thread, never a thread of the
-service.
+"""The callable evaluator: calls a Python function, or any other callable, with the outcome, in this process. Invariant:
+a hanging function blocks its own thread, never a thread of the service.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             done.set_exception(error)
         else:
-            # A future refuses StopIteration, and SystemExit would end this loop instead of the grader's thread.
+            # A future refuses StopIteration, and SystemExit would end this event loop, not the grader's thread.
             done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def work() -> None:

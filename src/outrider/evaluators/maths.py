@@ -51,7 +51,8 @@ class MathEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for a gold answer that math-verify cannot use, or not in time (see `math_check.check`)."""
+        """Raise InvalidField for a gold answer that math-verify cannot use or cannot check in time (see
+        `math_check.check`)."""
         golds = self._options.gold
         checked = await (await checks_of(host, CHECKS)).check_submitted({"golds": golds}, seconds=self._options.seconds)
         answer = checked.answer or {"unusable": 0, "why": f"is {checked.fault}"}
