@@ -1,5 +1,3 @@
-"""Harnesses: agent programs, and how each is installed, started and pointed at its model endpoint.
-
-Most harnesses are data, in `presets/`. The code for running harnesses in a sandbox is here too; `sandbox/` makes the
-sandboxes.
+"""Harnesses: agent programs, and how each is installed, started and pointed at its model endpoint. Most harnesses are
+data, in `presets/`. This package also has the code for running harnesses in a sandbox. `sandbox/` makes the sandboxes.
 """

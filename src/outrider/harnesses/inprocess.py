@@ -1,4 +1,4 @@
-"""The in-process harness: an agent written as a Python class, with its tools in the sandbox.
+"""The in-process harness: runs an agent that is a Python class, and whose tools run in the sandbox.
 
 Invariant: any exception of an agent except an OutriderError becomes a HarnessError with the end of its traceback.
 """
@@ -18,11 +18,12 @@ from outrider.sandbox.runtimes.base import LOG_TAIL, Availability
 
 class Agent(Protocol):
     """An agent in Python, constructed with the task's harness options: once when the task is submitted, and once for
-    each session. Any exception of the constructor makes the task invalid (a pydantic ValidationError names the option).
+    each session. If the constructor raises an exception, the task is invalid. The error names the option if the
+    exception is a pydantic ValidationError.
 
-    `init` prepares the started sandbox and is part of INIT. `run` drives the model (`context.model`) and the sandbox's
-    tools (`context.runtime`) to the end. Both may be cancelled at any await, and are called for each step of a task
-    with several steps.
+    `init` prepares the started sandbox and is part of INIT. `run` calls the model (`context.model`) and uses the
+    sandbox (`context.runtime`) until the agent is done. Both methods may be cancelled at any await, and are called for
+    each step of a task with several steps.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None: ...

@@ -1,4 +1,3 @@
-"""Tasks from data sets and from the formats of other systems.
-
-Evaluators do not belong here: a task names its evaluator (see evaluators/).
+"""Makes tasks from data sets and from the formats of other systems. The evaluators that grade these tasks are in
+evaluators/.
 """
