@@ -162,8 +162,8 @@ def evaluation_task(
 
 
 def pass_at(k: int, passes: int, samples: int) -> float:
-    """Return the probability that at least one of k samples passes. The k samples are drawn without replacement from
-    `samples` samples, and `passes` of all samples pass."""
+    """Return the probability that at least one of k samples passes, if the k samples are drawn without replacement from
+    `samples` samples, and `passes` of these pass."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 

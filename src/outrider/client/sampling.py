@@ -3,7 +3,7 @@
 If all samples of a group have the same reward, every advantage is 0, and the gradient is 0 as well. The sampler runs
 groups concurrently, keeps the informative groups, replaces the other groups at once, and returns a batch as soon as it
 has enough groups. The prompt of a failed group is submitted again a few times: tasks whose sandboxes fail more often
-must not vanish from the data. The sampler uses the control API and is independent of the trainer.
+must stay in the data. The sampler uses the control API and is independent of the trainer.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
         async for batch in sampler:
@@ -74,8 +74,8 @@ class Counts(msgspec.Struct, kw_only=True):
     `informative` groups were delivered. The prompt of an `uninformative` group is dropped. The prompt of a failed group
     is submitted again (`retried`), or dropped after the last retry (`given_up`). `reasons` counts the groups in
     `retried` and `given_up` by the most frequent error code of their sessions. The prompt of a `stale` group (sampled
-    by a policy too old) or of a `stopped` group (not needed for its batch, or cancelled by somebody else) is submitted
-    again.
+    by a policy too old) or of a `stopped` group (cancelled because its batch was full, or cancelled by a user) is
+    submitted again.
     """
 
     submitted: int = 0
@@ -190,8 +190,8 @@ class DynamicSampler:
     samples for each prompt. `target`: groups in a batch. `inflight`: groups running at once (by default twice the
     target). `informative` decides whether to keep a group with at least two graded sessions (one if `n` is 1). If it
     returns "again", the prompt is submitted again, as for a group with fewer graded sessions. `retries`: how often a
-    prompt whose group has too few graded sessions, or whose choice is "again", is submitted again before it is given
-    up.
+    prompt is submitted again, because its group had too few graded sessions or the choice was "again", before the
+    prompt is given up.
 
     `refill`: "asynchronous" replaces a group as soon as it is done. The other two values are for comparison.
     "synchronous" waits for all running groups before it submits `inflight` new groups, as DAPO did at first. "static"

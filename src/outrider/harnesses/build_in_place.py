@@ -2,7 +2,7 @@
 
 A build in another folder with a rename, as in concurrency/build_once.py, is impossible, because the files of a virtual
 environment contain the path of its folder. A marker file, written last, marks a complete folder. Invariant: a folder
-with its marker is complete, even after a power loss; at any time, at most one process builds a folder.
+with its marker is complete, even after a power loss; at most one process at a time builds a folder.
 """
 
 from __future__ import annotations

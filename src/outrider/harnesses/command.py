@@ -83,9 +83,8 @@ class CommandHarness:
             inherited = self._env.get("PATH")
             if inherited is None:
                 told = await context.runtime.exec(FIND_PATH, seconds=LOOKUP_SECONDS)
-                inherited = (
-                    told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH
-                )  # the output is empty if the sandbox has no shell
+                # The output is empty if the sandbox has no shell.
+                inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH
             self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
         if not self._preset.files:
             return
@@ -99,9 +98,8 @@ class CommandHarness:
                 log_tail=told.log_tail(),
             )
         for file in self._preset.files:
-            text = await asyncio.to_thread(
-                fill_file, file.path, file.text, words
-            )  # in a thread, because the text may have megabytes
+            # The text is filled in a thread, because it may have megabytes.
+            text = await asyncio.to_thread(fill_file, file.path, file.text, words)
             await context.runtime.write(str(home / file.path), text.encode())
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:

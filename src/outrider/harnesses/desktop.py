@@ -1,6 +1,8 @@
 """The tool set `desktop`: a screen in the sandbox, which the model sees in screenshots and controls by mouse and
-keyboard. The option `run` opens the programs to be used. Invariants: a call acts on the screen of its own sandbox or
-not at all; for a mistake of the model, the result is an explanation; only a broken sandbox raises.
+keyboard.
+
+The option `run` opens the programs to be used. Invariants: a call acts on the screen of its own sandbox or not at all;
+for a mistake of the model, the result is an explanation; only a broken sandbox raises.
 """
 
 from __future__ import annotations

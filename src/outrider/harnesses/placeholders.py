@@ -1,6 +1,7 @@
-"""Fills in the {placeholders} of a preset's or a task's texts. The module is pure. Invariant: only the given names are
-replaced, and each text is scanned once, so that values are never scanned, and other braces, such as in JSON, are
-unchanged.
+"""Fills in the {placeholders} of a preset's or a task's texts. The module is pure.
+
+Invariant: only the given names are replaced, and each text is scanned once, so that values are never scanned, and other
+braces, such as in JSON, are unchanged.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
     return [link for link, goal in leaving if not any(goal.is_relative_to(root) for root in roots)]
 
 
-@functools.lru_cache(maxsize=32)  # a scan may visit many thousand files; `stamp` is part of the cache's key
+@functools.lru_cache(maxsize=32)  # a scan visits many thousand files; `stamp` renews the cached value
 def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
     """Return the symbolic links to existing paths outside of the environment, with their targets."""
     links: list[Path] = []

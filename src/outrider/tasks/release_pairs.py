@@ -108,9 +108,8 @@ def release_pair_examples(
         template = {"runtime": runtime_of(pair, place, tools), "evaluator": {"carry": [pair.folder], "seconds": 600}}
         return swebench_example(row, template=template)
 
-    with ThreadPoolExecutor(
-        len(RELEASES)
-    ) as threads:  # pip mostly waits for the index, so the tasks are made concurrently
+    # The tasks are made concurrently, because pip mostly waits for the package index.
+    with ThreadPoolExecutor(len(RELEASES)) as threads:
         return list(threads.map(example, RELEASES[:limit]))
 
 

@@ -1,6 +1,8 @@
-"""Makes tasks from SWE-bench's rows, in files of rows or in the task repositories of swebench 5.x. The module runs and
-downloads nothing. `evaluators/swebench` grades the tasks, with the row's columns as options. The row's gold patch is
-the known solution. Invariant: no agent sees the gold patch, the test patch, or the names of the tests.
+"""Makes tasks from SWE-bench's rows, in files of rows or in the task repositories of swebench 5.x.
+
+The module runs and downloads nothing. `evaluators/swebench` grades the tasks, with the row's columns as options. The
+row's gold patch is the known solution. Invariant: no agent sees the gold patch, the test patch, or the names of the
+tests.
 """
 
 from __future__ import annotations

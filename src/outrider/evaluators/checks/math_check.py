@@ -58,9 +58,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     if "answer" not in request:
         other = _parsed("1", whole=True)
         for number, (_, parsed) in enumerate(golds):
-            if all(
-                isinstance(part, str) for part in parsed
-            ):  # math-verify returns a text that it cannot parse unchanged
+            # math-verify returns a text that it cannot parse unchanged.
+            if all(isinstance(part, str) for part in parsed):
                 return {"unusable": number, "why": "does not parse"}
             _equal(parsed, other)  # this comparison must end in time, too
             if not _equal(parsed, parsed):

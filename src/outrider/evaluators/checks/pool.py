@@ -2,7 +2,8 @@
 
 This module imports none of the libraries. Invariants: each check has a limit of processor time and of memory; a hanging
 check delays quick checks by at most QUICK_SECONDS of processor time; a check with a cancelled caller is killed;
-failures of the machine (such as no free process) are EvaluatorErrors, and do not count against the answer.
+failures of the machine (no process can be started, no time to run) are EvaluatorErrors, and do not count against the
+answer.
 """
 
 from __future__ import annotations

@@ -214,8 +214,11 @@ class CandidateProgram:
 
 
 def told(answer: bytes) -> dict[str, Any]:
-    """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for any other text. The value stays
-    encoded, because the candidate has made it, and decoding could take as long as the candidate chooses."""
+    """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for any other text.
+
+    The value stays encoded, because the candidate has made it, and decoding could take as long as the candidate
+    chooses.
+    """
     match json.loads(answer):
         case {"value": coded, **others} if not others:
             return {"value": coded}

@@ -138,7 +138,7 @@ class SwebenchEvaluator:
                 found |= {posixpath.normpath(path) for path in printed.split("\0")}
         restored = await asyncio.to_thread(
             restored_paths, options, found - {"."}
-        )  # in a thread, because it parses the patch
+        )  # a thread, because it parses the patch
         paths = [posixpath.join(options.folder, path) for path in restored]
         if len(paths) > MAX_PATHS:
             raise EvaluatorError(f"the repository configures its tests in more than {MAX_PATHS} files", inside=True)

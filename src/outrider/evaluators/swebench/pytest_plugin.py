@@ -124,9 +124,8 @@ def must_fail() -> None:
         except FAILURES:
             continue
         return
-    assert not checks, (
-        "this test always fails: Outrider has added it"
-    )  # an assert statement, because pytest rewrites these in tests
+    # An assert statement, because pytest rewrites the assert statements of tests.
+    assert not checks, "this test always fails: Outrider has added it"
 
 
 def excused_by(error: Any, test: str) -> Any:

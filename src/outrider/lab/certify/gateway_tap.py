@@ -1,5 +1,7 @@
 """A tap between sandboxes and the model gateway: forwards all bytes, and searches the bytes sent to clients for given
-words. The module is independent of HTTP. Invariant: no byte is delayed or changed.
+words.
+
+The module is independent of HTTP. Invariant: no byte is delayed or changed.
 """
 
 from __future__ import annotations

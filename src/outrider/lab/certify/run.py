@@ -41,8 +41,10 @@ async def certify(
     agent_seconds: float = 180,
     watch: Callable[[RowVerdict], None] = lambda _: None,
 ) -> Certificate:
-    """Run and judge every row. `watch` is called with each verdict as soon as its session has ended. Raises the errors
-    of a submission, for example for a harness that is not installed or a runtime that does not work on this machine.
+    """Run and judge every row. `watch` is called with each verdict as soon as its session has ended.
+
+    Raises the errors of a submission, for example for a harness that is not installed or a runtime that does not work
+    on this machine.
     """
     started = time.monotonic()
     tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}

@@ -1,7 +1,8 @@
-"""The scripted model: an engine that replies with the steps of a row, and calls the tools that the prompt declares. The
-row and the number of replies so far are read from each prompt, so the model keeps no state between calls. Only the chat
-format of the certifying service is supported. Invariant: `calls` has, for every generation that has begun, exactly the
-prompt's ids and the ids that were yielded.
+"""The scripted model: an engine that replies with the steps of a row, and calls the tools that the prompt declares.
+
+The row and the number of replies so far are read from each prompt, so the model keeps no state between calls. Only the
+chat format of the certifying service is supported. Invariant: `calls` has, for every generation that has begun, exactly
+the prompt's ids and the ids that were yielded.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Checks tasks without a model: in each of two tries, the known solution must earn 1 and doing nothing must earn 0. The
-module is independent of the terminal. Invariant: when `check_tasks` returns, the service has ended and its data are
+"""Checks tasks without a model: in each of two tries, the known solution must earn 1 and doing nothing must earn 0.
+
+The module is independent of the terminal. Invariant: when `check_tasks` returns, the service has ended and its data are
 removed.
 """
 

@@ -34,10 +34,11 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
-    """The purpose of a tool (`what`), and the words that identify such a tool. `certain` words, the likeliest first,
-    decide the role if they are in the tool's name or choices. If `read_description` is set, `certain` words also count
-    in the description, with a lower score. `possible` words in the name give a low score. `excluding` words in the name
-    exclude the role.
+    """The purpose of a tool (`what`), and the words that identify such a tool.
+
+    `certain` words, the likeliest first, decide the role if they are in the tool's name or choices. If
+    `read_description` is set, `certain` words also count in the description, with a lower score. `possible` words in
+    the name give a low score. `excluding` words in the name exclude the role.
     """
 
     what: str
@@ -249,9 +250,8 @@ def _fit(name: str, schema: Any, parameter: Parameter) -> int:
         return 0
     lower = name.lower()
     if kind == "array" and lower in ARGUMENT_LISTS:
-        return 3 + len(
-            parameter.names
-        )  # higher than for a parameter `command` of the same tool, which is only the program
+        # The score is higher than for a parameter `command` of the same tool, which is only the program.
+        return 3 + len(parameter.names)
     if lower in parameter.names:
         return 2 + len(parameter.names) - parameter.names.index(lower)
     if _words(name) & set(parameter.names):

@@ -1,6 +1,8 @@
 """Writes the dialogues of the demo task for the policy's training: the prompt, the model's expected replies, and the
-sandbox's output. The module does not use the model's weights. Invariant: each piece is encoded separately, as in the
-service, so that the training uses exactly the ids of the service.
+sandbox's output.
+
+The module does not use the model's weights. Invariant: each piece is encoded separately, as in the service, so that the
+training uses exactly the ids of the service.
 """
 
 from __future__ import annotations

@@ -27,14 +27,16 @@ SAMPLES = 8
 """Number of sessions of one group."""
 
 LANES = LanesConfig(init=8, run=32, eval=8)
-"""The size of the lane `run` lets all sessions run at once, because the embedded engine is about 7 times as fast with
-32 concurrent requests as with one."""
+"""The size of the lane `run` lets all sessions run at once, because the embedded engine has about 7
+times the throughput if it computes 32 requests together."""
 
 
 async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> RolloutSummary:
     """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` is the folder of the service's database;
     if it is None, the database is deleted afterwards. `watch` is called with the groups as they progress. `policy` is
     the model's folder.
+
+    Raises EngineUnavailable if torch is missing, and the service's errors.
     """
     started = time.monotonic()
     episodes: dict[str, Episode] = {}

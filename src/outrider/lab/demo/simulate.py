@@ -1,6 +1,8 @@
 """Runs demo sessions for the training of the policy without a service: with the embedded engine's batch and an imitated
-sandbox. scripts/train_policy.py uses this module. The module needs neither HTTP nor the gateway. Invariant: the ids of
-a session are exactly the model's input and sampled ids, in order.
+sandbox.
+
+scripts/train_policy.py uses this module. The module needs neither HTTP nor the gateway. Invariant: the ids of a session
+are exactly the model's input and sampled ids, in order.
 """
 
 from __future__ import annotations

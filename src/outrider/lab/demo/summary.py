@@ -1,6 +1,8 @@
 """The results of a demo: checks the samples of its sessions, computes totals, and writes the samples and the totals to
-files. The module is pure except for `write_files`. The check runs no model, because the service's drift count already
-shows that the engine got exactly these ids.
+files.
+
+The module is pure except for `write_files`. The check runs no model, because the service's drift count already shows
+that the engine got exactly these ids.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Trains the demo's policy on its task. The service runs in a separate process, and TRL's GRPO in this process, with
-HTTP between them. The module trains with `trainers.trl`, as any user of TRL would, and does not write to a terminal.
+HTTP between them.
+
+The module trains with `trainers.trl`, as any user of TRL would, and does not write to a terminal.
 Invariant: when `train` returns, the service has ended, and only the trained weights are left on disk.
 """
 
@@ -137,6 +139,7 @@ def check_installed() -> None:
 
 def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> SeedRun:
     """Train the policy in the folder `policy`, with sandboxes of kind `runtime`, and write the trained policy to `out`.
+
     Calls `watch` after each step. Raises the service's errors, and InvalidField for a policy that cannot be trained.
     """
     began = time.monotonic()

@@ -1,4 +1,5 @@
 """Reads the files of a Harbor task folder: the instruction, and other files as prepare steps that write these files.
+
 The module is independent of tasks. Invariant: links never make this module read files outside the task's folder.
 """
 

@@ -46,8 +46,8 @@ WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = 1800.0, 3600.0
 """Outrider's limits for a task that sets no limits, in seconds."""
 PREPARING_SECONDS = 1800.0
-"""If the agent's limit is above the default, the session's limit is the agent's limit plus this number of seconds. This
-is also the time limit of a step's setup.sh."""
+"""If the agent's limits of all steps together exceed AGENT_SECONDS, the session's limit is their sum plus this number
+of seconds. This is also the time limit of a step's setup.sh."""
 
 
 def harbor_examples(

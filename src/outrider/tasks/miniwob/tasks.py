@@ -1,5 +1,7 @@
-"""Makes tasks of MiniWoB: a page of the package miniwob, with a seed, on the screen of a sandbox. This module runs and
-downloads nothing, and does not import the package. Nodes do not need the package, because a task contains its page.
+"""Makes tasks of MiniWoB: a page of the package miniwob, with a seed, on the screen of a sandbox.
+
+This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
+contains its page.
 Invariants: the same page and seed make the same task; only the reward computed by the page counts.
 """
 

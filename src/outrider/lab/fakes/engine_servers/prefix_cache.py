@@ -1,6 +1,8 @@
 """A server's prefix cache, reduced to the needs of tests: the cached ids with their salt and the version of their
-weights. The cache does not store keys and values. Invariant: a hit on ids that were computed with other weights is
-counted in `stale`.
+weights.
+
+The cache does not store keys and values. Invariant: a hit on ids that were computed with other weights is counted in
+`stale`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The runtime `memory`: files in memory, a very small shell, and failures on demand. The runtime starts no process
-except git for patches, and uses the disk only for uploads, patches and archives. So tests and benchmarks can run
-thousands of sessions. Users import the runtime for their own tests. The runtime passes the contract tests of the real
-runtimes, except for tests that need Python or IPython. Invariant: a MemoryLedger, if given, counts one start and one
-stop for each sandbox that has started.
+"""The runtime `memory`: files in memory, a very small shell, and failures on demand.
+
+The runtime starts no process except git for patches, and uses the disk only for uploads, patches and archives. So tests
+and benchmarks can run thousands of sessions. Users import the runtime for their own tests. The runtime passes the
+contract tests of the real runtimes, except for tests that need Python or IPython. Invariant: a MemoryLedger, if given,
+counts one start and one stop for each sandbox that has started.
 """
 
 from __future__ import annotations

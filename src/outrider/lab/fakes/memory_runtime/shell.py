@@ -1,8 +1,9 @@
-"""A very small shell over files in memory, with only the commands of tests and scripted agents. The shell uses neither
-processes nor the host, and waits only in `sleep`. The shell supports quotes, `$NAME`, `$?`, assignments, output
-redirections, `;`, `&&` and `||`. Other features of bash (pipes, substitutions, loops) are syntax errors, so that a test
-never passes because the shell misinterprets a command. Invariant: an unsupported command gives an exit code and an
-error message, as in bash, never an exception.
+"""A very small shell over files in memory, with only the commands of tests and scripted agents.
+
+The shell uses neither processes nor the host, and waits only in `sleep`. The shell supports quotes, `$NAME`, `$?`,
+assignments, output redirections, `;`, `&&` and `||`. Other features of bash (pipes, substitutions, loops) are syntax
+errors, so that a test never passes because the shell misinterprets a command. Invariant: an unsupported command gives
+an exit code and an error message, as in bash, never an exception.
 """
 
 from __future__ import annotations
