@@ -1,3 +1,5 @@
-"""Makes tasks from data sets and from the formats of other systems. The evaluators that grade these tasks are in
+"""Makes tasks from data sets and from the formats of other systems.
+
+The evaluators that grade these tasks are in
 evaluators/.
 """

@@ -136,9 +136,8 @@ class SwebenchEvaluator:
             for sandbox in (untouched, runtime):
                 printed = await find(sandbox, options.folder, "(", *names, ")", "-print0")
                 found |= {posixpath.normpath(path) for path in printed.split("\0")}
-        restored = await asyncio.to_thread(
-            restored_paths, options, found - {"."}
-        )  # a thread, because it parses the patch
+        # The paths are computed in a thread, because the patch must be parsed.
+        restored = await asyncio.to_thread(restored_paths, options, found - {"."})
         paths = [posixpath.join(options.folder, path) for path in restored]
         if len(paths) > MAX_PATHS:
             raise EvaluatorError(f"the repository configures its tests in more than {MAX_PATHS} files", inside=True)
