@@ -92,8 +92,8 @@ seconds."""
 
 RETRIES = RetryPolicy(first=0.25, longest=10.0)
 PATIENCE = 300.0
-"""Seconds for which `patiently` retries while the service is busy or cannot be reached, as during a restart. `submit`
-retries for the same time, but only while the service is busy."""
+"""Seconds for which `patiently` retries while the service is busy or cannot be reached, for example during a restart.
+`submit` retries for the same time, but only while the service is busy."""
 SPREAD = 1.25
 """A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD, so that refused
 clients do not all retry at the same time."""
@@ -105,7 +105,7 @@ class _Reply(NamedTuple):
 
 
 class AsyncClient:
-    """The client for asynchronous code: `async with AsyncClient(url, token=None) as client`.
+    """The client of the service for asynchronous code: `async with AsyncClient(url, token=None) as client`.
 
     The certificate of an https service is verified. `ca` is a PEM file with the certificate of the authority, needed if
     the authority is not installed on this machine.
@@ -374,7 +374,7 @@ class AsyncClient:
         return await self._call("GET", "/v1/policy", PolicyStatus)
 
     async def pause_policy(self, mode: PolicyPause = "finish") -> PolicyStatus:
-        """Pause the policy. Returns when nothing is being generated any more, however long that takes."""
+        """Pause the policy. Returns when no engine generates any more. This call has no time limit."""
         return await self._call("POST", "/v1/policy/pause", PolicyStatus, body=_encoded({"mode": mode}), seconds=None)
 
     async def resume_policy(self, version: int | None = None, *, go_back: bool = False) -> PolicyStatus:
@@ -393,7 +393,7 @@ class AsyncClient:
         go_back: bool = False,
     ) -> PolicyStatus:
         """Pause the policy, make the engines load `weights` (a file or folder) if given, set the version, and resume.
-        Returns when the engines generate again, however long that takes. `go_back` as for `resume_policy`."""
+        Returns when the engines generate again. This call has no time limit. `go_back` as for `resume_policy`."""
         asked = {"mode": mode, "weights": weights, "cancel_older_than": cancel_older_than, "go_back": go_back}
         body = _encoded({"version": version, **asked})
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
@@ -521,8 +521,8 @@ def _blocking_iterator(
 class Client:
     """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
 
-    An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in a thread of
-    its own. So a client also works in a notebook, where the caller's thread already runs an event loop. Through `run`
+    An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in a separate
+    thread. So a client also works in a notebook, where the caller's thread already runs an event loop. Through `run`
     and `open`, other asynchronous code, such as a `DynamicSampler`, can use the same connections.
     """
 
@@ -624,5 +624,7 @@ def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderEr
             error.retry_after = max(error.retry_after, float(headers.get("Retry-After", "")))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:
-            error.add_note(f"{name}: {value}")  # tracebacks show notes; the message alone lacks the field and the hint
+            error.add_note(
+                f"{name}: {value}"
+            )  # because tracebacks show notes, but show neither the field nor the hint of the error
     return error

@@ -26,8 +26,8 @@ Row = Sample | ChatRow
 
 
 class SampleFormat(StrEnum):
-    """The format of a file. `jsonl` and `parquet` hold samples; `chat` is JSON lines of chat rows, and `atif` JSON
-    lines of trajectories."""
+    """The format of a file. `jsonl` and `parquet` are files of samples; `chat` is JSON lines of chat rows, and `atif`
+    JSON lines of trajectories."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"

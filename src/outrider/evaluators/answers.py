@@ -1,7 +1,6 @@
 """Finds an agent's answer: in its last reply, or in a file of the sandbox.
 
-Invariant: `last_words` returns at most MAX_ANSWER characters, whatever the agent has written. `last_reply` has no such
-limit.
+Invariant: `last_words` returns at most MAX_ANSWER characters of what the agent has written. `last_reply` has no limit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ class NoAnswer(Exception):
 
 
 def last_reply(outcome: Outcome) -> str:
-    """Return the agent's final answer: the harness's answer, else the model's last reply, else ""."""
+    """Return the agent's final answer: the harness's answer if there is one, otherwise the model's last reply, or "" if
+    there is no reply."""
     if outcome.harness.answer is not None:
         return storable(outcome.harness.answer)
     said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
@@ -55,8 +55,8 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 
 def marked_answer(reply: str) -> str | None:
-    """Return the marked answer in a reply: the content of the last `<answer>…</answer>`, else of the last LaTeX box,
-    `\\boxed{…}`. None without either."""
+    """Return the marked answer in a reply: the content of the last `<answer>…</answer>` or, if the reply has none, of
+    the last LaTeX box, `\\boxed{…}`. Returns None if the reply has neither."""
     end = reply.rfind("</answer>")
     start = reply.rfind("<answer>", 0, max(0, end))
     return reply[start + len("<answer>") : end].strip() if start >= 0 else _boxed(reply)

@@ -35,7 +35,7 @@ class EvaluatorPart(NamedTuple):
 class CombiningEvaluator:
     """Kind `weighted`: the reward is the sum of the parts' rewards, each times its weight. The sum is not divided by
     the sum of the weights: a weight below 0 is a penalty. Rewards of turns are added up in the same way. Kind `all`:
-    reward 1 if every part passes, else 0."""
+    the reward is 1 if every part passes, else 0."""
 
     takes_endpoints = True
 
@@ -83,8 +83,8 @@ def _parts(
     for name, spec in specs.items():
         if programs[name]:
             # By default programs get three quarters of their part's time. Each part gets a share of the whole time, so
-            # that the programs of all parts together take three quarters of the whole. Otherwise slow programs would
-            # cause an error instead of reward 0.
+            # that the programs of all parts together get three quarters of the whole time. Otherwise slow programs
+            # would cause an error instead of reward 0.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):

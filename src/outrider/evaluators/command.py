@@ -72,8 +72,8 @@ class CommandEvaluator:
                 await runtime.exec(["rm", "-f", *files], seconds=CLEANUP_SECONDS)
 
     async def _verdict(self, runtime: Runtime, path: str, result: ExecResult) -> Verdict:
-        """Return the written verdict, else the verdict of the exit code. Raises EvaluatorError without a valid
-        verdict."""
+        """Return the written verdict or, if no verdict was written, the verdict of the exit code. Raises EvaluatorError
+        without a valid verdict."""
         try:
             written = await runtime.read(path, limit=MAX_VERDICT)
         except FileNotFoundError as error:

@@ -56,7 +56,8 @@ class HarborOptions(Spec):
 
 
 class HarborEvaluator:
-    """The reward is the value "reward", or the only value. All values are metrics."""
+    """Runs test.sh (see `HarborOptions`). The verdict's reward is the value "reward", or the only value. All values are
+    metrics."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(HarborOptions, spec)

@@ -36,7 +36,7 @@ class HttpOptions(Spec):
     """Options of kind `http`. `grader`: a name in the setting `graders`.
 
     contract: format of the request and the reply. data: the task's own data, sent as `options`. For NeMo Gym `data` is
-    the row, and its fields come first in the body. call_seconds: time limit of one call.
+    the row, and the row's fields are the first fields of the body. call_seconds: time limit of one call.
     """
 
     grader: Name
@@ -89,7 +89,7 @@ class HttpEvaluator:
 
 def graded(answer: dict[str, Any]) -> Verdict:
     """Read a verdict from a reply in the format of Outrider's contract. The field `version`, the grader's own version,
-    goes into the verdict's reason. Raises ValueError."""
+    becomes part of the verdict's reason. Raises ValueError."""
     fields = dict(answer)
     version = fields.pop("version", None)
     verdict = read_verdict(fields)

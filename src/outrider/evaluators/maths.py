@@ -44,7 +44,7 @@ class MathOptions(Spec):
 
 
 class MathEvaluator:
-    """Reward 1 if the answer equals a gold answer, else 0."""
+    """Gives reward 1 if the answer equals a gold answer, else 0."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(MathOptions, spec)

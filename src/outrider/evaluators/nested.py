@@ -18,7 +18,7 @@ from outrider.spec import EvaluatorSpec, Spec, complaints, fault_text
 
 FIELD = "task.evaluator"
 WHOLE = ("seconds", "carry", "runtime")
-"""Fields of a combining evaluator that its parts take over and may not set."""
+"""Fields that every part gets from its combining evaluator. A part must not set these fields."""
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 Specs = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=32)]
 

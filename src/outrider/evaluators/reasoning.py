@@ -42,7 +42,7 @@ class ReasoningOptions(Spec):
 
 
 class ReasoningGymEvaluator:
-    """Gives the score, from 0 to 1, as the reward."""
+    """Gives the score of the data set's scorer, from 0 to 1, as the reward."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(ReasoningOptions, spec)

@@ -1,7 +1,7 @@
 """The command harness: runs any agent program without a terminal in the sandbox, pointed at the session's model.
 
-A preset describes the program as data. Invariant: every variable from which agents read the endpoint holds the
-session's endpoint, whatever the task sets.
+A preset describes the program as data. Invariant: every variable from which agents read the endpoint has the value of
+the session's endpoint, even if the task sets the variable.
 """
 
 from __future__ import annotations

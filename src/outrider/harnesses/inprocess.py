@@ -40,7 +40,7 @@ class MountingAgent(Protocol):
 
 
 class InProcessHarness:
-    """Runs one agent object."""
+    """Runs one agent object, and converts the agent's exceptions to HarnessErrors."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

@@ -1,6 +1,6 @@
 """Installs a preset's program on this node: one folder for each program and version, mounted read-only in sandboxes.
 
-Programs are stored below `environment.cache_home()/harnesses`. All facts about a program come from its preset.
+Programs are stored below `environment.cache_home()/harnesses`. The preset has all facts about a program.
 Invariant: a folder returned by `installed` is complete and has the versions pinned in the preset. All functions of this
 module block, so async code calls them in a thread.
 """
@@ -179,8 +179,8 @@ def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:
 def _install_wheels(
     packages: Sequence[str], say: Progress, *, cwd: Path, uv_target: Sequence[str], pip: Sequence[str]
 ) -> None:
-    """Install packages with uv if it is available, which takes seconds, else with this interpreter's pip, which takes
-    minutes."""
+    """Install packages with uv, which needs seconds, or, if uv is missing or fails, with this interpreter's pip, which
+    needs minutes."""
     if uv := _uv():
         say(f"uv pip install {' '.join(packages)}")
         try:

@@ -1,4 +1,4 @@
-"""Compares an answer with gold answers, using math-verify. Runs in a process of its own (see `zygote.py`).
+"""Compares an answer with gold answers, using math-verify. Runs in a separate process (see `zygote.py`).
 
 math-verify's own time limits are off, because they need SIGALRM and do not stop C code. The limits of the process apply
 instead.
@@ -61,7 +61,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
             # math-verify returns a text that it cannot parse unchanged.
             if all(isinstance(part, str) for part in parsed):
                 return {"unusable": number, "why": "does not parse"}
-            _equal(parsed, other)  # this comparison must end in time, too
+            _equal(parsed, other)  # this comparison must also end within the time limit
             if not _equal(parsed, parsed):
                 return {"unusable": number, "why": "does not equal itself"}
             if _too_small(parsed):
@@ -77,8 +77,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str, *, whole: bool) -> list[Any]:
-    """Parse the text with math-verify. Bare LaTeX is put into a box, because math-verify would only take the last
-    number of the text."""
+    """Parse the text with math-verify. LaTeX without delimiters is put into a box, because math-verify would otherwise
+    use only the last number of the text."""
     if whole and not any(mark in text for mark in DELIMITERS):
         text = f"\\boxed{{{text}}}"
     return list(parse(text, parsing_timeout=None))

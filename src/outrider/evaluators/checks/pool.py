@@ -35,7 +35,7 @@ from outrider.sandbox.runtimes.tool_server.launch import connection
 from outrider.spec import tenant_of
 
 QUICK_SECONDS = 0.2
-"""Seconds of processor time after which a check moves to the slow line. Most checks take a tenth of this time."""
+"""Seconds of processor time after which a check moves to the slow line. Most checks need a tenth of this time."""
 SLOW_NICER = 5
 """Niceness added to slow checks, so that other checks and the service run first."""
 SUBMITTED_AT_ONCE = 2

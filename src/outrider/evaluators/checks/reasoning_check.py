@@ -1,4 +1,4 @@
-"""Scores an answer with the scorers of reasoning-gym. Runs in a process of its own (see `zygote.py`).
+"""Scores an answer with the scorers of reasoning-gym. Runs in a separate process (see `zygote.py`).
 
 Invariant: a scorer that evaluates texts as Python never gets a text with a call of an arbitrary function.
 """

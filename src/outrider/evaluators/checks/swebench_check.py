@@ -1,4 +1,4 @@
-"""Judges the log of a test run with swebench's parsers and grading. Runs in a process of its own (see `zygote.py`).
+"""Judges the log of a test run with swebench's parsers and grading. Runs in a separate process (see `zygote.py`).
 
 The candidate has written the log, and may have forged pytest's reports as well. Invariant: the judgement of a log is
 never better than the judgement of swebench's `get_eval_report`.
@@ -44,7 +44,7 @@ SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MUL
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
 ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
-"""Order of pytest's own summary. For a test that is listed twice, the parsers take the last status."""
+"""Order of pytest's own summary. If a test is listed twice, the parsers use the last status."""
 ENDED_WELL, NO_TESTS = (0, 1), 5
 NODE = "::"
 """A string in every test name of pytest. Names in a row without NODE come from lines that only look like tests: some
@@ -138,8 +138,8 @@ def name_of(parser: str) -> str:
 
 
 def parser_of(request: dict[str, Any]) -> str | None:
-    """Return the name of a row's parser in swebench's registry: the row's own `log_parser` (swebench 5.x), else the
-    parser of the row's repository (4.x). None if swebench has no such parser."""
+    """Return the name of a row's parser in swebench's registry: the row's own `log_parser` (swebench 5.x) or, if the
+    row has none, the parser of the row's repository (4.x). None if swebench has no such parser."""
     registry = grading.PARSER_REGISTRY
     if named := request.get("log_parser"):
         return named if named in registry else None

@@ -128,7 +128,7 @@ class CheckForker:
             while answer:
                 answer = answer[os.write(connection, answer) :]
             code = 0
-        finally:  # whatever is raised, this process must not continue as a second zygote
+        finally:  # after any exception, because this process must not continue as a second zygote
             os._exit(code)
 
 

@@ -16,8 +16,8 @@ from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
 
 MAX_VALUES = 1 << 22
 MAX_CONTAINERS = 1 << 20
-"""Maximum numbers of values (MAX_VALUES), and of objects and lists (MAX_CONTAINERS), in cases given as text. An object
-of a few bytes of text takes 250 bytes of memory when parsed."""
+"""Maximum numbers of values (MAX_VALUES), and of objects and lists (MAX_CONTAINERS), in cases given as text. A parsed
+object needs 250 bytes of memory, even if its text has only a few bytes."""
 
 
 class CodeOptions(Spec):

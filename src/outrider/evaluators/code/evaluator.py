@@ -35,7 +35,7 @@ PROBE_SECONDS = 30.0
 QUOTED = 200
 """Maximum characters of a wrong answer in a verdict's reason."""
 RUN_SECONDS = 0.05
-"""Lower bound of the seconds that one run of a program takes."""
+"""Minimum duration of one run of a program, in seconds."""
 
 
 class WrongAnswer(Exception):
@@ -49,8 +49,8 @@ class CodeEvaluator:
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
         self._cases = 1 if options.test is not None else len(cases_of(options))
-        """Number of cases. The cases themselves are built again for each evaluation, because they take ten times the
-        memory of their text."""
+        """Number of cases. The cases themselves are built again for each evaluation, because parsed cases need ten
+        times the memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
         if self._seconds >= spec.seconds:  # otherwise a slow candidate would cause an error instead of reward 0
             raise InvalidField(
@@ -101,7 +101,7 @@ class CodeEvaluator:
         return self._verdict(passed, reason)
 
     async def _checked(self, outcome: Outcome, program: str) -> Verdict:
-        """Run the task's hidden check in a sandbox of its own and return the verdict."""
+        """Run the task's hidden check in a second sandbox and return the verdict."""
         options, calls = self._options, 0
         async with outcome.beside() as trusted:
             try:

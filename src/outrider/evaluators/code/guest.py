@@ -107,7 +107,7 @@ def run_call() -> None:
 
 
 class Checker:
-    """Runs `check(candidate)` of a test in a thread, and hands each call of the candidate to the service.
+    """Runs `check(candidate)` of a test in a thread, and passes each call of the candidate to the service.
 
     `step` prints the next event as one line of JSON after MARK: a `call`, whose result in the form of `run_call` is the
     argument of the next `step(answer)`; or the end: `passed`, `failed`, or `broken` if the test is at fault.

@@ -26,7 +26,7 @@ from outrider.trajectory import Verdict
 BUSY = TRANSIENT | {429, 500}
 """Statuses after which a call is repeated: the model's server is overloaded, or one of its workers has exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
-"""Texts by which OpenAI's API and vLLM, in a reply with status 400, report a question that is too long."""
+"""Texts in a reply with status 400 that report a question that is too long, for OpenAI's API and for vLLM."""
 QUOTED = 2000
 """Maximum characters of each reply in a verdict's reason."""
 
@@ -88,7 +88,7 @@ class JudgeEvaluator:
 
 
 class Judge:
-    """The judging model, and the calls for one verdict. `said` has the ends of the replies. `metrics` returns the
+    """The judging model, and the calls for one verdict. `said` has the end of each parsed reply. `metrics` returns the
     numbers of calls and tokens."""
 
     def __init__(

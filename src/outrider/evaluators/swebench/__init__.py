@@ -2,5 +2,5 @@
 grading.
 
 `options.py` defines the options of a task, `evaluator.py` runs the tests, and `pytest_plugin.py` reports each test from
-inside pytest. `evaluators/checks/swebench_check.py` judges the log in a process of its own.
+inside pytest. `evaluators/checks/swebench_check.py` judges the log in a separate process.
 """

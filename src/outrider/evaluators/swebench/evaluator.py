@@ -31,7 +31,7 @@ from outrider.trajectory import Verdict
 LIBRARY = Library(
     distribution="swebench",
     packages=("swebench", "unidiff"),
-    # The dependencies are not installed: they take 362 MB and are not needed for grading.
+    # The dependencies are not installed, because they need 362 MB and grading does not use them.
     install="--no-deps 'swebench>=5.0.2,<6' unidiff",
     checks="outrider.evaluators.checks.swebench_check",
 )
@@ -43,11 +43,11 @@ LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
 """Prints the current folder, NUL and the mounts. NUL ends the folder's path, because an agent may have replaced the
 repository with a symbolic link to a folder whose path has a line break."""
 SHARE_OF_TIME = 0.75
-"""Default share of the evaluation's time that the tests may take."""
+"""Default time limit of the tests, as a share of the evaluation's time limit."""
 
 
 class SwebenchEvaluator:
-    """Reward 1 if swebench and pytest's own reports both show the row as resolved, else 0."""
+    """Gives reward 1 if both swebench's report and pytest's own reports show the row as resolved, else 0."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(SwebenchOptions, spec)

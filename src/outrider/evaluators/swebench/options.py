@@ -18,13 +18,14 @@ from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
 MAX_COMMAS = 10 * MAX_TESTS
-"""Maximum number of commas in the tests of a row given as one text. Names of tests can have commas, too."""
+"""Maximum number of commas in the tests of a row given as one text. The limit is higher than MAX_TESTS because names of
+tests may contain commas."""
 SCRIPT = 1 << 20
 """Maximum characters of a script."""
 PATCH = 16 << 20
 """Maximum characters of a patch. Runtimes have the same limit."""
 PATCH_LINES = 200_000
-"""Maximum lines of a patch. Parsing this number of lines takes a second."""
+"""Maximum lines of a patch. Parsing this number of lines needs a second."""
 CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
@@ -49,7 +50,9 @@ def listed(given: Any) -> Any:
     sets of swebench 4.x. Any other value is returned unchanged. Raises ValueError."""
     if not isinstance(given, str):
         return given
-    if given.count(",") > MAX_COMMAS:  # checked before parsing: a list of millions takes gigabytes
+    if (
+        given.count(",") > MAX_COMMAS
+    ):  # checked before parsing, because a list of millions of tests needs gigabytes of memory
         raise ValueError(f"has more than {MAX_COMMAS} commas")
     try:
         return json.loads(given)

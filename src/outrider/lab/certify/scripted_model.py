@@ -35,7 +35,7 @@ from outrider.trajectory import Ids, LogprobKind, TokenMode
 
 CONTEXT_TOKENS = 1 << 20
 TITLE = "A task of three steps"
-"""The reply to a call without a task, such as a request for a title of the conversation."""
+"""The reply to a call whose prompt has no task, for example a request for a title of the conversation."""
 
 START = "<|im_start|>"
 END = "<|im_end|>"

@@ -1,6 +1,6 @@
 """Allows the host paths that tasks name, in a service that a user starts only for these tasks.
 
-The user may have got a task from somebody else, and the service runs the task's programs. So a sandbox gets only the
+A task may come from somebody other than the user, and the service runs the task's programs. So a sandbox gets only the
 paths that the tasks name, except for paths that no service may allow.
 """
 

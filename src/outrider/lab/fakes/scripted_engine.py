@@ -132,7 +132,7 @@ class ScriptedEngine:
         self._down = self._frozen = self._hung = self._released = False
         self._aborts = 0
         self._cut: OrderedDict[tuple[str, bytes], tuple[ScriptedReply, list[int]]] = OrderedDict()
-        """The rest of each aborted reply, by session and the ids before the rest."""
+        """The unsent part of each aborted reply, by session key and the bytes of the ids before this part."""
         self._changed = asyncio.Event()
 
     async def start(self) -> None:

@@ -20,7 +20,7 @@ PACKAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]
 SERVICE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 STEP_NAME_HAS_NOT = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])", re.IGNORECASE)
-"""Device names of Windows. No step may have such a name, because the folders of steps must be portable."""
+"""Device names of Windows. No step may have a device name, because the folders of steps must be portable."""
 MAIN = "main"
 """The service of the agent's own container."""
 UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}

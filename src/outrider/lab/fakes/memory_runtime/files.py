@@ -1,7 +1,7 @@
 """The files of a sandbox in memory. Patterns match as in the tool server of real sandboxes.
 
-Files have no owners and no
-modes, and there are no links: modes in a patch are ignored, and a patch that makes a symbolic link is refused.
+Files have no owners and no modes, and links do not exist: modes in a patch are ignored, and a patch that makes a
+symbolic link is refused.
 Invariant: every file's folder exists, and no path is both a file and a folder.
 """
 
