@@ -620,11 +620,10 @@ def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderEr
         shown = body[:200].decode(errors="replace")
         return ServiceError(f"the service answered {status}: {shown}")
     if isinstance(error, Busy):
-        with suppress(ValueError):  # the header has no number: a proxy may write a date
+        with suppress(ValueError):  # the header may have no number, because a proxy may write a date
             error.retry_after = max(error.retry_after, float(headers.get("Retry-After", "")))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:
-            error.add_note(
-                f"{name}: {value}"
-            )  # because tracebacks show notes, but show neither the field nor the hint of the error
+            # Tracebacks show notes, but show neither the field nor the hint of an error.
+            error.add_note(f"{name}: {value}")
     return error

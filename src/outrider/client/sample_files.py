@@ -149,7 +149,7 @@ def _arrow_type(arrow: Any, name: str, kind: Any) -> Any:
     """Return the Arrow type of a field of type `kind`. A field of a type that is not handled here becomes a column of
     strings."""
     inner = get_args(kind)
-    if isinstance(kind, UnionType):  # every column may be null
+    if isinstance(kind, UnionType):  # the union's None needs no type, because every column may be null
         return _arrow_type(arrow, name, inner[0])
     if get_origin(kind) in (list, tuple):
         column = arrow.large_list if get_origin(kind) is list else arrow.list_

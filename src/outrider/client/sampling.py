@@ -480,7 +480,7 @@ class DynamicSampler:
             choice = "again"
         elif stopped is None or (stopped == "stopped" and self._surplus == "finished"):
             choice = self._refill == "static" or self._informative(group)
-            choice = choice if choice == "again" else bool(choice)  # the choice may be a bool of NumPy
+            choice = choice if choice == "again" else bool(choice)  # because the choice may be a bool of NumPy
         kept = None
         if choice is True:
             kept = await patiently(partial(self._client.group, group.id, samples=True))
@@ -549,7 +549,7 @@ class DynamicSampler:
         """Run background work, and store its error for `batch` to raise."""
         try:
             await work()
-        except Exception as error:  # any error is kept: the trainer must not wait for ever
+        except Exception as error:  # any error is stored, because the trainer must not wait for ever
             self._failure = error
             self._changed.send()
 

@@ -1,5 +1,6 @@
-"""The callable evaluator: calls a Python function, or any other callable, with the outcome, in this process. Invariant:
-a hanging function blocks its own thread, never a thread of the service.
+"""The callable evaluator: calls a Python function, or any other callable, with the outcome, in this process.
+
+Invariant: a hanging function blocks its own thread, never a thread of the service.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         value, error = None, None
         try:
             value = context.run(call)
-        except BaseException as raised:  # also SystemExit: the caller waits for a result
+        except BaseException as raised:  # also SystemExit, because the caller waits for a result
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)

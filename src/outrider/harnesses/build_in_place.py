@@ -56,6 +56,6 @@ def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None
             draft.write_bytes(msgspec.json.encode(contents))
             sync_file_system(folder)
             draft.rename(folder / MARKER)
-        except BaseException:  # also an interrupt
+        except BaseException:  # also KeyboardInterrupt
             shutil.rmtree(folder, ignore_errors=True)
             raise

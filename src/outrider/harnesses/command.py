@@ -120,7 +120,7 @@ class CommandHarness:
                 told = await context.runtime.exec(script, env=environment, seconds=LOOKUP_SECONDS)
                 own = told.stdout.decode("utf-8", errors="replace").strip()
                 log_tail += f"\n--- {self._preset.name}'s own log ---\n{own}" if own else ""
-            except RuntimeFailure as error:  # the run has ended: a lost log must not change its outcome
+            except RuntimeFailure as error:  # the run has ended, so a lost log must not change its outcome
                 log_tail += f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"
         if result.exit_code != 0:
             missing = await find_missing(context.runtime, command, environment, result)

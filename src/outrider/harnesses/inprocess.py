@@ -70,7 +70,7 @@ class InProcessHarness:
                 return await call
         except OutriderError:
             raise
-        except Exception as error:  # the agent is user code: it may raise anything
+        except Exception as error:  # the agent is user code, which may raise anything
             raise HarnessError(
                 f"{self._name}.{hook} raised {type(error).__name__}: {error}",
                 log_tail=traceback.format_exc()[-LOG_TAIL:],

@@ -201,7 +201,7 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            if number in CRASHES:  # the answer is the cause: the same library has checked the gold
+            if number in CRASHES:  # the answer is the cause, because the same library has checked the gold answers
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return CheckResult(answer=None, fault=fault, seconds=ended.seconds)
             raise EvaluatorError(

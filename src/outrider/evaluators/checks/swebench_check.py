@@ -177,7 +177,7 @@ def report_of(spec: Any, log: str) -> dict[str, Any]:
     grading.classify_logs = lambda path: classify_text(log)
     try:
         report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
-    finally:  # other users of the library in this process, such as a benchmark, read real files
+    finally:  # because other users of the library in this process, such as a benchmark, read real files
         del grading.open
         grading.classify_logs = classify_logs
     return report

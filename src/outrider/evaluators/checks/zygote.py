@@ -73,7 +73,7 @@ class CheckForker:
                 for pid in self._pids.values():
                     os.kill(pid, signal.SIGKILL)
                 for pid in self._pids.values():
-                    os.waitpid(pid, 0)  # no check is left when this process exits
+                    os.waitpid(pid, 0)  # because every check must have ended when this process exits
                 return
 
     def _take(self) -> bool:
@@ -98,7 +98,7 @@ class CheckForker:
         os.close(pidfd)
         pid = self._pids.pop(end.fileno())
         _, status, used = os.wait4(pid, 0)
-        with contextlib.suppress(KeyError):  # already hung up
+        with contextlib.suppress(KeyError):  # the connection was unregistered when the caller hung up
             self._poll.unregister(end)
         told = {"status": status, "seconds": used.ru_utime + used.ru_stime}
         # If the caller no longer reads, or has not read earlier output, the connection ends without this line.
@@ -118,7 +118,7 @@ class CheckForker:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(self._null, 2)
             connection = end.detach()
-            close_others({2, connection})  # also closes connections of other checks
+            close_others({2, connection})  # because the fork has inherited the connections of other checks
             os.nice(nicer)
             confine_check(seconds, self._loaded + memory)
             request = b""
@@ -146,4 +146,4 @@ def main(module: str) -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
     zygote.serve()
-    os._exit(0)  # threads or exit handlers of libraries may take long
+    os._exit(0)  # because threads or exit handlers of libraries could delay a normal exit

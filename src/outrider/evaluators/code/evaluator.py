@@ -185,7 +185,7 @@ class CandidateProgram:
         done = await self._ran(command, json.dumps(request).encode())
         try:
             return await asyncio.to_thread(told, done.stdout)
-        except (ValueError, RecursionError) as error:  # the candidate wrote to the guest's output
+        except (ValueError, RecursionError) as error:  # the candidate has written to the guest's output
             raise WrongAnswer("the program gave no answer to the call") from error
 
     async def _ran(self, command: list[str], given: bytes) -> ExecResult:
@@ -247,7 +247,7 @@ async def probe(runtime: Runtime, python: str) -> None:
         f"{python!r} does not run in the sandbox, and the evaluator 'code' needs it",
         hint="use an image that has python3, or name its interpreter: task.evaluator.options.python",
         log_tail=tail or None,
-        inside=not late,  # a slow host may be the cause
+        inside=not late,  # because a slow host may be the cause of a timeout
     )
 
 

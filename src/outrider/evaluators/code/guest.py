@@ -136,7 +136,7 @@ class Checker:
             exec(compile(test, "test", "exec"), scope)
             scope["check"](self._candidate)
             self._said.put({"passed": self._answered})
-        except BaseException as error:  # an AssertionError, or an effect of a wrong value
+        except BaseException as error:  # an AssertionError, or any exception that a wrong value causes
             what = f"{type(error).__name__}: {error}"[:1000]
             self._said.put({"failed" if self._answered else "broken": what})
 
@@ -152,7 +152,7 @@ class Checker:
                 return decode(answer["value"])
             except Exception as error:  # the candidate forged the output of `run_call`
                 self._said.put({"failed": f"the program gave no value: {error}"[:1000]})
-                self._answers.get()  # waits for ever: the check must not hide the failure
+                self._answers.get()  # waits for ever, because the check must not hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
         # Other types, such as SystemExit or a class of the candidate, become RuntimeError. StopIteration also becomes

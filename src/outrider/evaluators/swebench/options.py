@@ -50,9 +50,8 @@ def listed(given: Any) -> Any:
     sets of swebench 4.x. Any other value is returned unchanged. Raises ValueError."""
     if not isinstance(given, str):
         return given
-    if (
-        given.count(",") > MAX_COMMAS
-    ):  # checked before parsing, because a list of millions of tests needs gigabytes of memory
+    # Checked before parsing, because a list of millions of tests needs gigabytes of memory.
+    if given.count(",") > MAX_COMMAS:
         raise ValueError(f"has more than {MAX_COMMAS} commas")
     try:
         return json.loads(given)

@@ -45,7 +45,7 @@ class Reporter:
         if name.endswith(canary_name(self._key)):
             self._tell(canary=report.outcome, when=report.when)
             return
-        if hasattr(report, "context"):  # a subtest, which pytest's log does not list by the test's name
+        if hasattr(report, "context"):  # a subtest, which pytest's log does not list under the test's name
             return
         shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # the name in pytest's own summary
         expected = hasattr(report, "wasxfail")
@@ -166,5 +166,5 @@ def plant(config: Any, path: str, key: str, option: str) -> None:
     if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers also read the variable
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
     config.pluginmanager.register(Watcher(), "outrider-watcher")
-    if not worker:  # a worker reports to the first process
+    if not worker:  # because pytest passes the reports of a worker to the first process
         config.pluginmanager.register(Reporter(config, path, key), "outrider-reporter")

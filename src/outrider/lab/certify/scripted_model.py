@@ -116,7 +116,7 @@ class ScriptedModel:
         row = row_named(state.row) if state.row else None
         if row is None or not (state.tools or state.subagent):
             step = ScriptedStep(raw=TITLE + END)
-        else:  # the next step; after the last step, the last step again
+        else:  # the next step; the last step is repeated
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
         ids = self._tokenizer.encode(self._reply(step, state))

@@ -110,7 +110,7 @@ class ScriptedEngine:
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
     constraints = frozenset(ConstraintKind)  # not enforced: the author of a script must comply with constraints
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # the engine has no cache, and so none of other weights
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # true because the engine has no cache
 
     def __init__(self, options: EngineOptions) -> None:
         own = read_options(ScriptOptions, options.options)

@@ -94,7 +94,7 @@ class _Weights(msgspec.Struct):
 class ServedSGLang(Served):
     """SGLang's routes for one engine. `health_checks` counts the requests to `/health`."""
 
-    tokenizer_length = 131_072  # the tokenizer's own limit
+    tokenizer_length = 131_072  # the limit in the tokenizer's files, which the real server reports
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         routes: Routes = {
