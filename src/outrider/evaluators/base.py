@@ -77,9 +77,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     are shared by evaluators.
 
     `bucket` is the session's bucket in the queue (see store/queue.py). In queues of evaluations, tenants take turns,
-    and the buckets of each tenant take turns as well. An evaluation waits in such a queue in a block of
-    `off_the_clock()`: during the block, the evaluation holds no eval slot, and the time does not count towards the
-    evaluation's time limit.
+    and the buckets of each tenant take turns as well. `off_the_clock()` is for long waits in such queues: during the
+    block, the evaluation holds no eval slot, and the time does not count towards the evaluation's time limit.
     """
 
     task: TaskSpec

@@ -151,7 +151,7 @@ def number(value: Any, name: str) -> float:
 
 
 def verdict_of(rewards: Mapping[str, float]) -> Verdict:
-    """Make the verdict from the values by name. Raises EvaluatorError if there is no key `reward` and not exactly one
+    """Make the verdict from the values by name. Raises EvaluatorError if there is no key `reward`, except for a single
     value."""
     if REWARD not in rewards and len(rewards) != 1:
         named = ", ".join(map(repr, sorted(rewards))) or "nothing"

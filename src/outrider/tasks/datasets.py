@@ -307,9 +307,8 @@ def verl_parquet(
     if path.exists():
         return Written(path, len(rows), cached=True)
     table = _pyarrow("pyarrow").Table.from_pylist(rows)
-    draft = path.with_name(
-        f".{path.name}.{secrets.token_hex(8)}.draft"
-    )  # random, because other processes may write the same file
+    # The draft has a random name, because other processes may write the same file.
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _pyarrow("pyarrow.parquet").write_table(table, draft)

@@ -100,8 +100,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lines:
-    """The two queues of checks: `quick`, and `slow` for checks that did not end within the quick limit. Each line runs
-    at most `at_once` checks concurrently. `nicer` is the niceness added in the quick line."""
+    """The two queues of checks: `quick`, and `slow` for checks that did not end within the quick limit. Each queue, or
+    line, runs at most `at_once` checks concurrently. `nicer` is the niceness added in the quick line."""
 
     def __init__(self, at_once: int, *, nicer: int) -> None:
         self.quick = Turns(at_once)

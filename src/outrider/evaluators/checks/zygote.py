@@ -81,7 +81,7 @@ class CheckForker:
         message, fds, _, _ = socket.recv_fds(self._control, LIMITS.size, 1)
         if not message:
             return False
-        if fds:  # without a free descriptor the kernel drops it, and the caller sees a hang-up
+        if fds:  # without a free descriptor the kernel drops the connection, and the caller sees a hang-up
             end = socket.socket(fileno=fds[0])
             pid = os.fork()
             if pid == 0:

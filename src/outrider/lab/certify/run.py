@@ -1,7 +1,7 @@
 """Runs a certification: a whole service in this process with the scripted model, and one session for each row.
 
-The module is independent of the terminal. Invariant: when `certify` returns, the service has ended and its data are
-removed.
+The module is independent of the terminal. Invariant: when `certify` returns, the service has ended and its data have
+been removed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks tasks without a model: in each of two tries, the known solution must earn 1 and doing nothing must earn 0.
 
-The module is independent of the terminal. Invariant: when `check_tasks` returns, the service has ended and its data are
-removed.
+The module is independent of the terminal. Invariant: when `check_tasks` returns, the service has ended and its data
+have been removed.
 """
 
 from __future__ import annotations

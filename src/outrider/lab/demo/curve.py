@@ -1,6 +1,6 @@
 """Plots a training: reward, group spread, staleness, log-probability gap and idle time, over the steps.
 
-The module needs matplotlib, which is an optional dependency. It does not use the service.
+The module needs matplotlib, an optional dependency, and does not use the service.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs the demo: a whole service in this process with the shipped policy, and groups of real sessions against it.
 
 The module submits sessions, waits for them and reads their samples through the client, as a trainer does, and does not
-write to a terminal. Invariant: when `run_demo` returns, the service has ended, and its data are removed unless the
-caller named the data folder.
+write to a terminal. Invariant: when `run_demo` returns, the service has ended, and its data have been removed unless
+the caller named the data folder.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ times the throughput if it computes 32 requests together."""
 
 async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> RolloutSummary:
     """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` is the folder of the service's database;
-    if it is None, the database is deleted afterwards. `watch` is called with the groups as they progress. `policy` is
-    the model's folder.
+    if `data` is None, the database is deleted afterwards. `watch` is called with the groups as they progress. `policy`
+    is the model's folder.
 
     Raises EngineUnavailable if torch is missing, and the service's errors.
     """

@@ -103,9 +103,7 @@ def score(transcript: Sequence[Message], *, item: str, zone: str) -> Verdict:
             command = json.loads(call.arguments)["command"]
         except (ValueError, KeyError, TypeError):
             continue
-        if isinstance(command, str) and " ".join(command.split()) == command_for(
-            item
-        ):  # the number of spaces does not matter
+        if isinstance(command, str) and " ".join(command.split()) == command_for(item):  # spaces may be repeated
             called = True
     last = transcript[-1] if transcript else None
     answered = (
