@@ -98,7 +98,7 @@ class CommandHarness:
                 log_tail=told.log_tail(),
             )
         for file in self._preset.files:
-            # The text is filled in a thread, because it may have megabytes.
+            # A thread fills in the text, because the text may have megabytes.
             text = await asyncio.to_thread(fill_file, file.path, file.text, words)
             await context.runtime.write(str(home / file.path), text.encode())
 

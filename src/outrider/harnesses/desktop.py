@@ -43,8 +43,9 @@ WINDOW_MANAGER = """\
 </openbox_config>
 """
 
-# The script refuses an existing display. Such a display exists if the runtime has no namespaces, and belongs to the
-# host or another session. Without -noreset Xvfb restarts when its last client exits, and meanwhile refuses new clients.
+# The script refuses an existing display. A display that already exists belongs to the host or another session, which is
+# possible in a runtime without namespaces. Without -noreset Xvfb restarts when its last client exits, and meanwhile
+# refuses new clients.
 OPEN = """\
 for program in {programs}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}

@@ -93,7 +93,8 @@ class _Sandbox:
 
     async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
         """Return why the program cannot be started, or None if no cause is found. For a script, the interpreter is also
-        checked, and if this is a script, its interpreter, and so on, up to `depth` interpreters."""
+        checked. If the interpreter is also a script, the check continues with the next interpreter, up to `depth`
+        times."""
         place = await self._find(name)
         if place is None:
             return _not_there(name)

@@ -127,8 +127,8 @@ class SwebenchEvaluator:
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
         """Restore the files in `runtime` that influence tests from the untouched sandbox."""
         options, found = self._options, set[str]()
-        # pytest loads a compiled file if it records the time and size of its source. So an agent could leave its own
-        # code as the compiled form of the restored conftest.py.
+        # pytest loads a compiled file if the file records the right time and size of its source. So an agent could
+        # leave its own code as the compiled form of the restored conftest.py.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:

@@ -149,8 +149,8 @@ def excused_by(error: Any, test: str) -> Any:
 
 
 def folder_of_tests(file: str) -> str:
-    """Return the outermost folder of tests above a test's file, with a final slash. Without such a folder, return the
-    file."""
+    """Return the outermost folder of tests above a test's file, with a final slash. If there is no folder of tests,
+    return the file."""
     above = os.path.dirname(STARTED_IN)
     parts = os.path.relpath(file, above).split(os.sep)
     for number, part in enumerate(parts[:-1], 1):

@@ -80,7 +80,7 @@ class AskedSampling(msgspec.Struct, kw_only=True):
 
 
 class ServerDied(Exception):
-    """A request at which the real server would exit."""
+    """Raised for a request at which the real server would exit."""
 
 
 class HttpCall:
