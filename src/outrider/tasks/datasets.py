@@ -240,9 +240,9 @@ def examples_of(
     limit: int | None = None,
     offline: bool = False,
 ) -> list[Example]:
-    """Return the examples of a source. With a `template`, `source` is a file or folder of rows; without, a folder of
-    Harbor task folders. `offline` accepts Harbor folders that request a network (see `harbor_examples`). Raises
-    InvalidField."""
+    """Return the examples of a source. If a `template` is given, `source` is a file of rows or a saved dataset.
+    Otherwise `source` is a folder with Harbor task folders. `offline` accepts Harbor folders that request a network
+    (see `harbor_examples`). Raises InvalidField."""
     _check_there(source)
     if template is None:
         if not source.is_dir():

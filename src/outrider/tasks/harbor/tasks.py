@@ -1,7 +1,7 @@
 """Converts Harbor task folders to tasks.
 
-The module runs no program. Invariants: every setting of a folder is part of its task, or the folder is refused with the
-field's name; the tests and the solution are in no part of the task that an agent sees.
+The module runs no program. Invariants: every setting of a folder that affects a session is part of its task, or the
+folder is refused with the field's name; the tests and the solution are in no part of the task that an agent sees.
 """
 
 from __future__ import annotations
