@@ -1,7 +1,8 @@
 """Converts training rows to trajectories of ATIF 1.8, Harbor's interchange format.
 
-The module is pure. A trajectory is one row; all trajectories of a session have the same `session_id`. Invariant: a step
-with metrics is one model call, and its ids and log-probabilities are the sampled ones: nothing is tokenized again.
+The module is pure. Each row becomes one trajectory; all trajectories of a session have the same `session_id`.
+Invariant: a step with metrics is one model call, and its ids and log-probabilities are the sampled ones: nothing is
+tokenized again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Trajectory = dict[str, Any]
 
 
 def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
-    """Convert a row to a trajectory. `sample` and `row` are the same row, as ids and as messages.
+    """Convert a row to a trajectory. `sample` has the row's token ids, and `row` has its messages.
 
     A reply that the row does not train, or that was not sampled, is marked as copied context. An image of a type that
     the format does not support becomes a text with the image's path or URL.
@@ -79,8 +80,8 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
 
 
 def agent_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a reply besides its text. A call's arguments, if they are no object, become an object with
-    their text."""
+    """Return the fields of a reply besides its content. Arguments of a tool call that are not a JSON object become the
+    object `{"text": ...}`."""
     fields: dict[str, Any] = {}
     if (reasoning := message.get("reasoning_content")) is not None:
         fields["reasoning_content"] = reasoning

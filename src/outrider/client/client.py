@@ -77,7 +77,7 @@ DEFAULT_URL = "http://127.0.0.1:8700"
 TOTAL_SECONDS = 300.0
 """Maximum seconds of a request and its reply."""
 PULL_SECONDS = 3600.0
-"""Maximum seconds of a request to get an image on all machines."""
+"""Maximum seconds of a request to pull an image to all machines."""
 LONG_POLL = 30.0
 """Seconds that one request waits for a group to be done. The service allows 60."""
 WATCH_PAUSE = 0.2
@@ -92,11 +92,11 @@ seconds."""
 
 RETRIES = RetryPolicy(first=0.25, longest=10.0)
 PATIENCE = 300.0
-"""Seconds for which `patiently` retries while the service is busy or cannot be reached, as during a restart. `submit`
-retries for the same time, but only while the service is busy."""
+"""Seconds for which `patiently` retries while the service is busy or cannot be reached, for example during a restart.
+`submit` retries for the same time, but only while the service is busy."""
 SPREAD = 1.25
-"""A client waits up to this many times as long as a busy service requests. The factor is random, so that refused
-clients do not all come back at the same time."""
+"""A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD, so that refused
+clients do not all retry at the same time."""
 
 
 class _Reply(NamedTuple):
@@ -105,10 +105,10 @@ class _Reply(NamedTuple):
 
 
 class AsyncClient:
-    """The client for asynchronous code: `async with AsyncClient(url, token=None) as client`.
+    """The client of the service for asynchronous code: `async with AsyncClient(url, token=None) as client`.
 
-    The certificate of an https service is verified. `ca` is a PEM file with the certificate's authority. It is needed
-    if the authority is not installed on this machine.
+    The certificate of an https service is verified. `ca` is a PEM file with the certificate of the authority, needed if
+    the authority is not installed on this machine.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
@@ -137,14 +137,14 @@ class AsyncClient:
 
     async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
         """Submit a group. The group is stored when this method returns. While the service is busy, because its queue is
-        full or the token has too much under way, the group is submitted again after the requested wait. After
-        `patience` seconds Busy is raised (QueueFull for a full queue)."""
+        full or the token has too many sessions, the group is submitted again after the requested wait. After `patience`
+        seconds, raises Busy (QueueFull for a full queue)."""
         return await self._submit("/v1/groups", group, patience)
 
     async def regrade(
         self, id: str, asked: RegradeSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
     ) -> GroupView:
-        """Grade the sessions of a group again, or one session. Returns the new group, which runs no agent. `asked` may
+        """Grade the sessions of a group, or one session, again. Returns the new group, which runs no agent. `asked` may
         name another evaluator. For `patience` see `submit`."""
         kind = "sessions" if id.startswith("s-") else "groups"
         return await self._submit(f"/v1/{kind}/{quote(id, safe='')}/regrade", asked or {}, patience)
@@ -163,7 +163,7 @@ class AsyncClient:
                 await asyncio.sleep(wait)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
-        """Return a group as soon as it is done, or as it is after `wait` seconds (at most 60)."""
+        """Return a group as soon as it is done, or in its current state after `wait` seconds (at most 60)."""
         return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query={"wait": wait, "samples": samples})
 
     async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
@@ -174,7 +174,7 @@ class AsyncClient:
         return await self._call("DELETE", f"/v1/groups/{group_id}", GroupView)
 
     async def cancel_session(self, session_id: str) -> SessionView:
-        """Cancel one session; the rest of its group goes on."""
+        """Cancel one session. The other sessions of its group continue."""
         return await self._call("DELETE", f"/v1/sessions/{session_id}", SessionView)
 
     async def results(
@@ -186,11 +186,11 @@ class AsyncClient:
         limit: int = 100,
         samples: bool = False,
     ) -> ResultsPage:
-        """Return the done groups after the cursor `after`, waiting up to `wait` seconds (at most 60) for the first.
-        There may be more groups than the page holds: call again with the page's cursor until a page is empty.
+        """Return the finished groups after the cursor `after`. If there are none, wait up to `wait` seconds (at most
+        60) for the first. A page has at most `limit` groups: call again with the page's cursor until a page is empty.
 
         Without a cursor, the results begin with the first group or, for a named `consumer`, after the groups that the
-        consumer has acknowledged (`ack`). A new consumer begins at the cursor. Raises Forbidden if a `consumer` is
+        consumer has acknowledged (`ack`). A new consumer's position is `after`. Raises Forbidden if a `consumer` is
         given and the token is read-only.
         """
         query = {"wait": wait, "limit": limit, "samples": samples, "after": after, "consumer": consumer}
@@ -199,9 +199,9 @@ class AsyncClient:
     async def follow(
         self, *, after: int | None = None, consumer: str | None = None, samples: bool = False
     ) -> AsyncIterator[GroupView]:
-        """Yield done groups as they finish, without end. For the arguments see `results`. For a consumer, a group is
-        acknowledged when the next group is requested. So if the loop ends in the middle of its body, for any reason,
-        the group comes again."""
+        """Yield groups as they finish, without end. For the arguments see `results`. For a consumer, a group is
+        acknowledged when the next group is requested. So if the caller's loop ends before that, for any reason, the
+        next call of `follow` yields the group again."""
         while True:
             page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
             for group in page.groups:
@@ -211,9 +211,9 @@ class AsyncClient:
             after = page.cursor
 
     async def ack(self, consumer: str, cursor: int, *, rewind: bool = False, tenant: str | None = None) -> ConsumerView:
-        """Acknowledge the groups up to `cursor`, once the data made from these groups is safe. A consumer that has
-        acknowledged more keeps its position. With `rewind` it goes back, and gets the groups after `cursor` again. An
-        admin may name the consumer's `tenant`."""
+        """Acknowledge the groups up to `cursor`. Call this method once the data made from these groups is stored. A
+        consumer whose position is after `cursor` keeps its position. With `rewind` the position becomes `cursor`, and
+        the consumer gets the groups after `cursor` again. An admin may name the consumer's `tenant`."""
         body = _encoded({"cursor": cursor, "rewind": rewind})
         path = f"/v1/consumers/{quote(consumer, safe='')}/ack"
         return await self._call("POST", path, ConsumerView, body=body, query={"tenant": tenant})
@@ -223,8 +223,8 @@ class AsyncClient:
         return (await self._call("GET", "/v1/consumers", ConsumerList)).consumers
 
     async def remove_consumer(self, name: str, *, tenant: str | None = None) -> tuple[ConsumerView, ...]:
-        """Remove a consumer, for which groups are then no longer kept. Returns the other consumers. An admin may name
-        the consumer's `tenant`."""
+        """Remove a consumer. The service then no longer keeps groups for this consumer. Returns the other consumers. An
+        admin may name the consumer's `tenant`."""
         path = f"/v1/consumers/{quote(name, safe='')}"
         return (await self._call("DELETE", path, ConsumerList, query={"tenant": tenant})).consumers
 
@@ -239,21 +239,21 @@ class AsyncClient:
         return (await self._call("POST", f"/v1/callbacks/dead/{place}", Redelivered)).callbacks
 
     async def discard_callback(self, group_id: str) -> tuple[CallbackView, ...]:
-        """Discard a callback that was given up, and return the newest 100 of the others."""
+        """Discard a callback that was given up. Returns the newest 100 of the other callbacks that were given up."""
         return (await self._call("DELETE", f"/v1/callbacks/dead/{quote(group_id, safe='')}", CallbackList)).callbacks
 
     async def gc(
         self, *, days: float | None = None, size_mb: int | None = None, force: bool = False, dry_run: bool = False
     ) -> GcReport:
         """Remove the finished groups that ended more than `days` ago, and then the oldest finished groups until the
-        rest take no more than `size_mb` MiB. Without either, the service's settings apply. One call removes groups for
-        about 20 seconds: call again while `more` is true in the report."""
+        remaining groups take at most `size_mb` MiB. If both are None, the service's settings apply. One call removes
+        groups for about 20 seconds: call again while `more` is true in the report."""
         body = {"days": days, "size_mb": size_mb, "force": force, "dry_run": dry_run}
         return await self._call("POST", "/v1/gc", GcReport, body=_encoded(body))
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
-        """Return these groups in the order given, once all are done. `watch` is called with all groups at first, at the
-        end, and about every 0.2 seconds in between (less often for more than ten groups)."""
+        """Return the groups in the order of `group_ids`, once all are done. `watch` is called with all groups at first,
+        at the end, and about every 0.2 seconds in between (less often for more than ten groups)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -314,7 +314,8 @@ class AsyncClient:
         return (await self._fetch("GET", place, query={"attempt": attempt})).data
 
     async def image(self, digest: str) -> Image:
-        """Return an image of a sample, with its bytes. Raises NotFound for an image sent as a URL."""
+        """Return an image of a sample, with its bytes. Raises NotFound for an image sent as a URL, because the service
+        has no bytes of it."""
         answer = await self._fetch("GET", f"/v1/images/{digest}")
         return image_from_bytes(answer.media_type, answer.data)
 
@@ -328,7 +329,7 @@ class AsyncClient:
         return (await self._call("GET", "/v1/nodes", NodeList)).nodes
 
     async def pull_image(self, reference: str, name: str, *, seconds: float = PULL_SECONDS) -> PulledImages:
-        """Get an image from a container registry on every machine that runs sessions. Returns the result for each
+        """Pull an image from a container registry to every machine that runs sessions. Returns the result for each
         machine."""
         body = _encoded({"reference": reference, "name": name})
         return await self._call("POST", "/v1/nodes/pull", PulledImages, body=body, seconds=seconds)
@@ -373,7 +374,7 @@ class AsyncClient:
         return await self._call("GET", "/v1/policy", PolicyStatus)
 
     async def pause_policy(self, mode: PolicyPause = "finish") -> PolicyStatus:
-        """Pause the policy. Returns when nothing is being generated any more, however long that takes."""
+        """Pause the policy. Returns when no engine generates any more. This call has no time limit."""
         return await self._call("POST", "/v1/policy/pause", PolicyStatus, body=_encoded({"mode": mode}), seconds=None)
 
     async def resume_policy(self, version: int | None = None, *, go_back: bool = False) -> PolicyStatus:
@@ -391,8 +392,8 @@ class AsyncClient:
         cancel_older_than: int | None = None,
         go_back: bool = False,
     ) -> PolicyStatus:
-        """Pause, make the engines load `weights` (a file or folder) if given, set the version, and resume. Returns when
-        the engines generate again, however long that takes. `go_back` as for `resume_policy`."""
+        """Pause the policy, make the engines load `weights` (a file or folder) if given, set the version, and resume.
+        Returns when the engines generate again. This call has no time limit. `go_back` as for `resume_policy`."""
         asked = {"mode": mode, "weights": weights, "cancel_older_than": cancel_older_than, "go_back": go_back}
         body = _encoded({"version": version, **asked})
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
@@ -452,9 +453,9 @@ class AsyncClient:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
-    """Call the service, and call again after a wait while the service cannot be reached or is busy, for up to
-    `patience` seconds. The call must be repeatable: a read, or a submission with an idempotency key. A submission that
-    has itself waited that long for a busy service is not repeated."""
+    """Call the service. While the service cannot be reached or is busy, retry after a wait, for up to `patience`
+    seconds. The call must be repeatable: a read, or a submission with an idempotency key. A submission that has already
+    waited that long for a busy service is not repeated."""
     clock = asyncio.get_running_loop().time
     give_up_at = clock() + patience
     tries = 0
@@ -474,7 +475,7 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
 
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> None:
     """Raise ServiceError if the service has lost an accepted group. `group` is the method `AsyncClient.group`. Call
-    this function when no results come: nothing else shows that a group will never be done."""
+    this function when no results arrive, because only this call shows that a group will never be done."""
     try:
         await patiently(lambda: group(group_id))
     except NotFound as error:
@@ -487,8 +488,8 @@ async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: st
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """Return a method of `Client` that waits for a method of `AsyncClient`. The two have the same signature and
-    docstring, also for type checkers and `help()`."""
+    """Return a method of `Client` that calls a method of `AsyncClient` and waits for the result. Both methods have the
+    same signature and docstring, also for type checkers and `help()`."""
 
     @wraps(method)
     def call(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
@@ -520,9 +521,9 @@ def _blocking_iterator(
 class Client:
     """`AsyncClient` for code that does not await: the same methods with the same arguments and replies.
 
-    An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in a thread of
-    its own. So it also works in a notebook, where the caller's thread already runs a loop. Through `run` and `open`,
-    other asynchronous code, such as a `DynamicSampler`, can use the same connections.
+    An open client (`with Client(url) as client`) runs an AsyncClient, `asynchronous`, on an event loop in a separate
+    thread. So a client also works in a notebook, where the caller's thread already runs an event loop. Through `run`
+    and `open`, other asynchronous code, such as a `DynamicSampler`, can use the same connections.
     """
 
     def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
@@ -606,7 +607,7 @@ def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
     """Encode a request body. Raises InvalidField for values that JSON cannot represent."""
     if isinstance(body, Spec):
         return body.model_dump_json().encode()
-    try:  # json refuses NaN; orjson and msgspec write NaN as null, which the service would read as "not given"
+    try:  # json refuses NaN; orjson and msgspec encode NaN as null, which means "not given" to the service
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
@@ -619,9 +620,10 @@ def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderEr
         shown = body[:200].decode(errors="replace")
         return ServiceError(f"the service answered {status}: {shown}")
     if isinstance(error, Busy):
-        with suppress(ValueError):  # the header has no number: a proxy may write a date
+        with suppress(ValueError):  # the header may have no number, because a proxy may write a date
             error.retry_after = max(error.retry_after, float(headers.get("Retry-After", "")))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:
-            error.add_note(f"{name}: {value}")  # tracebacks show notes; the message alone lacks the field and the hint
+            # Tracebacks show notes, but show neither the field nor the hint of an error.
+            error.add_note(f"{name}: {value}")
     return error

@@ -1,11 +1,11 @@
-"""Evaluations of a policy: the same tasks with the same seeds each time, beside the groups that train.
+"""Evaluates a policy: runs the same tasks with the same seeds each time, while groups for training also run.
 
     if step % 20 == 0:
         found = await evaluate(client, held_out, samples=4, seed=0)
         print(found.reward.mean, found.reward.pass_at[4], found.failures)
 
-The module uses the control API and is independent of the trainer. Invariant: an ungraded session is counted
-under its failure and in no mean.
+The module uses the control API and is independent of the trainer. Invariant: an ungraded session is counted in
+`failures`, and is part of no mean.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL, TaskSpec
 
 PRIORITY = 100
-"""The default priority of an evaluation's groups: higher than that of training groups, because a trainer may wait for
-the figures."""
+"""The default priority of an evaluation's groups: higher than the priority of training groups, because a trainer may
+wait for the figures."""
 LARGEST_SEED = (1 << 63) - 1
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -42,11 +42,11 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
     mean: the mean over tasks of the mean over a task's graded samples, so every task weighs the same.
     standard_error: the standard error of `mean`, from the spread between tasks; None with fewer than two tasks.
-    interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples, the same each time);
+    interval: the 95 % confidence interval of `mean`, by bootstrap over tasks (RESAMPLES resamples from a fixed seed);
         None with fewer than two tasks.
-    pass_at: by k, the probability that at least one of k samples of a task passes, without bias (Chen et al. 2021,
-        section 2.1), as a mean over the tasks with k graded samples or more.
-    tasks, samples: how many tasks and samples have a value.
+    pass_at: for each k, the unbiased estimate of the probability that at least one of k samples of a task passes (Chen
+    et al. 2021, section 2.1), as a mean over the tasks with k graded samples or more.
+    tasks, samples: the numbers of tasks and samples with a value.
     """
 
     mean: float
@@ -74,7 +74,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupView, ...]
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that a logger takes, by name, such as `evaluation/reward/pass@4`."""
+        """Return the figures by name, for a logger of training metrics. A name is for example
+        `evaluation/reward/pass@4`."""
         found: dict[str, float] = {}
         for name, score in {"reward": self.reward, **self.metrics}.items():
             found[f"{name}/mean"] = score.mean
@@ -100,17 +101,17 @@ async def evaluate(
 ) -> Evaluation:
     """Run `samples` sessions of each task, and wait for all of them.
 
-    Task i has the seed `seed` + i instead of its own, so that each call of each sample draws the same tokens every time
-    on a deterministic engine; None leaves the tasks' seeds alone. A sample passes if its reward, or its value of a
-    metric, is at least `passed`. The groups have the label `outrider.evaluation`, with `name` as its value.
+    Task i gets the seed `seed` + i in place of its own seed, so that a deterministic engine samples the same tokens in
+    every evaluation. If `seed` is None, the tasks keep their own seeds. A sample passes if its reward (for a metric:
+    its value) is at least `passed`. The groups have the label `outrider.evaluation`, with `name` as its value.
 
     With `policy_version`, the policy must have this version from the beginning to the end. `run` is a name for the
     evaluation. Groups already submitted under this name are used, so the same call after an interruption runs only the
     missing groups. `watch`: see `AsyncClient.wait`.
 
-    Raises InvalidField for tasks that the service refuses and if the policy has another version, Conflict for a `run`
-    of other tasks, ServiceError if the service is gone, the version changed meanwhile, or no session was graded. After
-    an error the groups that still run are cancelled, unless `run` is given.
+    Raises InvalidField if the service refuses a task or the policy has another version, Conflict if `run` was used with
+    other tasks, and ServiceError if the service cannot be reached, the version changed meanwhile, or no session was
+    graded. After an error, the groups that still run are cancelled, unless `run` is given.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")
@@ -134,7 +135,7 @@ async def evaluate(
             }
             ids.append((await patiently(partial(client.submit, body))).id)
         groups = await patiently(partial(client.wait, ids, watch))
-    except BaseException:  # a cancelled evaluation comes here, too
+    except BaseException:  # also a cancellation of this evaluation
         for group_id in ids if run is None else ():
             with suppress(OutriderError):  # a failure here must not hide the error that ended the evaluation
                 await shielded(partial(client.cancel, group_id))
@@ -152,7 +153,7 @@ async def evaluate(
 def evaluation_task(
     task: TaskSpec | Mapping[str, Any], name: str = "evaluation", *, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return a copy of the task with the label of evaluations, by which exports for training leave its groups out."""
+    """Return the fields of the task with the label of evaluations. Exports for training skip groups with this label."""
     body = task.model_dump(mode="json") if isinstance(task, TaskSpec) else dict(task)
     body["labels"] = {**(body.get("labels") or {}), EVALUATION_LABEL: name}
     if seed is not None:
@@ -161,14 +162,14 @@ def evaluation_task(
 
 
 def pass_at(k: int, passes: int, samples: int) -> float:
-    """Return the probability that k samples, drawn from `samples` samples of which `passes` pass, include one that
-    passes."""
+    """Return the probability that at least one of k samples passes, if the k samples are drawn without replacement from
+    `samples` samples, and `passes` of these pass."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of the mean of `means`, between percentiles of the means of resamples. None for
-    fewer than two values."""
+    """Return the confidence interval of the mean of `means`, from percentiles of the means of resamples. None for fewer
+    than two values."""
     if len(means) < 2:
         return None
     draw = random.Random(0)
@@ -214,7 +215,8 @@ def _evaluation(
 
 
 def _score(values: Sequence[Sequence[float]], samples: int, passed: float) -> Score:
-    """Compute the figures. `values` has a list of values for each task. At least one task must have a value."""
+    """Compute the figures of one reward or metric. `values` has a list of values for each task. At least one task must
+    have a value."""
     graded = [of_task for of_task in values if of_task]
     means = [fmean(of_task) for of_task in graded]
     chances: dict[int, float] = {}

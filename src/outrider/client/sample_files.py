@@ -26,8 +26,8 @@ Row = Sample | ChatRow
 
 
 class SampleFormat(StrEnum):
-    """The format of a file. `jsonl` and `parquet` hold samples; `chat` is JSON lines of chat rows, and `atif` JSON
-    lines of trajectories."""
+    """The format of a file. `jsonl` and `parquet` are files of samples; `chat` is JSON lines of chat rows, and `atif`
+    JSON lines of trajectories."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
@@ -104,7 +104,7 @@ class ImageFolder:
         self.path = path
 
     def missing(self, digests: Iterable[str]) -> list[str]:
-        """Return the digests of which the folder has no file, each once."""
+        """Return the digests without a file in this folder, each once."""
         return [digest for digest in dict.fromkeys(digests) if next(self.path.glob(f"{digest}.*"), None) is None]
 
     def add(self, image: Image) -> None:
@@ -114,16 +114,16 @@ class ImageFolder:
 
 
 def stored_images(samples: Iterable[Row]) -> list[str]:
-    """Return the digests of the images in samples, each once, without images sent as URLs. (The service stores no bytes
-    of these, because it does not fetch URLs.)"""
+    """Return the digests of the images in samples, each once. Images sent as URLs are left out, because the service
+    does not fetch URLs and so stores no bytes for such images."""
     shown = (image for sample in samples for image in sample.images)
     return list(dict.fromkeys(image.digest for image in shown if image.url is None))
 
 
 @contextmanager
 def whole_file(path: Path, *, field: str) -> Iterator[BinaryIO]:
-    """Open a file that appears at `path` when the block ends without an error. Until then the file has another name.
-    After an error it is removed. Raises InvalidField for `field` if the file cannot be created."""
+    """Open a file that appears at `path` when the block ends without an error. Until then the file has a temporary
+    name. After an error the file is removed. Raises InvalidField for `field` if the file cannot be created."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,9 +146,10 @@ def _columns(arrow: Any, row: type) -> list[tuple[str, Any]]:
 
 
 def _arrow_type(arrow: Any, name: str, kind: Any) -> Any:
-    """Return the Arrow type of a field of type `kind`. Any other type than those below is a text, or becomes one."""
+    """Return the Arrow type of a field of type `kind`. A field of a type that is not handled here becomes a column of
+    strings."""
     inner = get_args(kind)
-    if isinstance(kind, UnionType):  # every column may be null
+    if isinstance(kind, UnionType):  # the union's None needs no type, because every column may be null
         return _arrow_type(arrow, name, inner[0])
     if get_origin(kind) in (list, tuple):
         column = arrow.large_list if get_origin(kind) is list else arrow.list_

@@ -1,9 +1,9 @@
-"""Batches of rollouts for a trainer, without the groups that teach nothing (the dynamic sampling of DAPO).
+"""Makes batches of rollouts for a trainer, without the groups that teach nothing (the dynamic sampling of DAPO).
 
-In a group whose samples all have the same reward, every advantage is 0, and so is the gradient. The sampler runs groups
-side by side, keeps the informative ones, replaces the others at once, and returns a batch as soon as it has enough. The
-prompt of a failed group is submitted again a few times: tasks whose sandboxes fail more often must not vanish from the
-data. The sampler uses the control API and is independent of the trainer.
+If all samples of a group have the same reward, every advantage is 0, and the gradient is 0 as well. The sampler runs
+groups concurrently, keeps the informative groups, replaces the other groups at once, and returns a batch as soon as it
+has enough groups. The prompt of a failed group is submitted again a few times: tasks whose sandboxes fail more often
+must stay in the data. The sampler uses the control API and is independent of the trainer.
 
     async with AsyncClient() as client, DynamicSampler(client, tasks, n=8, target=32) as sampler:
         async for batch in sampler:
@@ -43,16 +43,16 @@ Source = Sequence[Task] | Callable[[int], Task]
 Refill = Literal["asynchronous", "synchronous", "static"]
 Surplus = Literal["carry", "finished", "cancel"]
 Choice = bool | Literal["again"]
-"""The decision about a group: keep the group (True), drop its prompt (False), or submit the prompt again."""
+"""The decision about a group: keep the group (True), drop its prompt (False), or submit the prompt again ("again")."""
 
 SAME = 1e-9
 """Rewards whose difference is at most this count as equal."""
 FAILED_IN_A_ROW = 16
-"""The sampler fails when the first groups of this many prompts in a row have failed, and no group was graded in
-between: the cause then affects all prompts."""
+"""The sampler fails after the first groups of this many prompts have failed and no group was graded in between, because
+the cause then affects all prompts."""
 FRUITLESS_BATCHES = 20
-"""The sampler gives up a batch of `target` groups if this many times `target` groups were graded and the batch is not
-full: the tasks do not fit the policy."""
+"""The sampler gives up a batch if it is not full after FRUITLESS_BATCHES times `target` graded groups, because the
+tasks are then too hard or too easy for the policy."""
 
 
 class RolloutService(Protocol):
@@ -68,14 +68,14 @@ class RolloutService(Protocol):
 
 
 class Counts(msgspec.Struct, kw_only=True):
-    """The outcomes of groups since the batch before. Summed over all batches, each submitted group is in one of the
-    other counts, unless it still runs or waits for a later batch.
+    """The outcomes of groups since the previous batch. Over all batches, each submitted group is counted in `submitted`
+    and in one other count, unless the group still runs or waits for a later batch.
 
     `informative` groups were delivered. The prompt of an `uninformative` group is dropped. The prompt of a failed group
-    is submitted again (`retried`), or dropped after the last try (`given_up`). `reasons` counts the groups of `retried`
-    and `given_up`, each under the most frequent error code of its sessions. The prompt of a `stale` group (sampled by a
-    policy too old) or of a `stopped` group (not needed for its batch, or cancelled by somebody else) is submitted
-    again.
+    is submitted again (`retried`), or dropped after the last retry (`given_up`). `reasons` counts the groups in
+    `retried` and `given_up` by the most frequent error code of their sessions. The prompt of a `stale` group (sampled
+    by a policy too old) or of a `stopped` group (cancelled because its batch was full, or cancelled by a user) is
+    submitted again.
     """
 
     submitted: int = 0
@@ -88,7 +88,7 @@ class Counts(msgspec.Struct, kw_only=True):
     reasons: dict[str, int] = {}
 
     def flat(self) -> dict[str, int]:
-        """All counts by name; reasons are named `reason_CODE`."""
+        """Return all counts by name; the names of reasons are `reason_CODE`."""
         counts: dict[str, int] = msgspec.structs.asdict(self)
         del counts["reasons"]
         return counts | {f"reason_{code}": count for code, count in self.reasons.items()}
@@ -98,8 +98,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one training step, with samples, in the order in which they finished.
 
     `prompts` are the numbers of the groups' prompts. `version` is the policy version when the batch was delivered.
-    `waited` is how many seconds the trainer waited for the batch. `counts` are the outcomes of groups since the batch
-    before.
+    `waited` is the time that the trainer waited for the batch, in seconds. `counts` are the outcomes of groups since
+    the previous batch.
     """
 
     number: int
@@ -116,8 +116,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that is neither delivered nor dropped: its number, the number of its newest group, and how many of its
-    groups have failed."""
+    """A prompt that is neither delivered nor dropped: its number, the number of its newest group (`attempt`), and the
+    number of its failed groups (`failures`)."""
 
     number: int
     attempt: int = 0
@@ -152,13 +152,13 @@ class _Ready(msgspec.Struct, frozen=True):
 
 
 def rewards_of(group: GroupView) -> list[float]:
-    """The rewards of the graded sessions, in sample order."""
+    """Return the rewards of the graded sessions, in sample order."""
     results = (session.result for session in group.sessions)
     return [result.verdict.reward for result in results if result is not None and result.verdict is not None]
 
 
 def rewards_differ(group: GroupView) -> bool:
-    """The filter of DAPO: true if the rewards of the group's samples differ."""
+    """Return True if the rewards of the group's samples differ by more than SAME (the filter of DAPO)."""
     rewards = rewards_of(group)
     return max(rewards) - min(rewards) > SAME
 
@@ -166,10 +166,10 @@ def rewards_differ(group: GroupView) -> bool:
 def group_advantages(
     rewards: Sequence[float], kind: Literal["grpo", "mean", "leave_one_out"] = "grpo", *, epsilon: float = 1e-4
 ) -> list[float]:
-    """Return the advantage of each sample of a group over the others, for trainers that do not compute advantages.
+    """Return the advantage of each sample of a group, for trainers that do not compute advantages.
 
     "grpo": (reward - mean) / (standard deviation + epsilon), with the population standard deviation. "mean": reward -
-    mean (Dr. GRPO). "leave_one_out": reward - mean of the others (RLOO); 0 for a single sample.
+    mean (Dr. GRPO). "leave_one_out": reward - mean of the other samples' rewards (RLOO); 0 for a single sample.
     """
     mean = fmean(rewards)
     centred = [reward - mean for reward in rewards]
@@ -186,26 +186,28 @@ class DynamicSampler:
     """Yields batches of informative groups: `async with DynamicSampler(client, source, n=8, target=32) as sampler`.
 
     `source`: the tasks. A sequence is repeated without end; a function returns the task of prompt number 0, 1, 2, ...
-    and raises IndexError behind the last. The function must return the same task again for the same number. `n`:
+    and raises IndexError after the last prompt. For the same number, the function must return the same task. `n`:
     samples for each prompt. `target`: groups in a batch. `inflight`: groups running at once (by default twice the
     target). `informative` decides whether to keep a group with at least two graded sessions (one if `n` is 1). If it
     returns "again", the prompt is submitted again, as for a group with fewer graded sessions. `retries`: how often a
-    prompt is submitted again for these two reasons before it is given up.
+    prompt is submitted again, because its group had too few graded sessions or the choice was "again", before the
+    prompt is given up.
 
-    `refill`: "asynchronous" replaces a group as soon as it is done. Two other ways are for comparison. "synchronous"
-    waits for all running groups before it submits as many again, as DAPO did at first. "static" submits one batch,
-    waits for all of its groups, and filters nothing.
+    `refill`: "asynchronous" replaces a group as soon as it is done. The other two values are for comparison.
+    "synchronous" waits for all running groups before it submits `inflight` new groups, as DAPO did at first. "static"
+    submits one batch, waits for all of its groups, and filters nothing.
 
     `surplus`: the treatment of groups that still run when a batch is full. "carry" lets these groups run on, for a
-    later batch. "cancel" stops them. "finished" stops them, too, but keeps a group if its finished sessions are
-    informative. The prompt of a stopped group is submitted again before any new prompt, and its group is not stopped a
-    second time: no task is left out for being slow.
+    later batch. "cancel" stops these groups. "finished" also stops these groups, but keeps a group if its finished
+    sessions are informative. The prompt of a stopped group is submitted again before any new prompt, and the new group
+    is not stopped when a batch is full, so that slow tasks are not left out.
 
-    `max_age`: how many policy versions older than the current version a trained token may be. Older groups are dropped,
-    and their prompts are submitted again. None sets no bound. With 0, nothing is submitted while the trainer trains.
+    `max_age`: the maximum age of a token in a batch, in policy versions before the current version. Groups with older
+    tokens are dropped, and their prompts are submitted again. None sets no limit. With 0, nothing is submitted while
+    the trainer trains.
 
-    `state`: the `state()` of an earlier sampler, which this sampler continues. Groups are recognised by their
-    idempotency keys, so groups that ran meanwhile are used, and nothing is trained twice.
+    `state`: the `state()` of an earlier sampler. This sampler continues the earlier sampler. Groups are recognised by
+    their idempotency keys, so groups that ran meanwhile are used, and no group is delivered twice.
     """
 
     def __init__(
@@ -249,7 +251,8 @@ class DynamicSampler:
         )
         self._submitting: _Prompt | None = None
         self._early: dict[str, GroupView] = {}
-        """Groups that were done before the reply to a submission was read; they may belong to other clients."""
+        """Finished groups by id, collected while a submission waits for its reply: the submitted group may finish
+        before the reply is read. Some of these groups belong to other clients."""
         self._running: dict[str, _Prompt] = {}
         self._ready: deque[_Ready] = deque()
         self._version = state.version
@@ -277,8 +280,8 @@ class DynamicSampler:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop following the results. Running groups continue in the service, where a sampler that continues from
-        `state()` finds them."""
+        """Stop following the results. Running groups continue in the service. A sampler that continues from `state()`
+        finds these groups."""
         for worker in self._workers:
             worker.cancel()
         await self._tasks.__aexit__(None, None, None)
@@ -293,8 +296,8 @@ class DynamicSampler:
         return self._version
 
     def state(self) -> SamplerState:
-        """Return the state to keep in a checkpoint after a training step. Batches delivered so far count as trained
-        on."""
+        """Return the state to keep in a checkpoint after a training step. The batches delivered so far count as
+        trained."""
         prompts = [ready.prompt for ready in self._ready]
         prompts += self._running.values()
         prompts += [self._submitting] if self._submitting else []
@@ -312,11 +315,12 @@ class DynamicSampler:
         )
 
     async def batch(self) -> Batch | None:
-        """Return the next batch, once it is full. When the source has ended, the last batch may have fewer groups;
-        after the last batch, return None.
+        """Return the next batch, once it is full. When the source has ended, the last batch may have fewer groups.
+        Returns None after the last batch.
 
-        Raises ServiceError if the service is gone, if groups keep failing (FAILED_IN_A_ROW), or if too few groups are
-        informative (FRUITLESS_BATCHES). Also raises any error of a submission, of the source and of `informative`.
+        Raises ServiceError if the service cannot be reached, if groups keep failing (FAILED_IN_A_ROW), or if too few
+        groups are informative (FRUITLESS_BATCHES). Also raises any error of a submission, of the source and of
+        `informative`.
         """
         began = _now()
         self._wanted, self._resting = True, False
@@ -346,7 +350,7 @@ class DynamicSampler:
         if self._surplus != "carry":
             try:
                 await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
-            except BaseException:  # after a cancellation, too, the groups were not delivered, and stay ready
+            except BaseException:  # also a cancellation: the groups were not delivered, and stay ready
                 self._ready.extendleft(reversed(taken))
                 raise
         self._counts.informative += len(taken)
@@ -386,7 +390,7 @@ class DynamicSampler:
         self._changed.send()
 
     def _room(self) -> int:
-        """The number of groups to submit now."""
+        """Return the number of groups to submit now. No group is submitted for 0 or a negative number."""
         if not self._wanted and self._max_age == 0:
             return 0
         running = len(self._running)
@@ -394,12 +398,13 @@ class DynamicSampler:
             return self._target - running - len(self._ready) if self._wanted else 0
         if self._refill == "synchronous":
             return self._inflight if not running and self._wanted and len(self._ready) < self._target else 0
-        # Batches are made ahead while the trainer is busy, but no more than it can train on before they are stale.
+        # While the trainer is busy, batches are made in advance, but no more than the trainer can train before they are
+        # stale.
         ahead = self._target * max(1, self._max_age or 1)
         if len(self._ready) >= ahead:
             return 0
-        # If running groups are stopped when a batch is full, groups beyond the rest of the batch would run in vain:
-        # each ready group makes one running group needless.
+        # If running groups are stopped when a batch is full, each ready group reduces the number of running groups
+        # needed by one.
         needless = 0 if self._surplus == "carry" else len(self._ready)
         return self._inflight - running - needless
 
@@ -429,7 +434,7 @@ class DynamicSampler:
             self._counts.submitted += 1
             self._running[group.id] = prompt
             group = self._early.get(group.id, group)
-        except BaseException:  # also `close`: the prompt is put back, and a sampler that continues submits it
+        except BaseException:  # also a cancellation on exit: the prompt is put back for a sampler that continues
             if prompt.number < self._next:
                 self._waiting.appendleft(prompt)
             raise
@@ -459,9 +464,10 @@ class DynamicSampler:
             cursor = page.cursor
 
     async def _settle(self, group: GroupView) -> None:
-        """Keep a finished group, or drop it and make room for another."""
+        """Keep a finished group for a batch, or drop the group and, depending on the reason, submit its prompt
+        again."""
         prompt = self._running.get(group.id)
-        if prompt is None:  # the group is another client's, is settled already, or is being submitted
+        if prompt is None:  # the group belongs to another client, is settled already, or is being submitted
             if self._submitting is not None:
                 self._early[group.id] = group
             return
@@ -474,7 +480,7 @@ class DynamicSampler:
             choice = "again"
         elif stopped is None or (stopped == "stopped" and self._surplus == "finished"):
             choice = self._refill == "static" or self._informative(group)
-            choice = choice if choice == "again" else bool(choice)  # the choice may be a bool of NumPy
+            choice = choice if choice == "again" else bool(choice)  # because the choice may be a bool of NumPy
         kept = None
         if choice is True:
             kept = await patiently(partial(self._client.group, group.id, samples=True))
@@ -522,8 +528,8 @@ class DynamicSampler:
         self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
 
     def _is_stale(self, version: int, group: GroupView | None = None) -> bool:
-        """Return True if a group submitted under `version` is too old. The versions in the samples of `group`, if
-        given, count instead of `version`."""
+        """Return True if a group is too old. The lowest version in the samples of `group` counts, or, without samples,
+        the `version` under which the group was submitted."""
         if self._max_age is None:
             return False
         if group is not None:
@@ -540,10 +546,10 @@ class DynamicSampler:
                 await patiently(partial(self._client.cancel, group_id))
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do background work, and keep its error for the next call of `batch`."""
+        """Run background work, and store its error for `batch` to raise."""
         try:
             await work()
-        except Exception as error:  # any error is kept: the trainer must not wait for ever
+        except Exception as error:  # any error is stored, because the trainer must not wait for ever
             self._failure = error
             self._changed.send()
 

@@ -1,7 +1,6 @@
 """Finds an agent's answer: in its last reply, or in a file of the sandbox.
 
-Invariant: `last_words` returns at most MAX_ANSWER characters, whatever the agent has written. `last_reply` has no such
-limit.
+Invariant: `last_words` returns at most MAX_ANSWER characters of what the agent has written. `last_reply` has no limit.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from outrider.evaluators.base import Outcome
 from outrider.messages import Role
 
 MAX_ANSWER = 32_768
-"""Maximum characters from the end of a reply, and maximum bytes of a file."""
+"""Maximum length of an answer: in characters from the end of a reply, or in bytes of a file."""
 PROBE_SECONDS = 30.0
 
 
@@ -20,7 +19,8 @@ class NoAnswer(Exception):
 
 
 def last_reply(outcome: Outcome) -> str:
-    """Return the agent's final answer: the harness's answer, else the model's last reply, else ""."""
+    """Return the agent's final answer: the harness's answer if there is one, otherwise the model's last reply, or "" if
+    there is no reply."""
     if outcome.harness.answer is not None:
         return storable(outcome.harness.answer)
     said = (message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT)
@@ -28,12 +28,12 @@ def last_reply(outcome: Outcome) -> str:
 
 
 async def last_words(outcome: Outcome, file: str | None) -> str:
-    """Return the text of the answer, without surrounding blanks. The text is the content of `file`. Without a file it
-    is the end of a Python agent's answer or, if there is none, of the last reply that has text. Raises NoAnswer, and
+    """Return the answer, without surrounding blanks. The answer is the content of `file`. If `file` is None, the answer
+    is the end of a Python agent's answer or, if that answer is empty, of the last reply with text. Raises NoAnswer, and
     RuntimeFailure if the sandbox is broken."""
     if file is None:
         replies = [message.content for message in reversed(outcome.transcript) if message.role is Role.ASSISTANT]
-        if outcome.task.harness.agent is not None:  # for a program the answer is its whole output: not used
+        if outcome.task.harness.agent is not None:  # a program's answer is its whole output, which is not used
             replies.insert(0, outcome.harness.answer or "")
         text = next((reply for reply in replies if reply.strip()), "")[-MAX_ANSWER:]
     else:
@@ -44,7 +44,7 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise NoAnswer(f"{file} is no text") from error
         except RuntimeFailure as error:
-            # Either the file is too large or not a regular file, or the sandbox is broken.
+            # The file is too large or not a regular file, or the sandbox is broken: the probe finds out which.
             await outcome.runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
             raise NoAnswer(f"{file} cannot be read: {error.message}") from error
     if not text.strip():
@@ -55,8 +55,8 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 
 def marked_answer(reply: str) -> str | None:
-    """Return the marked answer in a reply: the content of the last `<answer>…</answer>`, else of the last LaTeX box,
-    `\\boxed{…}`. None without either."""
+    """Return the marked answer in a reply: the content of the last `<answer>…</answer>` or, if the reply has none, of
+    the last LaTeX box, `\\boxed{…}`. Returns None if the reply has neither."""
     end = reply.rfind("</answer>")
     start = reply.rfind("<answer>", 0, max(0, end))
     return reply[start + len("<answer>") : end].strip() if start >= 0 else _boxed(reply)

@@ -26,7 +26,7 @@ OffTheClock = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class FrozenReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply of a frozen model, with its numbers of prompt tokens and completion tokens."""
+    """The reply of a frozen model, with the numbers of prompt tokens and completion tokens of the call."""
 
     text: str
     prompt_tokens: int
@@ -68,17 +68,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session to grade. `transcript` is the main branch as messages, with the last reply. `turns` is
     the number of model calls. `calls` are the model calls in the order in which they ended.
 
-    `runtime` is the graded sandbox. For an outcome without kept files, `runtime` is a `NothingKept`. `patch` is the
-    agent's change to a repository in the format of `git diff`, if the task carries a diff.
+    `runtime` is the graded sandbox. For a regraded outcome without kept files, `runtime` is a `NothingKept`. `patch` is
+    the agent's change to a repository in the format of `git diff`, if the task carries a diff.
 
     `beside()` opens another sandbox of the task's runtime, or of the evaluator's own runtime, for the duration of the
     block. The new sandbox is prepared, untouched by agents, unreachable for programs in `runtime`, and reserves no
-    resources. Raises RuntimeFailure. `call_frozen` calls a frozen model. `host` is the host of the node: evaluators
-    share its parts.
+    resources. Raises RuntimeFailure. `call_frozen` calls a frozen model. `host` is the host of the node, whose parts
+    are shared by evaluators.
 
-    `bucket` is the session's bucket in the queue (see store/queue.py). Where evaluations wait for each other, tenants
-    take turns, and so do the buckets of each tenant. `off_the_clock()` is for a long wait of this kind: during the
-    block the evaluation holds no eval slot, and the evaluation's time limit stands still.
+    `bucket` is the session's bucket in the queue (see store/queue.py). In queues of evaluations, tenants take turns,
+    and the buckets of each tenant take turns as well. `off_the_clock()` is for long waits in such queues: during the
+    block, the evaluation holds no eval slot, and the time does not count towards the evaluation's time limit.
     """
 
     task: TaskSpec
@@ -104,7 +104,7 @@ class Evaluator(Protocol):
 
 @runtime_checkable
 class ChecksSpec(Protocol):
-    """An evaluator whose spec needs checks too slow for the constructor."""
+    """An evaluator whose spec needs checks that are too slow for the constructor."""
 
     async def check_spec(self, host: Host) -> None:
         """Check the spec. Called once, when the task is submitted, with the service's `host`. Raises InvalidField."""

@@ -1,7 +1,7 @@
 """The combining evaluators: `weighted` adds up the rewards of its parts, `all` requires every part to pass.
 
-Invariants: all parts are evaluated in order, one at a time, on the same outcome and within the one time limit. A part
-that fails to grade fails the whole.
+Invariants: all parts are evaluated in order, one at a time, on the same outcome and within one common time limit; a
+part that fails to grade fails the whole evaluation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.trajectory import Verdict
 MAX_REASON = 2000
 """Maximum characters of each part's reason."""
 RUN_PROGRAMS = ("code", "swebench")
-"""Kinds that give a slow candidate reward 0 instead of an error."""
+"""Kinds of evaluators that give a slow candidate reward 0 in place of an error."""
 
 
 class EvaluatorPart(NamedTuple):
@@ -34,13 +34,13 @@ class EvaluatorPart(NamedTuple):
 
 class CombiningEvaluator:
     """Kind `weighted`: the reward is the sum of the parts' rewards, each times its weight. The sum is not divided by
-    the sum of the weights: a weight below 0 is a penalty. Rewards of turns are added up likewise. Kind `all`: reward 1
-    if every part passes, else 0."""
+    the sum of the weights: a weight below 0 is a penalty. Rewards of turns are added up in the same way. Kind `all`:
+    the reward is 1 if every part passes, else 0."""
 
     takes_endpoints = True
 
     def __init__(self, spec: EvaluatorSpec, endpoints: Endpoints) -> None:
-        if spec.kind not in KINDS:  # for another kind, the allow-list would not check the parts
+        if spec.kind not in KINDS:  # because the allow-list does not check the parts of other kinds
             raise InvalidField("only the kinds weighted and all have parts", field=f"{FIELD}.kind")
         options = read_options(KINDS[spec.kind], spec)
         self._parts = _parts(options.parts, spec, endpoints)
@@ -83,8 +83,8 @@ def _parts(
     for name, spec in specs.items():
         if programs[name]:
             # By default programs get three quarters of their part's time. Each part gets a share of the whole time, so
-            # that the programs of all parts together take three quarters of the whole. Otherwise slow programs would
-            # cause an error instead of reward 0.
+            # that the programs of all parts together get three quarters of the whole time. Otherwise slow programs
+            # would cause an error instead of reward 0.
             share = programs[name] / sum(programs.values())
             spec = spec.model_copy(update={"seconds": whole.seconds * share})
         with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
@@ -93,7 +93,7 @@ def _parts(
 
 
 def _by_part(numbers: dict[str, float], parts: dict[str, EvaluatorPart], option: str) -> dict[str, float]:
-    """Return a number for each part, by default 1. Raises InvalidField for a number without a part."""
+    """Return a number for each part, by default 1. Raises InvalidField if `numbers` names an unknown part."""
     if unknown := numbers.keys() - parts.keys():
         raise InvalidField(
             f"there is no part {sorted(unknown)[0]!r}",
@@ -104,8 +104,8 @@ def _by_part(numbers: dict[str, float], parts: dict[str, EvaluatorPart], option:
 
 
 async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[str, Verdict]:
-    """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part, or a part's own
-    exception."""
+    """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part. Exceptions of a
+    part that are neither EvaluatorError nor ValueError are not changed."""
     verdicts = {}
     for name, part in parts.items():
         # A grading function reads its options from the outcome's task, so the task gets the spec of the part.

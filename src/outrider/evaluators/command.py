@@ -1,9 +1,9 @@
 """The command evaluator: a shell command in the sandbox grades the outcome by its written verdict, or by its exit code.
 
 Invariant: only the exit codes 0 and 1 grade. A grader that crashes, is killed, or writes an invalid verdict is an
-error, never a reward. A failed attempt to write is an error, too. To detect a failed attempt, the file for the verdict
-is created with blanks: opening a file for writing empties the file, so remaining blanks mean that no program tried to
-write.
+error, never a reward. A failed attempt to write a verdict is also an error. To detect a failed attempt, the file for
+the verdict is created with blanks: opening a file for writing empties the file, so remaining blanks mean that no
+program tried to write.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CommandEvaluator:
         if TURNS_VARIABLE in self._run:
             variables[TURNS_VARIABLE] = f"{path}-turns"
             lines = []
-            for call in outcome.calls:  # without the bytes of images: their digests name them
+            for call in outcome.calls:  # without the bytes of images, which are named by their digests
                 bare = (with_images(message, lambda image: replace(image, data=b"")) for message in call.messages)
                 lines.append(msgspec.json.encode(replace(call, messages=tuple(bare))) + b"\n")
             files[variables[TURNS_VARIABLE]] = b"".join(lines)
@@ -68,12 +68,12 @@ class CommandEvaluator:
             result = await runtime.exec(self._run, env=variables, seconds=self._seconds)
             return await self._verdict(runtime, path, result)
         finally:
-            with suppress(RuntimeFailure):  # the sandbox broke: its files are gone, and the verdict stands
+            with suppress(RuntimeFailure):  # the sandbox broke, so its files are gone; the verdict stays valid
                 await runtime.exec(["rm", "-f", *files], seconds=CLEANUP_SECONDS)
 
     async def _verdict(self, runtime: Runtime, path: str, result: ExecResult) -> Verdict:
-        """Return the written verdict, else the verdict of the exit code. Raises EvaluatorError without a valid
-        verdict."""
+        """Return the written verdict or, if no verdict was written, the verdict of the exit code. Raises EvaluatorError
+        without a valid verdict."""
         try:
             written = await runtime.read(path, limit=MAX_VERDICT)
         except FileNotFoundError as error:

@@ -1,8 +1,9 @@
 """The external graders named by the operator, and the HTTP calls to them.
 
-A task gives the name of a grader and never an address, so no task can make the service call another host or use another
-key. Keys are in environment variables of the service and of its nodes; the settings name the variables. Invariants: a
-failed call raises, and its error shows no key; redirects are not followed; a reply is at most MAX_ANSWER bytes.
+A task gives the name of a grader and never an address, so a task can make the service call only the operator's hosts,
+and only with their keys. Keys are in environment variables of the service and of its nodes; the settings name the
+variables. Invariants: a failed call raises an error that shows no key; redirects are not followed; a reply is at most
+MAX_ANSWER bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PAUSES = RetryPolicy(first=0.5, longest=10.0, attempts=4)
 TRANSIENT = frozenset({502, 503, 504})
 """Statuses of an unreachable grader, or of a proxy in front of it."""
 MAX_SAID = 2000
-"""Maximum characters shown of a refusal."""
+"""Maximum characters of a refusing reply in an error."""
 CACHED = 4096
 """Maximum number of judges' replies cached in a process."""
 
@@ -42,7 +43,7 @@ class Refused(EvaluatorError):
 
 class Endpoints:
     """The endpoints of one process: the graders in the settings by name, the names of the `frozen` models, and a cache
-    of judges' replies. `pauses` are the waits between the tries of one call."""
+    of judges' replies. `pauses` defines the waits between the attempts of one call."""
 
     def __init__(
         self, graders: Sequence[GraderConfig] = (), frozen: Sequence[str] = (), *, pauses: RetryPolicy = PAUSES
@@ -54,7 +55,7 @@ class Endpoints:
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
 
     def grader(self, name: str, *, field: str) -> GraderConfig:
-        """Return the grader with this name. Raises InvalidField with all names."""
+        """Return the grader with this name. Raises InvalidField for an unknown name, with all known names."""
         if name not in self._graders:
             known = ", ".join(sorted(self._graders)) or "none"
             raise InvalidField(
@@ -98,8 +99,8 @@ class Endpoints:
     ) -> dict[str, Any]:
         """Send a POST request to a grader and return the JSON object of its reply. Raises EvaluatorError.
 
-        A call that cannot connect, exceeds `seconds` or gets a `transient` status is made again. Any other status
-        except 2xx raises at once.
+        A call that cannot connect, exceeds `seconds` or gets a `transient` status is repeated. For any other status
+        except 2xx, raises Refused at once.
         """
         key = variable(grader.key_variable, grader.name)
         sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}
@@ -125,14 +126,14 @@ class Endpoints:
                             raise EvaluatorError(f"grader {grader.name!r} answered more than {MAX_ANSWER} bytes")
             except TimeoutError:
                 failure = f"did not answer within {seconds:g} s"
-            except (aiohttp.ClientError, OSError) as error:  # its text may have the operator's address
+            except (aiohttp.ClientError, OSError) as error:  # the error's text may have the operator's address
                 failure = f"cannot be reached: {type(error).__name__}"
             else:
                 if 200 <= reply.status < 300:
                     return json_object(grader.name, bytes(content))
                 failure = f"answered {reply.status}"
                 if reply.status not in transient:
-                    # Redacted before the cut, because redaction does not find a key that is cut in two.
+                    # The reply is redacted before it is cut, because redaction does not find a key that is cut in two.
                     said = redacted(content.decode("utf-8", "replace"), [key] if key else ())[:MAX_SAID]
                     refused = Refused(
                         f"grader {grader.name!r} {failure}",
@@ -158,7 +159,7 @@ def variable(name: str | None, grader: str) -> str | None:
 
 
 def json_object(name: str, content: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a reply. Raises EvaluatorError."""
+    """Parse the JSON object in a reply of the grader `name`. Raises EvaluatorError for anything else."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,6 @@
-"""The callable evaluator: calls a Python function with the outcome, in this process.
+"""The callable evaluator: calls a Python function, or any other callable, with the outcome, in this process.
 
-The function can be any callable at the path. Invariant: a hanging function blocks its own thread, never a thread of the
-service.
+Invariant: a hanging function blocks its own thread, never a thread of the service.
 """
 
 from __future__ import annotations
@@ -89,14 +88,14 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             done.set_exception(error)
         else:
-            # A future refuses StopIteration, and SystemExit would end this loop instead of the grader's thread.
+            # A future refuses StopIteration, and SystemExit would end this event loop, not the grader's thread.
             done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def work() -> None:
         value, error = None, None
         try:
             value = context.run(call)
-        except BaseException as raised:  # also SystemExit: the caller waits for a result
+        except BaseException as raised:  # also SystemExit, because the caller waits for a result
             error = raised
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)

@@ -1,6 +1,6 @@
 """The evaluator of Harbor tasks: runs the task's test.sh in the sandbox and reads the resulting rewards.
 
-The evaluator reads no task folder: the tests are in its options, which no agent sees. The rules are Harbor's: old
+The evaluator reads no task folder: the tests are in its options, which agents cannot read. The rules are Harbor's: old
 rewards are removed, the tests are written after the agent has ended, the exit code of test.sh is ignored, reward.json
 takes precedence over reward.txt, and a run without either file is an error. Invariant: every value is a finite number.
 """
@@ -27,7 +27,7 @@ OUTPUT = f"{LOGS}/test-stdout.txt"
 REWARD_JSON, REWARD_TEXT = f"{LOGS}/reward.json", f"{LOGS}/reward.txt"
 TEST = "/tests/test.sh"
 REWARD = "reward"
-"""Key of the reward among several values."""
+"""Key of the reward in reward.json if there are several values."""
 MAX_REWARDS = 1 << 20
 """Maximum bytes of a file of rewards."""
 STEP_SECONDS = 60.0
@@ -46,7 +46,7 @@ class Without(Spec):
 
 
 class HarborOptions(Spec):
-    """Options of kind `harbor`. `tests`: the test files, as prepare steps `write`. `alone`: whether /tests is emptied
+    """Options of kind `harbor`. `tests`: the test files, as prepare steps `write`. `alone`: true if /tests is emptied
     first. `env`: variables of test.sh. `without`: files to remove from carried folders."""
 
     tests: Annotated[list[Write], Field(max_length=2048)] = Field(default_factory=list)
@@ -56,7 +56,8 @@ class HarborOptions(Spec):
 
 
 class HarborEvaluator:
-    """The reward is the value "reward", or the only value. All values are metrics."""
+    """Runs test.sh (see `HarborOptions`). The verdict's reward is the value "reward", or the only value. All values are
+    metrics."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(HarborOptions, spec)
@@ -74,11 +75,11 @@ class HarborEvaluator:
 async def verify(
     runtime: Runtime, tests: Sequence[Write], env: Mapping[str, str], *, seconds: float
 ) -> dict[str, float]:
-    """Run test.sh and read its rewards. Raises EvaluatorError without valid rewards."""
+    """Run test.sh and read its rewards. Raises EvaluatorError if test.sh writes no valid rewards."""
     done = await runtime.exec(BEFORE, seconds=STEP_SECONDS)
     if done.exit_code != 0:
         raise EvaluatorError(f"{LOGS} cannot be made ready", log_tail=done.log_tail(), inside=True)
-    if tests:  # an agent may have created unwritable files at these paths
+    if tests:  # because an agent may have created unwritable files at these paths
         await runtime.exec(["rm", "-rf", "--", *(file.to for file in tests)], seconds=STEP_SECONDS)
     for file in tests:
         await runtime.write(file.to, file.data(), executable=file.executable)
@@ -113,13 +114,14 @@ async def failure(runtime: Runtime, done: ExecResult, message: str) -> Evaluator
 
 
 async def output(runtime: Runtime, done: ExecResult) -> str:
-    """Return the end of the output and errors of test.sh."""
+    """Return the end of the output of test.sh, followed by the log tail of `done`."""
     told = await runtime.exec(TAIL, seconds=STEP_SECONDS)
     return "\n".join(filter(None, (told.log_tail() if told.exit_code == 0 else "", done.log_tail())))
 
 
 async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:
-    """Remove the paths below the folder whose end matches a pattern. `*` also matches slashes, as in tar."""
+    """Remove every path below the folder if the end of the path matches a pattern. `*` also matches slashes, as in
+    tar."""
     words = [word for pattern in patterns for word in ("-o", "-path", f"*/{pattern.rstrip('/')}")][1:]
     found = shlex.join(["find", ".", "-mindepth", "1", "-depth", "(", *words, ")", "-exec", "rm", "-rf", "{}", "+"])
     done = await runtime.exec(f"cd {shlex.quote(folder)} 2> /dev/null || exit 0; {found}", seconds=STEP_SECONDS)
@@ -149,7 +151,8 @@ def number(value: Any, name: str) -> float:
 
 
 def verdict_of(rewards: Mapping[str, float]) -> Verdict:
-    """Make the verdict. Raises EvaluatorError for several values without the key `reward`."""
+    """Make the verdict from the values by name. Raises EvaluatorError if there is no key `reward`, except for a single
+    value."""
     if REWARD not in rewards and len(rewards) != 1:
         named = ", ".join(map(repr, sorted(rewards))) or "nothing"
         raise EvaluatorError(

@@ -1,7 +1,7 @@
 """The HTTP evaluator: sends the conversation to a grading service of the operator, by Outrider's own contract or by
 NeMo Gym's `POST /verify`.
 
-The evaluator grades the conversation and never uses the sandbox. Invariants: only a finite reward in a reply with a 2xx
+The grader gets the conversation, and the sandbox is never used. Invariants: only a finite reward in a reply with a 2xx
 status is a grade; a retry sends the same body under the same id.
 """
 
@@ -36,7 +36,7 @@ class HttpOptions(Spec):
     """Options of kind `http`. `grader`: a name in the setting `graders`.
 
     contract: format of the request and the reply. data: the task's own data, sent as `options`. For NeMo Gym `data` is
-    the row, and its fields come first in the body. call_seconds: time limit of one call.
+    the row, and the row's fields are the first fields of the body. call_seconds: time limit of one call.
     """
 
     grader: Name
@@ -74,7 +74,7 @@ class HttpEvaluator:
                 "transcript": said,
                 "metrics": {"turns": outcome.turns, "exit_code": outcome.harness.exit_code},
             }
-        # Not encoded by msgspec, which refuses lone surrogates: tools and models can produce them.
+        # json is used because msgspec refuses lone surrogates, which tools and models can produce.
         encoded = json.dumps(msgspec.to_builtins(body), ensure_ascii=False).encode("utf-8", "replace")
         secret = variable(grader.secret_variable, grader.name)
         headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
@@ -88,8 +88,8 @@ class HttpEvaluator:
 
 
 def graded(answer: dict[str, Any]) -> Verdict:
-    """Read a verdict from a reply by Outrider's contract. The field `version`, the grader's own version, goes into the
-    verdict's reason. Raises ValueError."""
+    """Read a verdict from a reply in the format of Outrider's contract. The field `version`, the grader's own version,
+    becomes part of the verdict's reason. Raises ValueError."""
     fields = dict(answer)
     version = fields.pop("version", None)
     verdict = read_verdict(fields)
@@ -111,8 +111,9 @@ def verified(answer: dict[str, Any]) -> Verdict:
 
 
 def verify_request(row: dict[str, Any], said: Sequence[Message], number: str) -> dict[str, Any]:
-    """Build the body of `POST /verify`: the row, the request as `responses_create_params` unless the row has that
-    field, and the conversation after the request as `response`, an object of OpenAI's Responses API."""
+    """Build the body of `POST /verify`. The body has the row's fields, the messages before the first reply as
+    `responses_create_params` (unless the row has this field), and the rest of the conversation as `response`, an object
+    of OpenAI's Responses API. `number` is the id of the evaluation."""
     first = next((at for at, message in enumerate(said) if message.role is Role.ASSISTANT), len(said))
     asked = [{"role": message.role.value, "content": message.content} for message in said[:first]]
     output: list[dict[str, Any]] = []

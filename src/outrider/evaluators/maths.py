@@ -44,14 +44,15 @@ class MathOptions(Spec):
 
 
 class MathEvaluator:
-    """Reward 1 if the answer equals a gold answer, else 0."""
+    """Gives reward 1 if the answer equals a gold answer, else 0."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(MathOptions, spec)
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for a gold answer that math-verify cannot use, or not in time (see `math_check.check`)."""
+        """Raise InvalidField for a gold answer that math-verify cannot use or cannot check in time (see
+        `math_check.check`)."""
         golds = self._options.gold
         checked = await (await checks_of(host, CHECKS)).check_submitted({"golds": golds}, seconds=self._options.seconds)
         answer = checked.answer or {"unusable": 0, "why": f"is {checked.fault}"}

@@ -1,8 +1,8 @@
 """The specs of evaluators inside the spec of a combining evaluator (kinds `weighted` and `all`).
 
-This module makes no evaluator and imports nothing named by a task: the service first reads the nested specs, to check
-which names the task may use. Invariant: a part has the fields of `task.evaluator` except the time limit, the carried
-files and their sandbox, which belong to the whole.
+This module makes no evaluator and imports nothing that a task names, because the service reads the nested specs before
+it checks which names the task may use. Invariant: a part has the fields of `task.evaluator` except the time limit, the
+carried files and their sandbox, which are those of the combining evaluator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.spec import EvaluatorSpec, Spec, complaints, fault_text
 
 FIELD = "task.evaluator"
 WHOLE = ("seconds", "carry", "runtime")
-"""Fields with the same value in all parts."""
+"""Fields that every part gets from its combining evaluator. A part must not set these fields."""
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 Specs = Annotated[dict[str, dict[str, Any]], Field(min_length=1, max_length=32)]
 
@@ -43,7 +43,8 @@ KINDS: dict[str, type[WeightedOptions] | type[AllOptions]] = {"weighted": Weight
 
 
 def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[EvaluatorSpec, str]]:
-    """Yield the spec and all specs inside, each with the path of its field. Raises InvalidField for an invalid spec."""
+    """Yield the spec and all specs nested in it, each with the path of its field. Raises InvalidField for an invalid
+    spec."""
     yield spec, field
     if spec.kind in KINDS:
         with renamed_field(FIELD, field):
@@ -54,8 +55,8 @@ def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[Eval
 
 
 def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> EvaluatorSpec:
-    """Return the spec of a part, with the time limit, carried files and runtime of the whole. Raises InvalidField below
-    `field`."""
+    """Return the spec of a part, with the time limit, carried files and runtime of `whole`. Raises InvalidField for a
+    field below `field`."""
     for name in WHOLE:
         if name in given:
             raise InvalidField("is the whole's, and no part has one of its own", field=f"{field}.{name}")

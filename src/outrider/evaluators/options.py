@@ -1,4 +1,4 @@
-"""Reads the options of an evaluator kind, for the first time when a task is submitted.
+"""Reads the options of an evaluator kind. The first call for a task is at its submission.
 
 Invariant: a misspelt option or a wrong type raises an InvalidField that names the option.
 """
@@ -16,8 +16,8 @@ S = TypeVar("S", bound=Spec)
 
 
 def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
-    """Return `task.evaluator.options` as a `kind`. Raises InvalidField, also for `run` and `path`, which kinds with
-    options do not accept."""
+    """Return `task.evaluator.options` as an object of the class `kind`. Raises InvalidField for invalid options, and if
+    `run` or `path` is given, which kinds with options do not accept."""
     for name in ("run", "path"):
         if getattr(spec, name) is not None:
             raise InvalidField(f"evaluator kind {spec.kind!r} does not take it", field=f"task.evaluator.{name}")

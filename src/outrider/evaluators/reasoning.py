@@ -1,8 +1,9 @@
-"""The reasoning-gym evaluator: scores the agent's answer to a reasoning-gym entry, using the scorer of its data set.
+"""The reasoning-gym evaluator: scores the agent's answer to a reasoning-gym entry, using the scorer of the entry's data
+set.
 
-reasoning-gym runs in other processes (see `checks/pool.py`). Some scorers evaluate answers as Python. Invariants: such
-a scorer never gets an answer whose Python is more than a plain expression; a data set whose scorer is known to reward
-wrong answers is refused when the task is submitted.
+reasoning-gym runs in other processes (see `checks/pool.py`). Some scorers evaluate answers as Python. Invariants:
+scorers that evaluate answers get only plain expressions; a data set whose scorer is known to reward wrong answers is
+refused when the task is submitted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ReasoningOptions(Spec):
 
 
 class ReasoningGymEvaluator:
-    """Gives the score, from 0 to 1, as the reward."""
+    """Gives the score of the data set's scorer, from 0 to 1, as the reward."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(ReasoningOptions, spec)
@@ -57,7 +58,8 @@ class ReasoningGymEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for an entry that cannot be scored, such as an entry whose own answer does not score 1."""
+        """Raise InvalidField for an entry that cannot be scored, for example because the entry's own answer does not
+        score 1."""
         request = {"entry": self._options.entry}
         checked = await (await checks_of(host, CHECKS)).check_submitted(request, seconds=self._options.seconds)
         why = checked.fault if checked.answer is None else checked.answer["unusable"]

@@ -1,7 +1,6 @@
-"""Reads a verdict from the return value or the output of a grader. Pure.
+"""Reads a verdict from the return value or the output of a grader. The module is pure.
 
-Invariant: a reward is a number within MAX_REWARD, never True or False. An unknown field of a verdict is an error and is
-never ignored.
+Invariant: a reward is a number within MAX_REWARD, never True or False. An unknown field of a verdict is an error.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from outrider.trajectory import GradedTurn, Verdict
 
 FIELDS = frozenset(Verdict.__struct_fields__)
 MAX_REASON = 65_536
-"""Maximum characters kept of a reason."""
+"""Maximum characters of a reason. Longer reasons are cut."""
 MAX_REWARD = 1e15
 """Maximum absolute value of a reward: the sum of the squares of a million such rewards still fits a float32."""
 
 
 def read_verdict(value: Any) -> Verdict:
     """Return the verdict in `value`: a number, a mapping with `reward` and any other fields of a Verdict, or a Verdict.
-    The indexes of `turns` and `rows` may be text, as in JSON. Raises ValueError with the reason.
+    The indexes of `turns` and `rows` may be strings, as in JSON. Raises ValueError for anything else.
     """
     if isinstance(value, Verdict):
         value = msgspec.structs.asdict(value)
@@ -51,7 +50,7 @@ def read_verdict(value: Any) -> Verdict:
 
 
 def check_indexes(verdict: Verdict, calls: Collection[GradedTurn]) -> None:
-    """Raise ValueError for a reward of a turn that is not among `calls`, or of a row that is not trained on."""
+    """Raise ValueError if the verdict rewards a turn that is not in `calls`, or a row that is not trained."""
     turns, rows = {call.index for call in calls}, {call.row for call in calls if call.row is not None}
     for index in verdict.turns.keys() - turns:
         raise ValueError(f"it rewards turn {index}, and the session has {len(turns)} turns, from 0")
@@ -93,7 +92,8 @@ def _reward(value: Any, what: str) -> float:
 
 
 def finite(value: Any, what: str) -> float:
-    """Return the value as a finite float. Raises ValueError, in which `what` names the value."""
+    """Return the value as a finite float. Raises ValueError for any other value. The error's message names the value by
+    `what`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{what} must be a number, not {type(value).__name__}")
     try:

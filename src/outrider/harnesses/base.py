@@ -1,7 +1,7 @@
 """The contract of a harness: an agent program, and how it is started and pointed at its model endpoint.
 
-Invariant: a harness that fails raises an error with the end of the program's output, and never returns quietly from a
-crash.
+Invariant: a harness that fails raises an error with the end of the program's output, and never returns as if it had
+succeeded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelRefused(RequestError):
     """A frozen model refused a call because of the agent: the session has used up its turns or tokens of the model, or
-    the prompt is too long. An agent that does not catch this error is graded, like a program that exits non-zero."""
+    the prompt is too long. If an agent does not catch this error, the session is graded, as after a non-zero exit of a
+    program."""
 
     code = "model_refused"
     http_status = 429
@@ -64,8 +65,8 @@ class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an agent's run: the end of the log, the answer if given, and the exit code of the program, non-zero
-    if the work is graded in spite of a failure."""
+    """The result of an agent's run: the end of the log, the answer if the agent gave one, and the exit code of the
+    program. A non-zero exit code is the code of a failed program whose work is graded nevertheless."""
 
     log_tail: str = ""
     answer: str | None = None
@@ -97,6 +98,7 @@ class Harness(Protocol):
         ...
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
-        """Run the agent to its end. Raises HarnessError when the program fails, a ProgramExit if the outcome can still
-        be graded. A time limit cancels this call: every process started by the call must then end."""
+        """Run the agent to its end. Raises ProgramExit if the program fails and the outcome can still be graded, and
+        HarnessError for other failures. A time limit cancels this call. Every process started by the call must then
+        end."""
         ...

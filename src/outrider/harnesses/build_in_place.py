@@ -1,8 +1,8 @@
-"""Builds a folder at its final path once, however many processes request it.
+"""Builds a folder at its final path, once for all processes that request it.
 
-Building elsewhere and renaming, as in concurrency/build_once.py, is impossible, because the files of a virtual
-environment name its folder. A marker file, written last, marks a complete folder. Invariant: a folder with its marker
-is complete, even after a power loss, and of any number of builders in any number of processes exactly one builds.
+A build in another folder with a rename, as in concurrency/build_once.py, is impossible, because the files of a virtual
+environment contain the path of its folder. A marker file, written last, marks a complete folder. Invariant: a folder
+with its marker is complete, even after a power loss; at most one process at a time builds a folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def invalidate(folder: Path) -> None:
 
 
 def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None]) -> None:
-    """Return once `folder` is complete, after a build if necessary. `build` starts with an empty folder. The folder is
+    """Return once `folder` is complete. If it is not complete, it is emptied and `build` is called. The folder is
     removed if `build` raises. Blocks while another process builds the same folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):
@@ -56,6 +56,6 @@ def build_in_place(folder: Path, contents: BuildInputs, build: Callable[[], None
             draft.write_bytes(msgspec.json.encode(contents))
             sync_file_system(folder)
             draft.rename(folder / MARKER)
-        except BaseException:  # also an interrupt
+        except BaseException:  # also KeyboardInterrupt
             shutil.rmtree(folder, ignore_errors=True)
             raise

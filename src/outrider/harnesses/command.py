@@ -1,7 +1,7 @@
 """The command harness: runs any agent program without a terminal in the sandbox, pointed at the session's model.
 
-A preset describes the program as data. Invariant: every variable from which agents read the endpoint holds the
-session's endpoint, whatever the task sets.
+A preset describes the program as data. Invariant: every variable from which agents read the endpoint has the value of
+the session's endpoint, even if the task sets the variable.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ LOOKUP_SECONDS = 60.0
 
 MAX_INSTRUCTION = 100_000
 """Maximum bytes of an instruction. Linux refuses any single argument or variable above 128 KiB, and an argument may
-hold other text besides the instruction."""
+have other text in addition to the instruction."""
 
 TAIL_OF_NEWEST = (
     f'newest=$(ls -td {{patterns}} 2>/dev/null | head -n 1); [ -f "$newest" ] && tail -c {LOG_TAIL} "$newest"'
 )
-"""Shell script that prints the end of the newest file. No program puts newlines into the names of its logs, so the
-output of `ls` can be used."""
+"""Shell script that prints the end of the newest log file. The script can parse the output of `ls`, because no program
+puts newlines into the names of its logs."""
 
 FIND_HOME = 'printf %s "$HOME"'
 FIND_PATH = 'printf %s "$PATH"'
 
 
 class CommandHarness:
-    """Runs a preset with its checked `options`. `env` are the task's own variables, which override the preset's but
-    never the endpoint's. `venv` is the virtual environment for the program."""
+    """Runs a preset with its checked `options`. `env` has the task's own variables, which override the variables of the
+    preset but never those of the endpoint. `venv` is the path of the virtual environment for the program."""
 
     def __init__(
         self,
@@ -78,12 +78,13 @@ class CommandHarness:
             venv = await asyncio.to_thread(read_venv, self._venv)
             seconds = min(COMPILE_SECONDS, context.task.limits.session_seconds / 2)
             await compile_modules(venv, seconds=seconds)
-            # The environment's programs come first in PATH, as after `activate`: before the sandbox's own PATH or the
-            # task's.
+            # The environment's programs are first in PATH, before the PATH of the task or the sandbox, as after
+            # `activate`.
             inherited = self._env.get("PATH")
             if inherited is None:
                 told = await context.runtime.exec(FIND_PATH, seconds=LOOKUP_SECONDS)
-                inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH  # there may be no shell
+                # The output is empty if the sandbox has no shell.
+                inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH
             self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
         if not self._preset.files:
             return
@@ -97,7 +98,8 @@ class CommandHarness:
                 log_tail=told.log_tail(),
             )
         for file in self._preset.files:
-            text = await asyncio.to_thread(fill_file, file.path, file.text, words)  # the text may have megabytes
+            # A thread fills in the text, because the text may have megabytes.
+            text = await asyncio.to_thread(fill_file, file.path, file.text, words)
             await context.runtime.write(str(home / file.path), text.encode())
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
@@ -108,7 +110,7 @@ class CommandHarness:
             command,
             env=environment,
             stdin=fill(self._preset.stdin, words).encode(),
-            # The session's own clock ends the run sooner, and excludes time in which the service stood still.
+            # The session's own time limit ends the run earlier, and excludes time in which the service was suspended.
             seconds=context.task.runtime.lifetime_seconds,
         )
         log_tail = result.log_tail()
@@ -118,7 +120,7 @@ class CommandHarness:
                 told = await context.runtime.exec(script, env=environment, seconds=LOOKUP_SECONDS)
                 own = told.stdout.decode("utf-8", errors="replace").strip()
                 log_tail += f"\n--- {self._preset.name}'s own log ---\n{own}" if own else ""
-            except RuntimeFailure as error:  # the run has ended: a lost log must not change its outcome
+            except RuntimeFailure as error:  # the run has ended, so a lost log must not change its outcome
                 log_tail += f"\n--- {self._preset.name}'s own log cannot be read: {error} ---"
         if result.exit_code != 0:
             missing = await find_missing(context.runtime, command, environment, result)
@@ -139,7 +141,8 @@ class CommandHarness:
         return HarnessOutcome(log_tail=log_tail, answer=answer)
 
     def _words(self, context: HarnessContext) -> dict[str, str]:
-        """Return the values of all placeholders that the preset's texts may contain."""
+        """Return the values of all placeholders that the preset's texts may contain. Raises HarnessUnavailable if the
+        program is not installed."""
         endpoint = context.endpoint
         words = {
             "base_url": endpoint.base_url,
@@ -149,7 +152,7 @@ class CommandHarness:
         }
         options: dict[str, str] = {}
         for name, value in self._options.items():
-            text = str(value).lower() if isinstance(value, bool) else str(value)  # as in JSON and TOML
+            text = str(value).lower() if isinstance(value, bool) else str(value)  # booleans as in JSON and TOML
             is_template = self._preset.options[name].type == "template"
             options[f"option.{name}"] = fill(text, words) if is_template else text
         own = self._preset.words.get(str(self._options.get(DIALECT) or next(iter(self._preset.dialects), "")), {})

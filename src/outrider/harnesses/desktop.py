@@ -1,7 +1,8 @@
-"""The tool set `desktop`: a screen in the sandbox, which the model sees by screenshots and uses by mouse and keyboard.
+"""The tool set `desktop`: a screen in the sandbox, which the model sees in screenshots and controls by mouse and
+keyboard.
 
-The option `run` opens the programs to be used. Invariant: a call acts on the screen of its own sandbox or not at all. A
-mistake of the model gives an explanation as the result; only a broken sandbox raises.
+The option `run` opens the programs to be used. Invariants: a call acts on the screen of its own sandbox or not at all;
+for a mistake of the model, the result is an explanation; only a broken sandbox raises.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PROGRAMS = ("Xvfb", "openbox", "xdotool", "scrot")
 OPEN_SECONDS = 120.0
 PNG = b"\x89PNG\r\n\x1a\n"
 
-# There are no keys, mouse bindings or menus with which an agent could close or move the windows that the grader needs.
+# The configuration has no keys, mouse bindings or menus that would let an agent close or move the windows that the
+# grader needs.
 WINDOW_MANAGER = """\
 <?xml version="1.0"?>
 <openbox_config xmlns="http://openbox.org/3.4/rc">
@@ -41,8 +43,9 @@ WINDOW_MANAGER = """\
 </openbox_config>
 """
 
-# The script refuses an existing display, which belongs to others: without namespaces, to the host or another session.
-# Without -noreset Xvfb restarts when its last client exits, and meanwhile refuses the next client.
+# The script refuses an existing display. A display that already exists belongs to the host or another session, which is
+# possible in a runtime without namespaces. Without -noreset Xvfb restarts when its last client exits, and meanwhile
+# refuses new clients.
 OPEN = """\
 for program in {programs}; do
     command -v "$program" >/dev/null || {{ echo "$program is not installed"; exit 127; }}
@@ -120,7 +123,7 @@ DONE = "done"
 
 
 class Desktop:
-    """The screen of a sandbox, open until the sandbox stops, so that a grader can look at the screen."""
+    """The screen of a sandbox. The screen stays open until the sandbox stops, so that a grader can inspect it."""
 
     def __init__(self, runtime: Runtime, options: DesktopOptions, *, seconds: float) -> None:
         self._runtime = runtime
@@ -136,7 +139,8 @@ class Desktop:
         return specs
 
     async def open(self) -> None:
-        """Start the screen, its window manager and the programs. Raises HarnessError with their output."""
+        """Start the screen, its window manager and the programs. Raises HarnessError, with the output, if one of these
+        fails."""
         options = self._options
         await self._runtime.write(f"{self._folder}/openbox.xml", WINDOW_MANAGER.encode())
         script = OPEN.format(
@@ -178,7 +182,7 @@ class Desktop:
             case Scroll():
                 turns = ["click", "--repeat", str(action.amount), "--delay", "20", WHEEL[action.direction]]
                 return await self._xdotool("mousemove", str(action.x), str(action.y), *turns)
-            case Type() if "\0" in action.text:  # a program's argument cannot hold NUL
+            case Type() if "\0" in action.text:  # a program's argument cannot contain NUL
                 return Text("malformed arguments: the text has a NUL")
             case Type():
                 return await self._xdotool("type", "--delay", "10", "--", action.text)
@@ -189,7 +193,7 @@ class Desktop:
         done = await self._execute(["xdotool", *arguments], self._seconds)
         if done.timed_out:
             return Text(f"[timed out after {self._seconds:g} s]")
-        # xdotool exits with 0 even for an unknown key, so its output is the result if there is any.
+        # xdotool exits with 0 even for an unknown key, so any output of xdotool becomes the result.
         return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))
 
     async def _screenshot(self) -> Part:

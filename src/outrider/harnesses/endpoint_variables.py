@@ -9,7 +9,7 @@ from outrider.harnesses.base import ModelEndpoint
 
 
 def endpoint_environment(endpoint: ModelEndpoint, instruction: str) -> dict[str, str]:
-    """Return the variables for the agent programs of all vendors."""
+    """Return the variables from which agent programs of all vendors read the endpoint and the instruction."""
     base, key = endpoint.base_url, endpoint.api_key
     return {
         "OPENAI_BASE_URL": f"{base}/v1",

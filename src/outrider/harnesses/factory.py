@@ -1,7 +1,7 @@
-"""Makes a harness from a task's spec: once when the task is submitted, before anything is stored, and once per session.
+"""Makes a harness from a task's spec: once when the task is submitted, before the task is stored, and once per session.
 
-This module reads presets and imports agents, but starts nothing. Invariant: any mistake in the spec is an InvalidField
-with the full path of the field.
+This module reads presets and imports agents, but starts no program. Invariant: any mistake in the spec is an
+InvalidField with the full path of the field.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _command_preset(spec: HarnessSpec) -> Preset:
     options: dict[str, Option] = {}
     for name in names_in((*command, *spec.env.values(), *spec.files.values()), "option"):
         value = spec.options.get(name)
-        if isinstance(value, bool):  # tested first: a bool is an int, too
+        if isinstance(value, bool):  # tested first, because a bool is also an int
             options[name] = Option(type="boolean")
         else:
             options[name] = Option(type="number" if isinstance(value, int | float) else "string")

@@ -1,4 +1,4 @@
-"""The in-process harness: an agent written as a Python class, with its tools in the sandbox.
+"""The in-process harness: runs an agent that is a Python class, and whose tools run in the sandbox.
 
 Invariant: any exception of an agent except an OutriderError becomes a HarnessError with the end of its traceback.
 """
@@ -18,11 +18,12 @@ from outrider.sandbox.runtimes.base import LOG_TAIL, Availability
 
 class Agent(Protocol):
     """An agent in Python, constructed with the task's harness options: once when the task is submitted, and once for
-    each session. Any exception of the constructor makes the task invalid (a pydantic ValidationError names the option).
+    each session. If the constructor raises an exception, the task is invalid. The error names the option if the
+    exception is a pydantic ValidationError.
 
-    `init` prepares the started sandbox and is part of INIT. `run` drives the model (`context.model`) and the sandbox's
-    tools (`context.runtime`) to the end. Both may be cancelled at any await, and are called for each step of a task
-    with several steps.
+    `init` prepares the started sandbox and is part of INIT. `run` calls the model (`context.model`) and uses the
+    sandbox (`context.runtime`) until the agent is done. Both methods may be cancelled at any await, and are called for
+    each step of a task with several steps.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None: ...
@@ -39,7 +40,7 @@ class MountingAgent(Protocol):
 
 
 class InProcessHarness:
-    """Runs one agent object."""
+    """Runs one agent object, and converts the agent's exceptions to HarnessErrors."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -69,7 +70,7 @@ class InProcessHarness:
                 return await call
         except OutriderError:
             raise
-        except Exception as error:  # the agent is user code: it may raise anything
+        except Exception as error:  # the agent is user code, which may raise anything
             raise HarnessError(
                 f"{self._name}.{hook} raised {type(error).__name__}: {error}",
                 log_tail=traceback.format_exc()[-LOG_TAIL:],

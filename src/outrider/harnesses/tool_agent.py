@@ -1,7 +1,7 @@
 """The built-in agent `tools`: calls the model and runs the tool calls in the sandbox until the model gives an answer.
 
-The name `desktop` stands for a set of tools (see desktop.py), every other name for a single tool. Invariant: every tool
-call gets exactly one result, in the order of the calls.
+In the option `tools`, the name `desktop` selects a set of tools (see desktop.py), and every other name a single tool.
+Invariant: every tool call gets exactly one result, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.spec import Seconds, Spec, Text
 
 class ToolOptions(Spec):
     """Options of the agent. `tools` may be empty. `max_turns` is the maximum number of model calls. `tool_seconds` is
-    the time limit of one tool call. `desktop` configures the tools of that name."""
+    the time limit of one tool call. `desktop` has the options of the tools `desktop`."""
 
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ("bash", "python")
     system: Text | None = None
@@ -49,8 +49,8 @@ class ToolAgent:
     """An `Agent`: a loop over model and tools. The first reply without a tool call is the agent's answer. If
     `max_turns` is reached first, the last calls still run and there is no answer.
 
-    To add tools, write a subclass that passes `own`: these tools come after the tools of the option `tools`. The
-    constructor raises ValueError for a tool with the name of a built-in tool."""
+    To add tools, write a subclass that passes `own`. The model gets these tools after the tools of the option `tools`.
+    The constructor raises ValueError for a tool with the name of a built-in tool."""
 
     def __init__(self, options: Mapping[str, Any], *, own: Sequence[Tool] = ()) -> None:
         self._options = ToolOptions.model_validate(dict(options))
@@ -65,8 +65,8 @@ class ToolAgent:
         return ipython_mounts() if "ipython" in self._options.tools else ()
 
     async def init(self, context: HarnessContext) -> None:
-        """Open the desktop, which stays open between the steps of a task. Every other tool starts with its first
-        call."""
+        """Open the desktop if the option `tools` has it. The desktop stays open between the steps of a task. Other
+        tools start with their first call."""
         if "desktop" in self._options.tools and not self._desktop_open:
             await self._desktop(context.runtime).open()
             self._desktop_open = True

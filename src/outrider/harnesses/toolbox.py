@@ -1,7 +1,8 @@
 """The tools of the built-in agent, which turn each tool call into a result for the model.
 
-Invariant: any call that a model writes has a result for the model: a text, or a screenshot. Only three things raise: a
-broken sandbox, a sandbox without the interpreter of a tool, and an exception of an agent's own tool.
+Invariant: every call that a model generates, valid or not, has a result for the model: a text, or a screenshot. An
+exception is raised only for a broken sandbox, a sandbox without the interpreter of a tool, and an exception of an
+agent's own tool.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_PATH = 4096
 
 
 def tool_spec(name: str, description: str, *arguments: str) -> ToolSpec:
-    """Return the description of a tool for models. All arguments are required texts."""
+    """Return the description of a tool for models. All arguments are required strings."""
     return {
         "type": "function",
         "function": {
@@ -62,16 +63,16 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool defined by an agent. `run` gets the arguments of a call that `spec` lists as properties, the required
-    arguments always among them, and returns the text for the model. Any exception of `run` ends the agent."""
+    """A tool defined by an agent. `run` gets those arguments of a call that `spec` lists as properties, and returns the
+    text for the model. Required arguments are always present. Any exception of `run` ends the agent."""
 
     spec: ToolSpec
     run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]
 
 
 class Toolbox:
-    """The tools of a run: shells, which open with the first call and close at the end, and optionally a desktop.
-    `seconds` limits each call."""
+    """The tools of one run of an agent. Shells open with their first call and close at the end of the run. `seconds` is
+    the time limit of each call."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Toolbox:
             return f"malformed arguments: give a JSON object with {_described(parameters)}"
         shell = next((kind for kind in SHELLS if kind == call.name), None)
         try:
-            async with asyncio.timeout(None if shell else self._seconds) as limit:  # shells apply the limit themselves
+            async with asyncio.timeout(None if shell else self._seconds) as limit:  # a shell applies the limit itself
                 if shell is not None:
                     return await self._in_shell(shell, *arguments.values())
                 return shortened(await self._run(call.name, arguments))
@@ -174,15 +175,14 @@ async def edit_file(runtime: Runtime, path: str, old: str, new: str) -> str:
     except (IsADirectoryError, UnicodeDecodeError):
         return f"{path} is no text file"
     except RuntimeFailure as error:
-        # Either the file cannot be read or written, or the sandbox is broken. A broken sandbox makes this command
-        # raise.
+        # The file cannot be read or written, or the sandbox is broken. In a broken sandbox, the next command raises.
         await runtime.exec(["true"], seconds=PROBE_SECONDS)
         return error.message
     return f"changed {path}" if old else f"wrote {path}"
 
 
 def shortened(text: str) -> str:
-    """Return the text. The middle of a text longer than MAX_RESULT is cut out."""
+    """Return the text. If it is longer than MAX_RESULT, its middle is cut out."""
     if len(text) <= MAX_RESULT:
         return text
     half = MAX_RESULT // 2

@@ -1,8 +1,8 @@
 """A task's own virtual environment: the host folders that a sandbox needs, and the compilation of the modules.
 
-The module reads files and links, and runs nothing except in `compile_modules`. Invariant: with the folders of `shown`
-at their own paths the environment's python starts, and finds the standard library, packages and editable installs. All
-functions here block, except `compile_modules`.
+The module reads files and links, and runs a program only in `compile_modules`. Invariant: if the folders of `shown` are
+mounted at their own paths, the environment's python starts, and finds the standard library, packages and editable
+installs. All functions of this module block, except `compile_modules`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ log = logging.getLogger("outrider.harness")
 
 FIELD = "task.harness.venv"
 MAX_HOPS = 40
-"""Maximum length of a chain of links, the same as in Linux."""
+"""Maximum length of a chain of symbolic links. Linux has the same limit."""
 COMPILE_SECONDS = 300.0
 UNCOMPILED = "(site-packages|test|idlelib|lib2to3|turtledemo)"
-"""Parts of an interpreter's own library that no agent in an environment imports."""
+"""Pattern of the parts of an interpreter's own library that are not compiled, because no agent imports them."""
 
 _SETTING = re.compile(r"^\s*(\w[\w-]*)\s*=\s*(.*?)\s*$", re.MULTILINE)
 _MAPPED = re.compile(r"^(?:MAPPING|NAMESPACES)\b.*$", re.MULTILINE)
-"""Lines in which setuptools' finder of an editable package names its folders."""
+"""Lines with the folders of an editable package, in the finder module that setuptools generates."""
 _QUOTED_PATH = re.compile(r"""(['"])(/.*?)\1""")
 
 
 class Venv(msgspec.Struct, frozen=True, kw_only=True):
-    """A virtual environment. `prefix` is the environment's folder, as named by the task. `shown` are the host folders
-    and files for a sandbox, none below another and none in the host's /usr. `of_system` is True for an interpreter in
-    /usr. `sources` are the folders with importable modules. `stamp` changes with every installation of a package."""
+    """A virtual environment. `prefix` is the environment's folder, as named by the task. `shown` has the host folders
+    and files to mount in a sandbox. No path of `shown` is below another, and none is in the host's /usr. `of_system` is
+    True for an interpreter in /usr. `sources` are the folders with importable modules. `stamp` changes with every
+    installation of a package."""
 
     prefix: Path
     shown: tuple[Path, ...]
@@ -81,7 +82,7 @@ def read_venv(path: str) -> Venv:
     above = interpreter.parent.parent
     base = above if _libraries(above) else interpreter.parent
     editable = [place for folder in packages for place in _outside(folder)]
-    # Python finds its library by following the links from `home`, so the folders of these links are needed too.
+    # Python finds its library by following the links from `home`, so the folders of these links are also needed.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
     # `named` has each path as named and as resolved. `outermost` has no path below another path.
     named = list(dict.fromkeys(place for path in wanted for place in (path, Path(os.path.realpath(path)))))
@@ -89,7 +90,7 @@ def read_venv(path: str) -> Venv:
     libraries = [] if _of_system(base) else _libraries(base)
     seen = []
     for place in (prefix / "pyvenv.cfg", interpreter, *packages, *editable):
-        with contextlib.suppress(OSError):  # removed a moment ago
+        with contextlib.suppress(OSError):  # the path was removed meanwhile
             status = place.stat()
             seen.append((str(place), status.st_mtime_ns, status.st_ino))
     return Venv(
@@ -102,15 +103,16 @@ def read_venv(path: str) -> Venv:
 
 
 def stray_links(venv: Venv, shown: Sequence[Path]) -> list[Path]:
-    """Return the links in the environment to host paths outside of `shown` and `venv.shown`."""
+    """Return the symbolic links in the environment whose targets are outside of `shown` and `venv.shown`, and so
+    missing in a sandbox."""
     roots = [Path(os.path.realpath(path)) for path in (*venv.shown, *shown)]
     leaving = _leaving(venv.prefix, venv.stamp)
     return [link for link, goal in leaving if not any(goal.is_relative_to(root) for root in roots)]
 
 
-@functools.lru_cache(maxsize=32)  # cached: a scan may visit many thousand files, and `stamp` makes the function pure
+@functools.lru_cache(maxsize=32)  # a scan visits many thousand files; `stamp` renews the cached value
 def _leaving(prefix: Path, stamp: str) -> tuple[tuple[Path, Path], ...]:
-    """Return the links out of the environment to existing paths, with their targets."""
+    """Return the symbolic links to existing paths outside of the environment, with their targets."""
     links: list[Path] = []
     waiting = [str(prefix)]
     while waiting:
@@ -129,9 +131,10 @@ async def compile_modules(venv: Venv, *, seconds: float = COMPILE_SECONDS) -> No
     """Compile modules without bytecode into their `__pycache__` folders. In a sandbox these folders are read-only, so
     Python would compile every imported module again at every start.
 
-    The first caller compiles once for each state of the environment; later callers do not wait. This function never
-    raises, because it only saves time. A separate cache folder (PYTHONPYCACHEPREFIX) is not used: every Python started
-    by the agent would inherit the variable and ignore its own bytecode, which took 340 ms per start instead of 54 ms.
+    The modules are compiled once for each state of the environment. A caller does not wait for the compilation of
+    another caller. This function never raises, because it only saves time. A separate cache folder
+    (PYTHONPYCACHEPREFIX) is not used: every Python started by the agent would inherit the variable and ignore its own
+    bytecode, so that a start would take 340 ms and not 54 ms.
     """
     sources = [folder for folder in venv.sources if _own(folder)]
     name = hashlib.sha256(str(venv.prefix).encode()).hexdigest()[:16]
@@ -162,19 +165,20 @@ def _own(folder: Path) -> bool:
 
 
 async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
-    """Run compileall. Returns True after a complete run, also with exit code 1, which reports files in the syntax of
-    another Python version."""
+    """Run compileall. Returns True after a complete run. Exit code 1 also counts as complete, because some files may be
+    in the syntax of another Python version."""
     log.info("compiling the modules of %s", venv.prefix)
     libraries = [re.escape(str(folder)) for folder in sources if (folder / "os.py").exists()]
     left_out = f"^({'|'.join(libraries) or '-'})/{UNCOMPILED}/"
-    # compileall runs in one process: with several, it takes 5 s of processor time to find nothing to do.
+    # compileall runs in one process, because with several processes it takes 5 s of processor time even if all modules
+    # are compiled.
     program = await asyncio.create_subprocess_exec(
         *(str(venv.python), "-I", "-S", "-m", "compileall", "-q", "-q", "-x", left_out, *map(str, sources)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         env={},
-        start_new_session=True,  # Ctrl-C then reaches only this process, which kills the child below
+        start_new_session=True,  # so that Ctrl-C reaches only this process, which kills the child below
     )
     try:
         async with asyncio.timeout(seconds):
@@ -191,7 +195,8 @@ async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
 
 
 def _home(prefix: Path) -> Path:
-    """Return the folder of the base interpreter, from the environment's pyvenv.cfg."""
+    """Return the folder of the base interpreter, from the environment's pyvenv.cfg. Raises InvalidField for a missing
+    or broken pyvenv.cfg."""
     try:
         settings = dict(_SETTING.findall((prefix / "pyvenv.cfg").read_text("utf-8")))
     except (OSError, UnicodeDecodeError) as error:
@@ -216,8 +221,8 @@ def _of_system(path: Path) -> bool:
 
 
 def _outside(packages: Path) -> list[Path]:
-    """Return the folders and files outside of the environment that its packages import, from .pth files and the records
-    of editable installs."""
+    """Return the folders and files outside of the environment from which Python imports modules, according to the .pth
+    files and the records of editable installs in `packages`."""
     found = []
     for file in sorted(packages.glob("*.pth")):
         for line in map(str.strip, _text(file).splitlines()):

@@ -1,4 +1,4 @@
-"""Tasks from data sets and from the formats of other systems.
+"""Makes tasks from data sets and from the formats of other systems.
 
-Evaluators do not belong here: a task names its evaluator (see evaluators/).
+The evaluators that grade these tasks are in the folder evaluators/.
 """

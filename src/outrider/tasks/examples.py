@@ -9,8 +9,8 @@ import msgspec
 
 class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A known solution of a task: `patch` is a diff of the working directory, `run` a command for the sandbox, `reply`
-    the agent's last reply. For the command, `files` (prepare steps that write) are written and `env` is set. `then`
-    holds the solutions of the task's later steps."""
+    the agent's last reply. Before `run`, `files` (prepare steps that write) are written; `run` gets the variables
+    `env`. `then` has the solutions of the task's later steps."""
 
     patch: str | None = None
     run: str | None = None
@@ -21,9 +21,9 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of a dataset. `id` is unique in the dataset. `task` is a group's task, or the part of a task that the
-    dataset gives. `row` has the columns from which `task` was made. `gold` is for `outrider task check` and is given to
-    no agent."""
+    """A row of a dataset. `id` is unique in the dataset. `task` is a group's task, or the part of a task that comes
+    from the dataset. `row` has the columns from which `task` was made. `gold` is the known solution, used only by
+    `outrider task check` and never given to an agent."""
 
     id: str
     task: dict[str, Any]

@@ -1,10 +1,10 @@
-"""Makes three tasks of real software from pairs of releases on PyPI. In each task, the agent must make a fix of the
-newer release in the older release. The tests of the newer release grade the result.
+"""Makes three tasks of real software from pairs of releases on PyPI. In each task, the agent must apply a fix of the
+newer release to the older release. The tests of the newer release grade the result.
 
-The source distributions of both releases are downloaded when the tasks are first requested, and the tasks are kept in
+The source distributions of both releases are downloaded when the tasks are first requested, and the tasks are stored in
 the cache. The older release is the repository, the difference of the tests is the test patch, and the difference of the
-sources is the known solution. Test runs in sandboxes show which tests the solution mends. The module is independent of
-the service. Invariant: nothing of these packages is part of Outrider.
+sources is the known solution. Test runs in sandboxes determine the tests that fail without the solution and pass with
+it. The module is independent of the service. Invariant: Outrider contains no code of these packages.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from outrider.tasks.datasets import Example
 from outrider.tasks.swebench import swebench_example
 
 FORMAT = 2
-"""Part of the cache's key. Raise this number if the same releases give another task."""
+"""Part of the cache's key. Increase this number if a change of the code gives another task for the same releases."""
 TOOLS = ("pytest==8.4.2", "markupsafe==3.0.3")
 PARSER = "parse_log_pytest"
 PASSING = frozenset(("PASSED", "XFAIL"))
-"""Statuses that swebench counts as passed: two tests of sqlparse are expected to fail, and do."""
+"""Statuses that swebench counts as passed. XFAIL is needed because two tests of sqlparse are expected failures."""
 COMMAND = "python3 -B -m pytest -rA -p no:cacheprovider {tests}"
 DOWNLOAD_SECONDS, TEST_SECONDS, CHECK_SECONDS = 600, 300.0, 20.0
 PAIRS = "/pairs"
@@ -49,8 +49,8 @@ COPY = f"cp -r {PAIRS}/base/. ."
 
 
 class ReleasePair(NamedTuple):
-    """Two releases. `folder` is the package's folder in the distribution; `asks` describes the fix of the newer
-    release."""
+    """Two releases, `old` and `new`, of a package. `folder` is the package's folder in the source distribution. `asks`
+    describes the fix for the agent."""
 
     name: str
     old: str
@@ -90,9 +90,9 @@ RELEASES = (
 def release_pair_examples(
     *, limit: int | None = None, note: Callable[[str], object] = lambda text: None
 ) -> list[Example]:
-    """Return the tasks, for the namespace runtime of this machine. Blocks for minutes the first time. `note` is called
-    with a line of text before each task that is not in the cache. Raises InvalidField if swebench or the namespace
-    runtime is missing or pip fails, and ServiceError if the tests of a pair do not run or do not show the fix."""
+    """Return the tasks, for the namespace runtime of this machine. The first call blocks for minutes. `note` is called
+    with a line of text for each task that is not in the cache. Raises InvalidField if swebench or the namespace runtime
+    is missing or pip fails, and ServiceError if the tests of a pair do not run or do not show the fix."""
     LIBRARY.require()
     if not (can := NamespaceRuntime.available()).ok:
         raise InvalidField(f"release pairs need the namespace runtime: {can.detail}", field="source", hint=can.hint)
@@ -108,7 +108,8 @@ def release_pair_examples(
         template = {"runtime": runtime_of(pair, place, tools), "evaluator": {"carry": [pair.folder], "seconds": 600}}
         return swebench_example(row, template=template)
 
-    with ThreadPoolExecutor(len(RELEASES)) as threads:  # pip mostly waits for the index, so the tasks are made at once
+    # The tasks are made concurrently, because pip mostly waits for the package index.
+    with ThreadPoolExecutor(len(RELEASES)) as threads:
         return list(threads.map(example, RELEASES[:limit]))
 
 
@@ -144,7 +145,8 @@ def make(pair: ReleasePair, draft: Path, tools: Path) -> None:
 async def statuses(
     pair: ReleasePair, place: Path, tools: Path, command: str, patches: tuple[str, ...]
 ) -> dict[str, str]:
-    """Return the status of each test with the patches applied, as swebench reads it in the log of a test run."""
+    """Run the tests with the patches applied, and return the status of each test, as parsed by swebench from the
+    log."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as name:
         folder = Path(name)
         (folder / "sandbox").mkdir()
@@ -198,7 +200,8 @@ def runtime_of(pair: ReleasePair, place: Path, tools: Path) -> dict[str, Any]:
 def source_of(pair: ReleasePair, version: str) -> dict[str, bytes]:
     """Return the files of a source distribution, with paths relative to its top folder."""
     with tempfile.TemporaryDirectory(prefix="outrider-pair-") as folder:
-        # Only the package itself is to come as source. With `:all:` the tools to build it would come as source, too.
+        # Only the package itself is downloaded as source. With `:all:` its build tools would also be downloaded as
+        # source.
         wanted = ("--no-deps", "--no-binary", pair.name, f"{pair.name}=={version}")
         pip("download", *wanted, "--dest", folder)
         [archive] = Path(folder).glob("*.tar.gz")
@@ -233,7 +236,7 @@ def difference(before: Mapping[str, bytes], after: Mapping[str, bytes], wanted: 
 
 
 def pip(*words: str, seconds: float = DOWNLOAD_SECONDS) -> None:
-    """Run pip. Raises InvalidField with the end of pip's output, or with the time limit."""
+    """Run pip. Raises InvalidField if pip fails, with the end of its output, or exceeds `seconds`."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
     try:
         done = subprocess.run(

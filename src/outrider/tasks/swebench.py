@@ -1,7 +1,8 @@
-"""Makes tasks of SWE-bench's rows, from files of rows and from the task repositories of swebench 5.x.
+"""Makes tasks from SWE-bench's rows, in files of rows or in the task repositories of swebench 5.x.
 
-The module runs nothing and downloads nothing. `evaluators/swebench` grades with a row's columns. The row's gold patch
-is the known solution. Invariant: no agent sees the gold patch, the test patch, or the names of the tests.
+The module runs and downloads nothing. `evaluators/swebench` grades the tasks, with the row's columns as options. The
+row's gold patch is the known solution. Invariant: no agent sees the gold patch, the test patch, or the names of the
+tests.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FOLDER = "/testbed"
 TESTS = "{tests}"
 NOT_RUN = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 SECONDS = 1800
-"""Seconds of an evaluation: swebench's own time limit of a test run."""
+"""Time limit of an evaluation in seconds, the same as swebench's limit for a test run."""
 
 
 def swebench_examples(
@@ -51,10 +52,10 @@ def swebench_examples(
 ) -> list[Example]:
     """Return the tasks of a task repository, or of a file with rows of swebench 4.x or 5.x, in the order of the source.
 
-    `image` is the name of every task's image, in which `{row.NAME}` stands for a column. Without `image`, the row's
-    image is used. `template` is a partial task that overrides the task made here, such as its prepare steps or carried
-    paths. Rows of 4.x have no test command: `test_command` provides it, with `{tests}` for the test patch's files.
-    `tasks` chooses rows by `instance_id`. Raises InvalidField.
+    `image` is the name of every task's image. `{row.NAME}` in it is replaced by the row's column NAME. If `image` is
+    None, the row's column `image` is used. `template` is a partial task that overrides the task made here, such as its
+    prepare steps or carried paths. `test_command` is the test command for rows of 4.x, which have none. `{tests}` in it
+    is replaced by the test files of the test patch. `tasks` chooses rows by `instance_id`. Raises InvalidField.
     """
     rows = list(task_repository(source) if (source / "tasks").is_dir() else read_rows(source))
     by_id = {str(row.get("instance_id")): row for row in rows}
@@ -77,7 +78,7 @@ def swebench_example(
     test_command: str | None = None,
     where: str = "the row",
 ) -> Example:
-    """Return the task of one row. Raises InvalidField, in which `where` names the row."""
+    """Return the task of one row. Raises InvalidField, with `where` as the name of the row."""
     for column in COLUMNS:
         if row.get(column) is None:
             raise InvalidField(f"{where} has no column {column!r}", field=column, hint=known_columns(row))
@@ -95,7 +96,7 @@ def swebench_example(
     options |= {"test_patch": row["test_patch"]} if changed else {}
     if command is not None:
         run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
-        run = [file for file in run if file.endswith(".py")] or run  # the data files of a Python test are left out
+        run = [file for file in run if file.endswith(".py")] or run  # data files of Python tests are left out
         options |= {"test_command": command.replace(TESTS, shlex.join(run)), "test_patch": row["test_patch"]}
     elif row.get("eval_script"):
         options["eval_script"] = row["eval_script"]
@@ -128,7 +129,7 @@ def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
         try:
             row = dict(yaml.safe_load((place / "task.yaml").read_text("utf-8")))
             for column, name in FILES.items():
-                # The file is read as bytes, because text mode would change the ends of lines in a patch.
+                # The file is read as bytes, because text mode would change the line endings of a patch.
                 row[column] = (place / name).read_bytes().decode("utf-8")
             row |= json.loads((place / "tests.json").read_text("utf-8"))
             check_depth(row)

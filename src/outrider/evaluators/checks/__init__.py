@@ -1,6 +1,6 @@
-"""Checks of answers by third-party libraries, each in a killable process that can only calculate.
+"""Checks answers with third-party libraries, each answer in a killable process that can only calculate.
 
 `math_check.py`, `reasoning_check.py` and `swebench_check.py` define the checks. `zygote.py` is the process from which
-checks are forked, `confinement.py` its restrictions, and `pool.py` the service's side. The evaluators are in the folder
-above.
+checks are forked, `confinement.py` its restrictions, and `pool.py` the side of the service or node. The evaluators are
+in the parent folder.
 """

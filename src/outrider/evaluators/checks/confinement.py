@@ -1,8 +1,8 @@
 """Restricts a process that checks answers to calculating and to reading Python's files.
 
-No code of an answer is meant to run in the process (`reasoning_sets.py` prevents this). Code that runs all the same
-cannot write a file, open a socket, start a program or send a signal. Invariant: once `confine_zygote` or
-`confine_check` has returned, the process cannot undo the restrictions.
+No code of an answer is meant to run in the process (`reasoning_sets.py` prevents this). If code of an answer runs
+nevertheless, it cannot write a file, open a socket, start a program or send a signal. Invariant: once `confine_zygote`
+or `confine_check` has returned, the process cannot undo the restrictions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.sandbox.runtimes.guest.isolation.seccomp import (
 SYSTEM_FOLDERS = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OPENS = {"x86_64": {2: SECOND, 257: THIRD}, "aarch64": {56: THIRD}}
-"""The numbers of `open` and `openat`, and the argument with their flags."""
+"""The argument with the flags of `open` and `openat`, by machine and number of the system call."""
 CALCULATION = {
     "x86_64": (
         *(0, 1, 3, 4, 5, 6, 8),  # read, write, close, stat, fstat, lstat, lseek
@@ -48,11 +48,11 @@ that exist on aarch64. All other calls are refused."""
 
 
 def confine_zygote() -> None:
-    """Restrict this process and its forks to reading Python's files. On a kernel without Landlock a check can read more
-    files, but has no place to write their content to."""
+    """Restrict this process and its forks to reading Python's files. On a kernel without Landlock, a check can read
+    other files as well, but can write their content only to its caller."""
     if landlock.version() > 0:
-        # sys.path may include the folder in which the service was started, which checks must not read. So only those of
-        # its folders count from which a module was loaded.
+        # sys.path may include the working directory of the service, which checks must not read. So only the folders of
+        # sys.path with a loaded module are readable.
         loaded = {str(getattr(module, "__file__", None) or "") for module in tuple(sys.modules.values())}
         folders = [path for path in sys.path if any(name.startswith(f"{path}/") for name in loaded)]
         landlock.enter(["0", *(f"read={path}" for path in (*SYSTEM_FOLDERS, *folders))])
@@ -63,9 +63,9 @@ def confine_zygote() -> None:
 
 
 def confine_check(seconds: float, memory: int) -> None:
-    """Restrict this process, which runs one check, to calculating: for `seconds` of processor time, in `memory` bytes
+    """Restrict this process, which runs one check, to calculating, with `seconds` of processor time and `memory` bytes
     of address space. When the time is over, the kernel kills the process with SIGPROF."""
-    whole = int(seconds) + 2  # the kernel's own limit is in whole seconds, and holds if SIGPROF is ignored
+    whole = int(seconds) + 2  # RLIMIT_CPU is in whole seconds, and kills the process if SIGPROF is ignored
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, whole),
@@ -78,7 +78,7 @@ def confine_check(seconds: float, memory: int) -> None:
 
 
 def calculation(machine: str) -> bytes:
-    """Return the seccomp filter of a check. Raises KeyError for a machine without a list."""
+    """Return the seccomp filter of a check. Raises KeyError for a machine that is not in CALCULATION."""
     steps = [
         step(LOAD, seccomp.AT_MACHINE),
         step(EQUAL, seccomp.MACHINES[machine], 1, 0),

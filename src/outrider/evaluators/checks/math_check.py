@@ -1,6 +1,6 @@
-"""Compares an answer with gold answers by math-verify. Runs in a process of its own (see `zygote.py`).
+"""Compares an answer with gold answers, using math-verify. Runs in a separate process (see `zygote.py`).
 
-math-verify's own time limits are off, because they need SIGALRM and stop no C code. The limits of the process apply
+math-verify's own time limits are off, because they need SIGALRM and do not stop C code. The limits of the process apply
 instead.
 """
 
@@ -20,7 +20,8 @@ WRITTEN = re.compile(
       | \\[dt]?frac \s* \{? \s* (?: d | \\partial ) [^{}]* \}? \s* \{? \s* (?: d | \\partial ) \s* [a-zA-Z]""",
     re.VERBOSE,
 )
-"""LaTeX for a calculation. math-verify carries out some of these calculations while parsing, without a trace."""
+"""LaTeX for a calculation. math-verify evaluates some of these calculations while parsing, so its result does not show
+that the text had a calculation."""
 WARM = (
     ("\\frac{1}{2}", "So it is $\\boxed{0.5}$."),
     ("\\{1,2\\}", "$\\boxed{\\{2,1\\}}$"),
@@ -36,7 +37,8 @@ WARM = (
     ("x>3", "$\\boxed{(3,\\infty)}$"),
     ("\\text{Monday}", "\\boxed{Monday}"),
 )
-"""Comparisons made once before any fork. Without them each check would load and build the same objects, for 0.1 s."""
+"""Gold answers and answers to compare once before any fork. Otherwise each check would spend 0.1 s on loading and
+building the same objects."""
 
 
 def warm_up() -> None:
@@ -45,20 +47,21 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Compare the `answer` with the `golds`, or without `answer` check the golds.
+    """Compare the request's `answer` with its `golds`. If the request has no `answer`, check that the golds are usable.
 
-    With `answer` the result has the `equal` gold, the text `found` in the answer, and `calculates`. The last is true if
-    the answer is an unevaluated calculation that no gold has. (Otherwise an answer that repeats the integral in the
-    question would equal the gold.) If `whole` is true, the text is only the answer; otherwise the answer is searched
-    for in the text. Without `answer` the result has the number of the first `unusable` gold, or None, and the reason
-    `why`."""
+    With `answer`, the result has the `equal` gold or None, the text `found` in the answer, and `calculates`.
+    `calculates` is true if the answer is an unevaluated calculation and no gold is one. (Otherwise an answer that
+    repeats the integral in the question would equal the gold.) If `whole` is true, the text is only the answer;
+    otherwise the answer is extracted from the text. Without `answer` the result has the number of the first `unusable`
+    gold, or None, and the reason `why`."""
     golds = [(gold, _parsed(gold, whole=True)) for gold in request["golds"]]
     if "answer" not in request:
         other = _parsed("1", whole=True)
         for number, (_, parsed) in enumerate(golds):
-            if all(isinstance(part, str) for part in parsed):  # math-verify returns unreadable text as it is
+            # math-verify returns a text that it cannot parse unchanged.
+            if all(isinstance(part, str) for part in parsed):
                 return {"unusable": number, "why": "does not parse"}
-            _equal(parsed, other)  # this comparison must end in time, too
+            _equal(parsed, other)  # this comparison must also end within the time limit
             if not _equal(parsed, parsed):
                 return {"unusable": number, "why": "does not equal itself"}
             if _too_small(parsed):
@@ -74,8 +77,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str, *, whole: bool) -> list[Any]:
-    """Parse the text with math-verify. Bare LaTeX is put into a box, because math-verify would only take the last
-    number of the text."""
+    """Parse the text with math-verify. LaTeX without delimiters is put into a box, because math-verify would otherwise
+    use only the last number of the text."""
     if whole and not any(mark in text for mark in DELIMITERS):
         text = f"\\boxed{{{text}}}"
     return list(parse(text, parsing_timeout=None))
@@ -86,15 +89,15 @@ def _equal(gold: list[Any], answer: list[Any]) -> bool:
 
 
 def _calculates(parsed: list[Any]) -> bool:
-    """Return True if the text leaves a calculation undone, possibly the calculation that the task requires."""
+    """Return True if the text has an unevaluated calculation, which may be the calculation that the task requires."""
     return any(
         WRITTEN.search(part) is not None if isinstance(part, str) else bool(part.has(*CALCULATIONS)) for part in parsed
     )
 
 
 def _too_small(parsed: list[Any]) -> bool:
-    """Return True if math-verify takes a number in the gold (alone, or within an equation or a set) and 1.25 times the
-    number to be equal."""
+    """Return True if math-verify treats a number in the gold (alone, or within an equation or a set) as equal to 1.25
+    times the number."""
     rest = [part for part in parsed if not isinstance(part, str)]
     while rest:
         part = rest.pop()

@@ -1,8 +1,9 @@
-"""Checks of answers in separate processes: the side of the service, or of a node.
+"""Runs checks of answers in separate processes. This module is the side of the service, or of a node.
 
 This module imports none of the libraries. Invariants: each check has a limit of processor time and of memory; a hanging
 check delays quick checks by at most QUICK_SECONDS of processor time; a check with a cancelled caller is killed;
-failures of the machine (no process, no time to run) are EvaluatorErrors, never the answer's fault.
+failures of the machine (no process can be started, no time to run) are EvaluatorErrors, and do not count against the
+answer.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from outrider.sandbox.runtimes.tool_server.launch import connection
 from outrider.spec import tenant_of
 
 QUICK_SECONDS = 0.2
-"""Seconds of processor time after which a check moves to the slow line. Most checks take a tenth of this time."""
+"""Seconds of processor time after which a check moves to the slow line. Most checks need a tenth of this time."""
 SLOW_NICER = 5
-"""Niceness added to slow checks, in favour of other checks and the service."""
+"""Niceness added to slow checks, so that other checks and the service run first."""
 SUBMITTED_AT_ONCE = 2
 """Maximum concurrent checks of submitted tasks in each line. With a maximum of 1, a long check would block all
 others."""
 MAX_MEMORY = 512 << 20
-"""Maximum bytes of a check, besides the memory of its library."""
+"""Maximum memory of a check in bytes, in addition to the memory of its library."""
 MAX_ANSWER = 1 << 20
 STOP_SECONDS = 5.0
 PAUSE_SECONDS = 0.001
 GONE_SECONDS = 0.2
-"""Maximum seconds between the end of a process's connections and its exit."""
+"""Maximum seconds to wait for the exit of a zygote whose connection broke."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 BOOT = """
 import sys, types
@@ -58,17 +59,17 @@ for name in ("outrider", "outrider.evaluators", "outrider.sandbox", "outrider.sa
 from outrider.evaluators.checks.zygote import main
 main(module)
 """
-"""Program of the zygote. Empty modules replace the parent packages, because the real packages import much that no check
-needs."""
+"""Program of the zygote. Empty modules replace the parent packages, because the real packages import many modules that
+checks do not need."""
 
 
 version = functools.cache(importlib.metadata.version)
-"""Version of a distribution by its name. Cached, because the lookup reads a file."""
+"""Returns the version of a distribution by its name. Cached, because the lookup reads a file."""
 
 
 class Library(msgspec.Struct, frozen=True, kw_only=True):
     """A library for checking answers. `distribution` is the name on PyPI. `packages` are the imported packages.
-    `install` is the argument of `pip install`. `checks` is the module of this folder that uses the library."""
+    `install` is the argument of `pip install`. `checks` is the name of the module that uses the library."""
 
     distribution: str
     packages: tuple[str, ...]
@@ -90,8 +91,8 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check: an answer, or a `fault`, the reason why the given text cannot be checked. `seconds` are
-    processor time."""
+    """The result of a check: the check's `answer`, or, if `answer` is None, a `fault`, the reason why the given text
+    cannot be checked. `seconds` is the processor time."""
 
     answer: dict[str, Any] | None
     fault: str = ""
@@ -99,8 +100,8 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lines:
-    """The two lines in which checks wait, each with `at_once` running checks: `quick`, and `slow` for checks that did
-    not end in the quick line. `nicer` is the niceness added in the quick line."""
+    """The two queues of checks: `quick`, and `slow` for checks that did not end within the quick limit. Each queue, or
+    line, runs at most `at_once` checks concurrently. `nicer` is the niceness added in the quick line."""
 
     def __init__(self, at_once: int, *, nicer: int) -> None:
         self.quick = Turns(at_once)
@@ -151,14 +152,14 @@ class Checks:
         bucket: str = "",
         off_the_clock: OffTheClock = nullcontext,
     ) -> CheckResult:
-        """Run the library's check of `request`, for up to `seconds` of processor time. Waiting does not count, nor does
-        the slowness of a busy machine. Tenants take turns, and so do the buckets of each tenant. A long wait is spent
-        in a block of `off_the_clock`: see `Outcome`. Raises EvaluatorError."""
+        """Run the library's check of `request`, for up to `seconds` of processor time. Time spent in queues does not
+        count. Tenants take turns, and the buckets of each tenant take turns as well. The wait for the slow line is in a
+        block of `off_the_clock` (see `Outcome`). Raises EvaluatorError."""
         return await self._check(request, seconds, self._answers, bucket, off_the_clock)
 
     async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> CheckResult:
-        """Run a check of a submitted task like `check`, but few at a time and at a low priority, however much is
-        submitted. Checks of sessions' answers do not wait for submitted tasks. The service makes at most one such call
+        """Run a check of a submitted task like `check`, but at a low priority and with at most SUBMITTED_AT_ONCE checks
+        per line. Checks of sessions' answers do not wait for submitted tasks. The service makes at most one such call
         per tenant at a time (`SubmissionChecks`), so that no tenant fills the line."""
         return await self._check(request, seconds, self._submitted, "", nullcontext)
 
@@ -175,8 +176,8 @@ class Checks:
         async with lines.quick.take(tenant_of(bucket), bucket):
             checked = await self._run(body, quick, nicer=lines.nicer)
         if checked is None and quick < seconds:
-            # The check starts again from the beginning in the slow line: in the quick line hanging answers would delay
-            # the rest.
+            # The check starts again from the beginning in the slow line, because hanging checks would delay the quick
+            # line.
             async with AsyncExitStack() as held:
                 async with off_the_clock():
                     await held.enter_async_context(lines.slow.take(tenant_of(bucket), bucket))
@@ -200,7 +201,7 @@ class Checks:
             number = os.WTERMSIG(ended.status)
             if number in (signal.SIGPROF, signal.SIGXCPU):
                 return None
-            if number in CRASHES:  # the answer is the cause: the same library has checked the gold
+            if number in CRASHES:  # the answer is the cause, because the same library has checked the gold answers
                 fault = f"it makes {self._library.distribution} crash ({signal.Signals(number).name})"
                 return CheckResult(answer=None, fault=fault, seconds=ended.seconds)
             raise EvaluatorError(
@@ -219,7 +220,7 @@ class Checks:
                 try:
                     socket.send_fds(control, [limits], [theirs.fileno()])
                     break
-                except BlockingIOError:  # the zygote has one thread, and first imports the library
+                except BlockingIOError:  # the zygote still imports the library, or handles other requests
                     await asyncio.sleep(PAUSE_SECONDS)
             reader, writer = await asyncio.open_connection(sock=ours)
         try:
@@ -232,7 +233,7 @@ class Checks:
                     raise ConnectionError("it says too much")
             return said
         finally:
-            writer.transport.abort()  # at once: the hang-up makes the zygote kill a check that still runs
+            writer.transport.abort()  # hangs up at once: then the zygote kills a check that still runs
 
     async def _spawn(self) -> tuple[Child, socket.socket]:
         await shielded(self._await_deaths)
@@ -249,8 +250,8 @@ class Checks:
         return self._zygote
 
     async def _failure(self, child: Child, control: socket.socket, why: str) -> EvaluatorError:
-        """Return the error of a check whose connection broke. If the zygote has exited, the next check starts
-        another."""
+        """Return the error of a check whose connection broke. If the zygote has exited, it is given up, and the next
+        check starts another zygote."""
         tail = None
         if (child, control) == self._zygote and await child.ends_within(GONE_SECONDS):
             tail = child.log_tail() or None

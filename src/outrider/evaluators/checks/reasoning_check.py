@@ -1,6 +1,6 @@
-"""Scores an answer by reasoning-gym. Runs in a process of its own (see `zygote.py`).
+"""Scores an answer with the scorers of reasoning-gym. Runs in a separate process (see `zygote.py`).
 
-Invariant: a scorer that evaluates texts as Python gets no text with a call of an arbitrary function.
+Invariant: a scorer that evaluates texts as Python never gets a text with a call of an arbitrary function.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the `score` of `answer` for `entry`, or the reason why the answer is `refused`. Without `answer`: return
-    the reason why the entry is `unusable`, or None. The entry's own answer must score 1."""
+    """Return the `score` of the request's `answer` for its `entry`, or the reason why the answer is `refused`. If the
+    request has no `answer`, return the reason why the entry is `unusable`, or None. The entry's own answer must score
+    1."""
     entry = request["entry"]
     name, gold = entry["metadata"]["source_dataset"], entry["answer"]
-    answer = request.get("answer", gold).strip()  # some scorers also strip, before they evaluate
+    answer = request.get("answer", gold).strip()  # some scorers also strip the answer before they evaluate it
     usable = name in DATASETS and all(harmless(text) for text, harmless in evaluated_in_entry(name, entry))
     if "answer" not in request:
         if name not in DATASETS:

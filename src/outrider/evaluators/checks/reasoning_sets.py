@@ -1,7 +1,8 @@
 """The data sets of reasoning-gym: the unusable sets, and the texts that scorers evaluate as Python.
 
-Such a text must be a plain literal, sum or formula. Pure. Invariant: an accepted text calls only FUNCTIONS, reads no
-attribute and holds no code in a string, however it is evaluated later. Its computation may still take for ever.
+An evaluated text must be a plain literal, sum or formula. The module is pure. Invariant: an accepted text calls only
+FUNCTIONS, reads no attribute and has no code in a string, however the text is evaluated later. Its evaluation may still
+never end.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ that repeats the question's integral would be right."""
 
 
 def is_literal(text: str) -> bool:
-    """Return True for a text that is safe for `eval`: a literal with names and operators at most, or no Python at
-    all."""
+    """Return True for a text that is safe for `eval`: a literal, possibly with names and operators, or a text that is
+    not a Python expression."""
     try:
         tree = _tree(text)
     except (SyntaxError, ValueError):
-        return True  # eval refuses it, too
+        return True  # eval raises the same error
     return all(isinstance(node, LITERAL) for node in ast.walk(tree))
 
 
 def is_sum(text: str) -> bool:
     """Return True for a text that is safe for sympy's `parse_expr`: whole numbers with + - * / and brackets. Names are
-    excluded, because they would give free numbers: log(E) is 1."""
+    excluded, because an answer could make other numbers from them: log(E) is 1."""
     return SUM_SIGNS.fullmatch(text) is not None and _is_python_of(text, SUM)
 
 
@@ -102,11 +103,12 @@ EVALUATED: dict[str, Callable[[str], bool]] = {
     "polynomial_multiplication": is_formula,
     "countdown": is_sum,
 }
-"""The data sets of reasoning-gym whose scorers evaluate the answer, with the test that an answer must pass."""
+"""The test that an answer must pass, by the name of the data set, for the data sets of reasoning-gym whose scorers
+evaluate the answer."""
 
 
 def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Callable[[str], bool]]]:
-    """Return the texts of the entry that its scorer evaluates, each with its test."""
+    """Return the texts of the entry that the data set's scorer evaluates, each with the test that it must pass."""
     match name:
         case "number_sorting":
             return [(str(entry["answer"]), is_literal)]
@@ -119,7 +121,7 @@ def evaluated_in_entry(name: str, entry: dict[str, Any]) -> list[tuple[str, Call
 
 
 def can_be_scored(name: str, entry: dict[str, Any]) -> bool:
-    """Return True if every text that the scorer would evaluate as Python for this entry and its own answer is safe to
+    """Return True if all texts that the scorer evaluates as Python, for this entry with its own answer, are safe to
     evaluate."""
     texts = [*evaluated_in_entry(name, entry)]
     if name in EVALUATED:

@@ -1,7 +1,7 @@
-"""Judges the log of a test run by swebench's parsers and grading. Runs in a process of its own (see `zygote.py`).
+"""Judges the log of a test run with swebench's parsers and grading. Runs in a separate process (see `zygote.py`).
 
 The candidate has written the log, and may have forged pytest's reports as well. Invariant: the judgement of a log is
-never better than that of swebench's `get_eval_report`.
+never better than the judgement of swebench's `get_eval_report`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ MARKS = (
 OF_PYTEST = frozenset(
     ("parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2", "parse_log_matplotlib", "parse_log_seaborn")
 )
-"""Parsers of pytest's log, by function name. In swebench's registry some of these parsers have further names."""
+"""Parsers of pytest's log, by function name. swebench's registry has some of these parsers under other names as
+well."""
 LINE_BY_LINE = OF_PYTEST | {"parse_log_cargo", "parse_log_gotest", "parse_log_googletest", "parse_log_jest_json"}
-"""Parsers that read each line separately, with distinct names of tests."""
+"""Parsers, by function name, that parse each line separately and give every test a distinct name."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
 ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
-"""Order of pytest's own summary. For a test that is listed twice, the parsers take the last status."""
+"""Order of pytest's own summary. If a test is listed twice, the parsers use the last status."""
 ENDED_WELL, NO_TESTS = (0, 1), 5
 NODE = "::"
-"""Part of every test name of pytest. The remaining names of a row come from lines that only look like tests: some rows
-of SWE-bench have `[100%]`, which pytest does not report."""
+"""A string in every test name of pytest. Names in a row without NODE come from lines that only look like tests: some
+rows of SWE-bench have the name `[100%]`, which pytest does not report."""
 NAMED = 5
 """Maximum number of failing tests named in a reason."""
 
@@ -56,7 +57,7 @@ CONTRADICTS = "the log contradicts itself"
 
 
 class NotBelieved(Exception):
-    """The output cannot be the log of the reported run. The text has the reason."""
+    """The output cannot be the log of the reported run. The message has the reason."""
 
 
 def warm_up() -> None:
@@ -67,12 +68,12 @@ def warm_up() -> None:
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
-    """Judge the `log` of a row, or without `log` check whether the row is usable.
+    """Judge the request's `log` of a row. If the request has no `log`, check whether the row is usable.
 
-    With `log` the result has: whether the row is `resolved`, how many tests of `fail_to_pass` and `pass_to_pass` pass,
-    and `why` the others do not. Without `log` the result has the reason why the row is `unusable`, or None, and the
-    option at fault as `field`. If the request has `statuses`, the result has only the statuses of all tests in the
-    log."""
+    With `log`, the result has `resolved` (true or false), the numbers of passing tests of `fail_to_pass` and
+    `pass_to_pass`, and `why`, the reason if tests do not pass. Without `log`, the result has the reason why the row is
+    `unusable`, or None, and the option at fault as `field`. If the request has `statuses`, the result has only the
+    statuses of all tests in the log."""
     parser = parser_of(request)
     if parser is None:
         field = "log_parser" if request.get("log_parser") else "repo"
@@ -81,7 +82,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     if "log" not in request:
         try:
             grading.PARSER_REGISTRY[parser]("", spec)
-        except Exception as error:  # a parser refuses the logs of this row with any exception
+        except Exception as error:  # a parser may raise any exception if it refuses the logs of this row
             return {"unusable": f"{parser} refuses it: {error}", "field": "instance_id"}
         return {"unusable": None}
     log = request["log"]
@@ -137,8 +138,8 @@ def name_of(parser: str) -> str:
 
 
 def parser_of(request: dict[str, Any]) -> str | None:
-    """Return the name of a row's parser in swebench's registry: the row's own `log_parser` (5.x), else its repository's
-    (4.x)."""
+    """Return the name of a row's parser in swebench's registry: the row's own `log_parser` (swebench 5.x) or, if the
+    row has none, the parser of the row's repository (4.x). None if swebench has no such parser."""
     registry = grading.PARSER_REGISTRY
     if named := request.get("log_parser"):
         return named if named in registry else None
@@ -176,14 +177,14 @@ def report_of(spec: Any, log: str) -> dict[str, Any]:
     grading.classify_logs = lambda path: classify_text(log)
     try:
         report: dict[str, Any] = grading.get_eval_report(spec, prediction, "", True)[spec.instance_id]
-    finally:  # other users of the library in this process, such as a benchmark, read real files
+    finally:  # because other users of the library in this process, such as a benchmark, read real files
         del grading.open
         grading.classify_logs = classify_logs
     return report
 
 
 def passing(report: dict[str, Any]) -> dict[str, set[str]]:
-    """Return the passing tests by the list that contains them."""
+    """Return the passing tests of each of the two lists of tests, FAIL_TO_PASS and PASS_TO_PASS."""
     status = report.get("tests_status", {})
     return {kind: set(status.get(kind, {}).get("success", ())) for kind in ("FAIL_TO_PASS", "PASS_TO_PASS")}
 
@@ -201,7 +202,7 @@ def check_marks(log: str) -> None:
 
 def check_log(spec: Any, log: str) -> None:
     """Raise NotBelieved for a test that both passes and fails, and for a pytest summary with fewer passing tests than
-    the log lists. Only tests of the row are checked, because the rest may print anything."""
+    the log lists. Only tests of the row are checked, because other tests may print anything."""
     name = name_of(spec.log_parser)
     if name not in LINE_BY_LINE:
         return
@@ -209,7 +210,7 @@ def check_log(spec: Any, log: str) -> None:
     parser = grading.PARSER_REGISTRY[spec.log_parser]
     last, first = parser(text, spec), parser("\n".join(reversed(text.split("\n"))), spec)
     for test in (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS):
-        cut = test.count("[") > test.count("]")  # such a name stands for several tests
+        cut = test.count("[") > test.count("]")  # the parser cut the name at a blank, so several tests may share it
         if not cut and (last.get(test) in PASSING) != (first.get(test) in PASSING):
             raise NotBelieved(f"{CONTRADICTS}: {test} is {first[test]} and {last[test]}")
     if name in OF_PYTEST and (printed := SUMMARY.findall(text)):
@@ -223,7 +224,8 @@ def check_log(spec: Any, log: str) -> None:
 
 
 def log_of(records: str, key: str) -> str:
-    """Convert the plugin's reports to a log that swebench reads. Raises NotBelieved."""
+    """Convert the plugin's reports to a log that swebench can parse. Raises NotBelieved for reports that the plugin did
+    not write, for a run without an end, and if the test that always fails did not fail."""
     lines: list[tuple[str, str]] = []
     runs: Counter[Any] = Counter()
     canaries: Counter[tuple[str, str]] = Counter()
@@ -255,8 +257,8 @@ def log_of(records: str, key: str) -> str:
 
 
 def status_of(record: dict[str, Any]) -> str | None:
-    """Return the word of pytest's summary for one part of a test, or None. A test that the code under test has skipped
-    or marked as an expected failure counts as failed."""
+    """Return the status in pytest's summary for one phase of a test, or None for a phase without a status. A test that
+    the code under test has skipped or marked as an expected failure counts as failed."""
     if record["outcome"] == "skipped" and record.get("excused_by") is not None:
         return "FAILED"
     match record["when"], record["outcome"], record["expected"]:

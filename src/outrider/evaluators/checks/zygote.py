@@ -1,10 +1,10 @@
 """The process from which the checks of one library are forked: confined, with the library imported and warmed up.
 
-A fork takes milliseconds and has everything loaded. Each check has its own fork: no check sees the remains of another,
-and a hanging check is killed without affecting others. The process is started by `python -I -S -c` with one end of a
-socket as standard input. The process itself reads no answer. Invariants: the process has one thread; a check whose
+A fork takes milliseconds and has the library loaded. Each check has its own fork: no check sees data of another check,
+and a hanging check is killed without affecting other checks. The process is started by `python -I -S -c` with one end
+of a socket as standard input. The process itself reads no answer. Invariants: the process has one thread; a check whose
 connection is hung up is killed; the last line on a check's connection is always written by this process, after the
-check has exited; at the end of its own socket, or at its exit, every check is killed.
+check has exited; when the control socket ends, or this process exits, every check is killed.
 
 A request is one message, `LIMITS`, with one descriptor: the check's connection. From this connection, the check reads a
 JSON object until the end of input, and then writes one object. The last line is the check's end as reported by
@@ -41,7 +41,7 @@ PIECE = 1 << 16
 
 
 class CheckForker:
-    """Forks checks, kills checks without a waiting caller, and reports how each check ended."""
+    """Forks checks, kills checks whose caller has hung up, and reports how each check ended."""
 
     def __init__(self, control: socket.socket, check: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._control = control
@@ -60,20 +60,20 @@ class CheckForker:
         """Serve requests until the socket ends."""
         while True:
             ready = dict(self._poll.poll())
-            # The control socket is served last: a new check's descriptor may get the number of one that was just
-            # closed.
+            # The control socket is served last, because a new check's descriptor may get the number of a descriptor
+            # that was just closed.
             asked = ready.pop(self._control.fileno(), 0)
             for fd in ready:
                 if fd in self._ends:
                     self._ended(fd)
-                elif fd in self._pids:  # hung up: no caller waits for it
+                elif fd in self._pids:  # the caller hung up
                     os.kill(self._pids[fd], signal.SIGKILL)
                     self._poll.unregister(fd)
             if asked and not self._take():
                 for pid in self._pids.values():
                     os.kill(pid, signal.SIGKILL)
                 for pid in self._pids.values():
-                    os.waitpid(pid, 0)  # no check is left when this process exits
+                    os.waitpid(pid, 0)  # because every check must have ended when this process exits
                 return
 
     def _take(self) -> bool:
@@ -81,7 +81,7 @@ class CheckForker:
         message, fds, _, _ = socket.recv_fds(self._control, LIMITS.size, 1)
         if not message:
             return False
-        if fds:  # else this process had no room for the descriptor: the caller sees a hang-up
+        if fds:  # without a free descriptor the kernel drops the connection, and the caller sees a hang-up
             end = socket.socket(fileno=fds[0])
             pid = os.fork()
             if pid == 0:
@@ -98,7 +98,7 @@ class CheckForker:
         os.close(pidfd)
         pid = self._pids.pop(end.fileno())
         _, status, used = os.wait4(pid, 0)
-        with contextlib.suppress(KeyError):  # already hung up
+        with contextlib.suppress(KeyError):  # the connection was unregistered when the caller hung up
             self._poll.unregister(end)
         told = {"status": status, "seconds": used.ru_utime + used.ru_stime}
         # If the caller no longer reads, or has not read earlier output, the connection ends without this line.
@@ -118,7 +118,7 @@ class CheckForker:
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(self._null, 2)
             connection = end.detach()
-            close_others({2, connection})  # also closes connections of other checks
+            close_others({2, connection})  # because the fork has inherited the connections of other checks
             os.nice(nicer)
             confine_check(seconds, self._loaded + memory)
             request = b""
@@ -128,7 +128,7 @@ class CheckForker:
             while answer:
                 answer = answer[os.write(connection, answer) :]
             code = 0
-        finally:  # whatever is raised, this process must not continue as a second zygote
+        finally:  # after any exception, because this process must not continue as a second zygote
             os._exit(code)
 
 
@@ -136,7 +136,7 @@ def main(module: str) -> None:
     """Serve the socket on descriptor 0 until it ends, with the checks of the module."""
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.disable(logging.CRITICAL)  # libraries log what they cannot parse, and the verdict has the reason
+    logging.disable(logging.CRITICAL)  # libraries log texts that they cannot parse, but the verdict has the reason
     checks = importlib.import_module(module)
     checks.warm_up()
     control = socket.socket(fileno=os.dup(0))
@@ -146,4 +146,4 @@ def main(module: str) -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would write to, and so copy, every shared page
     zygote.serve()
-    os._exit(0)  # threads or exit handlers of libraries may take long
+    os._exit(0)  # because threads or exit handlers of libraries could delay a normal exit

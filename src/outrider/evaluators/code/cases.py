@@ -1,4 +1,4 @@
-"""The cases of a `code` task: a program's input and its expected output. Pure.
+"""The cases of a `code` task: a program's input and its expected output. The module is pure.
 
 Invariant: expected values never leave the service, and are compared there as text or as values of built-in types.
 """
@@ -16,8 +16,8 @@ from outrider.spec import Name, SandboxPath, Seconds, Spec, Text
 
 MAX_VALUES = 1 << 22
 MAX_CONTAINERS = 1 << 20
-"""Maximum number of values, and of objects and lists among them, in cases given as text. An object of a few bytes of
-text takes 250 bytes of memory when parsed."""
+"""Maximum numbers of values (MAX_VALUES), and of objects and lists (MAX_CONTAINERS), in cases given as text. A parsed
+object needs 250 bytes of memory, even if its text has only a few bytes."""
 
 
 class CodeOptions(Spec):
@@ -79,11 +79,11 @@ def lines(text: str) -> list[str]:
 
 
 def json_value(coded: Any) -> Any:
-    """Return the value that `guest.encode` encoded, with lists for tuples, which JSON does not have. Raises ValueError
-    or TypeError for other values outside JSON, and RecursionError.
+    """Return the value that `guest.encode` encoded. Tuples become lists, because JSON has no tuples. Raises ValueError
+    or TypeError for values of other types that JSON does not have, and RecursionError for deep nesting.
 
-    No set is built, and no dict with non-text keys: a candidate can choose numbers with equal hashes, and a table of
-    such numbers takes minutes to build.
+    Sets, and dicts with keys that are not strings, are never built: a candidate can choose numbers with equal hashes,
+    and a table of such numbers takes minutes to build.
     """
     if isinstance(coded, list):
         return [json_value(one) for one in coded]
@@ -101,8 +101,8 @@ def cases_of(options: CodeOptions) -> list[Case]:
     """Return the cases of a task without a test. Raises InvalidField for invalid cases, and for cases that an empty
     program would pass."""
     cases: list[Case] = []
-    # APPS and TACO wrap the result of a function in a list, though not in every row. If every output is such a list,
-    # the value inside passes, too.
+    # Many rows of APPS and TACO wrap the result of a function in a list. If every output is a list of one value, the
+    # bare value also passes.
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in options.outputs)
     if options.fn_name is not None:
         _check_size([text for text in (*options.inputs, *options.outputs) if isinstance(text, str)])
@@ -137,7 +137,8 @@ def cases_of(options: CodeOptions) -> list[Case]:
 
 
 def _check_size(texts: list[str]) -> None:
-    """Raise InvalidField for texts with more commas or brackets of JSON than the limits."""
+    """Raise InvalidField if the texts have more commas than MAX_VALUES, or more opening brackets than
+    MAX_CONTAINERS."""
     for what, signs, most in (("values", ",", MAX_VALUES), ("objects and lists", "{[", MAX_CONTAINERS)):
         if (count := sum(text.count(sign) for text in texts for sign in signs)) > most:
             raise InvalidField(

@@ -1,10 +1,11 @@
 """The code evaluator: runs a candidate program in the evaluation's sandbox and compares its results in the service.
 
-The sandbox belongs to the candidate: everything inside, including the interpreter, may be the candidate's work. So
-inputs go in, outputs come out, and the sandbox never holds the right results. A hidden `check(candidate)` is Python of
-the task's author. It runs in a second, untouched sandbox, and the candidate's calls pass through the service as values
-of built-in types. Invariants: expected outputs and tests are never in the candidate's sandbox; a candidate's
-misbehaviour, time and output included, fails its case; a condition that prevents a run of the candidate is an error.
+The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
+the sandbox, receives outputs, and never sends expected results. A hidden `check(candidate)` is Python code of the
+task's author. The check runs in a second, untouched sandbox, and the service passes the check's calls of the candidate
+on, as values of built-in types. Invariants: expected outputs and tests are never in the candidate's sandbox; a
+candidate that misbehaves, takes too long or prints too much fails its case; a condition that prevents a run of the
+candidate is an error.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ PROBE_SECONDS = 30.0
 QUOTED = 200
 """Maximum characters of a wrong answer in a verdict's reason."""
 RUN_SECONDS = 0.05
-"""Lower bound of the seconds that one run of a program takes."""
+"""Minimum duration of one run of a program, in seconds."""
 
 
 class WrongAnswer(Exception):
-    """The candidate failed a case or its check. The text is for the verdict's reason."""
+    """The candidate failed a case or its check. The message is for the verdict's reason."""
 
 
 class CodeEvaluator:
@@ -48,8 +49,8 @@ class CodeEvaluator:
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(CodeOptions, spec)
         self._cases = 1 if options.test is not None else len(cases_of(options))
-        """Number of cases. The cases themselves are built again for each evaluation, because they take ten times the
-        memory of their text."""
+        """Number of cases. The cases themselves are built again for each evaluation, because parsed cases need ten
+        times the memory of their text."""
         self._seconds = options.total_seconds or spec.seconds * 0.75
         if self._seconds >= spec.seconds:  # otherwise a slow candidate would cause an error instead of reward 0
             raise InvalidField(
@@ -76,7 +77,7 @@ class CodeEvaluator:
         except EvaluatorError as error:
             if error.inside:
                 raise
-            async with outcome.beside() as other:  # raises if the host is slow: then the agent is not the cause
+            async with outcome.beside() as other:  # if Python also fails there, the agent is not the cause
                 await probe(other, self._options.python)
             raise error.replace(inside=True) from error.__cause__
         if self._options.test is not None:
@@ -100,7 +101,7 @@ class CodeEvaluator:
         return self._verdict(passed, reason)
 
     async def _checked(self, outcome: Outcome, program: str) -> Verdict:
-        """Run the task's hidden check in a sandbox of its own and return the verdict."""
+        """Run the task's hidden check in a second sandbox and return the verdict."""
         options, calls = self._options, 0
         async with outcome.beside() as trusted:
             try:
@@ -141,8 +142,8 @@ class CodeEvaluator:
 class CandidateProgram:
     """A program in the outcome's sandbox, with a process for each run. `seconds` is the limit for all runs together.
 
-    The methods raise WrongAnswer for failures caused by the candidate, and RuntimeFailure or EvaluatorError for the
-    rest.
+    The methods raise WrongAnswer for failures caused by the candidate, and RuntimeFailure or EvaluatorError for other
+    failures.
     """
 
     def __init__(self, outcome: Outcome, program: str, options: CodeOptions, seconds: float) -> None:
@@ -162,8 +163,8 @@ class CandidateProgram:
     async def printed(self, text: str) -> list[str]:
         """Return the lines that the program prints for this input."""
         done = await self._ran([self._options.python, "-B", self._program], text.encode("utf-8", "replace"))
-        # Output is decoded in a thread, here and below. The candidate decides how long its output is, and decoding a
-        # long one would block the event loop.
+        # Output is decoded in a thread, here and below, because the candidate decides the length of its output, and
+        # decoding a long output would block the event loop.
         return await asyncio.to_thread(lambda: lines(done.stdout.decode("utf-8", "backslashreplace")))
 
     async def called(self, name: str, args: list[Any]) -> Any:
@@ -184,7 +185,7 @@ class CandidateProgram:
         done = await self._ran(command, json.dumps(request).encode())
         try:
             return await asyncio.to_thread(told, done.stdout)
-        except (ValueError, RecursionError) as error:  # the candidate wrote to the guest's output
+        except (ValueError, RecursionError) as error:  # the candidate has written to the guest's output
             raise WrongAnswer("the program gave no answer to the call") from error
 
     async def _ran(self, command: list[str], given: bytes) -> ExecResult:
@@ -194,8 +195,8 @@ class CandidateProgram:
         try:
             done = await self._runtime.exec(command, stdin=given, seconds=seconds)
         except RuntimeFailure as error:
-            # A sandbox that breaks during a run was broken by the candidate, if the runtime confirms a cause inside and
-            # another sandbox works at the same time.
+            # The candidate has broken its sandbox if the runtime confirms a cause inside the sandbox and another
+            # sandbox works at the same time.
             inside = error.inside or (isinstance(self._runtime, TellsCause) and await self._runtime.broken_inside())
             if not inside:
                 raise
@@ -213,9 +214,11 @@ class CandidateProgram:
 
 
 def told(answer: bytes) -> dict[str, Any]:
-    """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for anything else.
+    """Parse the output of `guest.run_call`. Raises ValueError or RecursionError for any other text.
 
-    The value stays encoded, because it is the candidate's: decoding could take as long as the candidate chooses."""
+    The value stays encoded, because the candidate has made it, and decoding could take as long as the candidate
+    chooses.
+    """
     match json.loads(answer):
         case {"value": coded, **others} if not others:
             return {"value": coded}
@@ -237,20 +240,20 @@ async def probe(runtime: Runtime, python: str) -> None:
         if done.exit_code == 0 and done.stdout == READY.encode():
             return
         tail, late = done.log_tail(), done.timed_out
-    except RuntimeFailure as error:  # such as for a program that does not exist
+    except RuntimeFailure as error:  # for example, the program does not exist
         await runtime.exec(["true"], seconds=PROBE_SECONDS)  # raises if the whole sandbox is broken
         tail = error.message
     raise EvaluatorError(
         f"{python!r} does not run in the sandbox, and the evaluator 'code' needs it",
         hint="use an image that has python3, or name its interpreter: task.evaluator.options.python",
         log_tail=tail or None,
-        inside=not late,  # a slow host may be the cause
+        inside=not late,  # because a slow host may be the cause of a timeout
     )
 
 
 async def stepped(shell: Shell, text: str, seconds: float) -> dict[str, Any]:
     """Run one step of the Checker and return the event that the Checker prints. Raises TimeoutError, and EvaluatorError
-    without a readable line."""
+    if the output has no readable event."""
     if seconds <= 0:
         raise TimeoutError
     done: ShellResult = await shell.run(text, seconds=seconds)

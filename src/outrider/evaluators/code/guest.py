@@ -1,10 +1,10 @@
-"""The code that runs in sandboxes: a call of a candidate's function in one, a hidden check in another.
+"""The code that runs in sandboxes: a call of a candidate's function in one sandbox, a hidden check in another.
 
-The code needs only Python 3.8 or newer. It is one file, because the service sends this text with a last line that
-starts one of the parts. Values cross as JSON (`encode`, `decode`), and only values of built-in types: an object that
-claims to equal everything stays in its own process. The service only compares the output of `run_call`, which the
-candidate may have forged. Invariant: the check sees only the candidate's return value or exception, and no other
-effect.
+The code needs only Python 3.8 or newer. The code is in one file, because the service sends the file's text with a last
+line that starts one of the two parts. Only values of built-in types leave a process, as JSON (`encode`, `decode`), so
+that an object that claims to equal everything stays in its own process. The service only compares the output of
+`run_call`, which the candidate may have forged. Invariant: the candidate affects the check only through return values
+and exceptions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARK = "outrider-step:"
 
 def encode(value: Any) -> Any:
     """Encode a value as JSON. A list stays a list, and any other collection becomes an object with its type's name.
-    Raises TypeError for values without a built-in type, and RecursionError."""
+    Raises TypeError for values without a built-in type, and RecursionError for deep nesting."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -50,7 +50,7 @@ def encode(value: Any) -> Any:
 
 def decode(coded: Any) -> Any:
     """Decode a value from `encode`, with built-in types in place of subclasses. Other input can raise any exception and
-    take any time, so only code in sandboxes decodes, and never the service."""
+    take any time, so this function runs only in sandboxes, never in the service."""
     if isinstance(coded, list):
         return [decode(one) for one in coded]
     if not isinstance(coded, dict):
@@ -99,7 +99,7 @@ def run_call() -> None:
         exec(compile(program, request["file"], "exec"), module.__dict__)
         function = getattr(module, name, None) or getattr(module.Solution(), name)
         answer = {"value": encode(function(*decode(request["args"]), **decode(request["kwargs"])))}
-    except BaseException as error:  # SystemExit, too: it is the result of the call
+    except BaseException as error:  # also SystemExit, which is then the result of the call
         answer = {"raised": [type(error).__name__, str(error)[:1000]]}
     told.write(json.dumps(answer))
     told.flush()
@@ -107,7 +107,7 @@ def run_call() -> None:
 
 
 class Checker:
-    """Runs `check(candidate)` of a test in a thread, and hands each call of the candidate to the service.
+    """Runs `check(candidate)` of a test in a thread, and passes each call of the candidate to the service.
 
     `step` prints the next event as one line of JSON after MARK: a `call`, whose result in the form of `run_call` is the
     argument of the next `step(answer)`; or the end: `passed`, `failed`, or `broken` if the test is at fault.
@@ -136,7 +136,7 @@ class Checker:
             exec(compile(test, "test", "exec"), scope)
             scope["check"](self._candidate)
             self._said.put({"passed": self._answered})
-        except BaseException as error:  # an AssertionError, or an effect of a wrong value
+        except BaseException as error:  # an AssertionError, or any exception that a wrong value causes
             what = f"{type(error).__name__}: {error}"[:1000]
             self._said.put({"failed" if self._answered else "broken": what})
 
@@ -150,13 +150,13 @@ class Checker:
         if "value" in answer:
             try:
                 return decode(answer["value"])
-            except Exception as error:  # not output of `run_call`: the candidate wrote it
+            except Exception as error:  # the candidate forged the output of `run_call`
                 self._said.put({"failed": f"the program gave no value: {error}"[:1000]})
-                self._answers.get()  # waits for ever: the check must not hide the failure
+                self._answers.get()  # waits for ever, because the check must not hide the failure
         name, message = answer["raised"]
         kind = getattr(builtins, name, None)
-        # Other types, such as SystemExit or a class of the candidate's own, become RuntimeError. StopIteration does,
-        # too, because it would end a loop of the check.
+        # Other types, such as SystemExit or a class of the candidate, become RuntimeError. StopIteration also becomes
+        # RuntimeError, because it would end a loop of the check.
         if not (isinstance(kind, type) and issubclass(kind, Exception)) or name in (
             "StopIteration",
             "StopAsyncIteration",

@@ -1,8 +1,8 @@
 """The judge: a language model grades the agent's answer by a reference, by criteria, or against another answer.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
-service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; for every reply that
-is read for grades, the verdict's metrics count the tokens, and the verdict's reason quotes the end of the reply.
+service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict's metrics
+count the tokens of every parsed reply, and the verdict's reason quotes the end of every parsed reply.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 
 BUSY = TRANSIENT | {429, 500}
-"""Statuses worth another try: the model's server is overloaded, or one of its workers has exited."""
+"""Statuses after which a call is repeated: the model's server is overloaded, or one of its workers has exited."""
 OVERFLOWS = ("context_length_exceeded", "maximum context length")
-"""Texts by which OpenAI's API and vLLM, in a reply with status 400, report a question that is too long."""
+"""Texts in a reply with status 400 that report a question that is too long, for OpenAI's API and for vLLM."""
 QUOTED = 2000
 """Maximum characters of each reply in a verdict's reason."""
 
@@ -36,12 +36,13 @@ class TooLong(EvaluatorError):
 
 
 class AnswerTooLong(Exception):
-    """A question does not fit into the judge's context, but would fit with an empty answer: the agent is the cause."""
+    """A question does not fit into the judge's context, but would fit with an empty answer, so the agent is the
+    cause."""
 
 
 class JudgeEvaluator:
-    """Grades by a judge (see `JudgeOptions`). The verdict's metrics are the numbers of calls and tokens, and the score
-    of each criterion."""
+    """Grades with a judging model (see `JudgeOptions`). The verdict's metrics are the numbers of calls and tokens, and
+    the score of each criterion."""
 
     takes_endpoints = True
 
@@ -87,7 +88,7 @@ class JudgeEvaluator:
 
 
 class Judge:
-    """The judging model, and the calls for one verdict. `said` has the ends of the replies. `metrics` returns the
+    """The judging model, and the calls for one verdict. `said` has the end of each parsed reply. `metrics` returns the
     numbers of calls and tokens."""
 
     def __init__(
@@ -105,10 +106,11 @@ class Judge:
 
     async def vote(self, question: Question, number: int, without: Question) -> dict[str, float]:
         """Return the scores for one question in vote `number`. Raises EvaluatorError if the judge is unreachable or
-        gives no grades, and AnswerTooLong if only the question `without` the answer fits."""
+        gives no grades, and AnswerTooLong if the question does not fit into the judge's context, but the question
+        `without` the answer does."""
         options, messages = self._options, question.messages
-        # A seed distinguishes the votes, for which an engine would otherwise give the same reply at temperature 0. A
-        # single vote needs no seed, which some servers do not accept.
+        # A different seed for each vote allows different replies to the same question. A single vote has no seed,
+        # because some servers do not accept seeds.
         seed = number if options.votes > 1 else None
         asked = (options.frozen, self._grader, options.temperature, options.max_tokens, seed, messages)
         key = hashlib.sha256(msgspec.json.encode(asked, enc_hook=str)).digest()
@@ -138,7 +140,8 @@ class Judge:
         )
 
     async def call_model(self, messages: tuple[Message, ...], seed: int | None) -> FrozenReply:
-        """Return one reply. Raises EvaluatorError, also as TooLong."""
+        """Return one reply of the judging model. Raises TooLong if the messages do not fit into the model's context,
+        and EvaluatorError for other failures."""
         options, grader = self._options, self._grader
         if grader is None:
             assert options.frozen is not None

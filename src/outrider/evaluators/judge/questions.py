@@ -1,8 +1,8 @@
-"""The questions to a judge, and the parser of its grades. Pure.
+"""The questions to a judge, and the parser of its grades. The module is pure.
 
-Invariants: each judged text stands between lines with a mark that its author cannot guess, and only a line with this
-mark is a grade; the last grade counts. Placeholders are filled in once, so that filled-in texts are not searched for
-placeholders.
+Invariants: each judged text is between lines with a mark that the text's author cannot guess; only a line with this
+mark is a grade, and the last grade counts. Placeholders are filled in once, so that filled-in texts are not searched
+for placeholders.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ AGAIN = "Your reply does not end with {wanted}. Write nothing but that:\n{grades
 
 PLACEHOLDERS = ("{instruction}", "{reference}", "{criteria}", "{answer}", "{first}", "{second}")
 MAX_TIMES = 4
-"""Maximum number of uses of each placeholder in a template: a text may have a megabyte, and a template would have room
-for 100,000 copies."""
+"""Maximum number of uses of each placeholder in a template. Without this limit, a template could have 100,000 copies of
+a text of a megabyte."""
 
 
 class Criterion(Spec):
@@ -96,7 +96,7 @@ class JudgeOptions(Spec):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One question to a judge. `scores` maps the possible grades to scores. A reply needs one grade for each of
+    """One question to a judge. `scores` maps the possible grades to scores. A complete reply has one grade for each of
     `names`. `again` is the next message after a reply with missing grades."""
 
     messages: tuple[Message, ...]
@@ -146,7 +146,7 @@ def question(
     scores: dict[str, float],
     names: tuple[str, ...],
 ) -> Question:
-    """Build a question from the template with `texts`, each with its title, filled in."""
+    """Build a question from the template. `texts` has a title and a text for each placeholder."""
     numbers = [f" {at}" for at in range(1, len(names) + 1)] if options.by == "rubric" else [""]
     grades = "\n".join(" or ".join(f"GRADE {mark}{number}: {grade}" for grade in scores) for number in numbers)
     wanted = "one line of these" if len(numbers) == 1 else f"{len(numbers)} lines of these, one for each criterion"
@@ -165,7 +165,7 @@ def question(
 
 
 def filled_in(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with all placeholders replaced at once. Other text in braces, such as JSON, stays."""
+    """Return the template with all placeholders replaced at once. Other text in braces, such as JSON, is unchanged."""
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 

@@ -1,10 +1,11 @@
-"""The SWE-bench evaluator: runs a repository's tests on the agent's changes and judges them by swebench's grading.
+"""The SWE-bench evaluator: runs a repository's tests on the agent's changes and judges the results with swebench's
+grading.
 
-The tests run in a new sandbox with only the carried paths of the agent's sandbox, so that no program of the agent runs
-the tests. All other files that influence tests (the files of the test patch, the configuration of pytest) are first
-restored from an untouched sandbox. The log is read from the sandbox and judged by swebench's own parsers in a confined
-process (see `checks/pool.py`). Invariants: code under test that disturbs its run loses the reward; a machine or a task
-that cannot run the tests is an error.
+The tests run in a new sandbox with only the carried paths of the agent's sandbox, so that the tests are not run by
+programs that the agent has installed. All other files that influence tests (the files of the test patch, the
+configuration of pytest) are first restored from an untouched sandbox. The log is read from the sandbox and judged by
+swebench's own parsers in a confined process (see `checks/pool.py`). Invariants: code under test that disturbs its run
+loses the reward; a machine or a task that cannot run the tests is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from outrider.trajectory import Verdict
 LIBRARY = Library(
     distribution="swebench",
     packages=("swebench", "unidiff"),
-    # The dependencies are not installed: they take 362 MB and are not needed for grading.
+    # The dependencies are not installed, because they need 362 MB and grading does not use them.
     install="--no-deps 'swebench>=5.0.2,<6' unidiff",
     checks="outrider.evaluators.checks.swebench_check",
 )
@@ -39,14 +40,14 @@ END_MARK, EXIT_CODE = ">>>>> End Test Output", ">>>>> Test Exit Code"
 FILE_SECONDS = 60.0
 """Time limit of a command that finds, removes or checks files."""
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
-"""Prints the current folder, NUL and the mounts. NUL ends the folder's path, because the path may have a line break: an
-agent may have replaced the repository with a symbolic link to such a folder."""
+"""Prints the current folder, NUL and the mounts. NUL ends the folder's path, because an agent may have replaced the
+repository with a symbolic link to a folder whose path has a line break."""
 SHARE_OF_TIME = 0.75
-"""Default share of the evaluation's time that the tests may take."""
+"""Default time limit of the tests, as a share of the evaluation's time limit."""
 
 
 class SwebenchEvaluator:
-    """Reward 1 if swebench and pytest's own reports both show the row as resolved, else 0."""
+    """Gives reward 1 if both swebench's report and pytest's own reports show the row as resolved, else 0."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = options = read_options(SwebenchOptions, spec)
@@ -65,7 +66,7 @@ class SwebenchEvaluator:
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:
-        """Raise InvalidField for a parser unknown to swebench or unusable for this row."""
+        """Raise InvalidField if swebench does not have the row's parser, or if the parser refuses this row."""
         request = self._options.model_dump(include=ROW)
         checked = await (await checks_of(host, CHECKS)).check_submitted(request, seconds=self._options.check_seconds)
         answer = checked.answer or {"unusable": checked.fault, "field": "log_parser"}
@@ -126,8 +127,8 @@ class SwebenchEvaluator:
     async def _restore(self, untouched: Runtime, runtime: Runtime, folder: Path) -> None:
         """Restore the files in `runtime` that influence tests from the untouched sandbox."""
         options, found = self._options, set[str]()
-        # pytest trusts a compiled file that records the time and size of its source. So an agent could leave its own
-        # code as the compiled form of the restored conftest.py, and pytest would load that.
+        # pytest loads a compiled file if the file records the right time and size of its source. So an agent could
+        # leave its own code as the compiled form of the restored conftest.py.
         words = ("-name", "__pycache__", "-prune", "-exec", "rm", "-rf", "--", "{}", "+")
         await find(runtime, options.folder, *words)
         if options.restored is None:
@@ -135,7 +136,8 @@ class SwebenchEvaluator:
             for sandbox in (untouched, runtime):
                 printed = await find(sandbox, options.folder, "(", *names, ")", "-print0")
                 found |= {posixpath.normpath(path) for path in printed.split("\0")}
-        restored = await asyncio.to_thread(restored_paths, options, found - {"."})  # parses the patch
+        # The paths are computed in a thread, because the patch must be parsed.
+        restored = await asyncio.to_thread(restored_paths, options, found - {"."})
         paths = [posixpath.join(options.folder, path) for path in restored]
         if len(paths) > MAX_PATHS:
             raise EvaluatorError(f"the repository configures its tests in more than {MAX_PATHS} files", inside=True)
@@ -150,8 +152,9 @@ class SwebenchEvaluator:
 
 
 async def find(runtime: Runtime, folder: str, *words: str) -> str:
-    """Run `find` with these words in a folder and return the output. Read-only mounts are skipped, for example the
-    agent's program: they belong to the task and cannot change."""
+    """Run `find` with the arguments `words` in a folder and return the output. Read-only mounts, such as the mount of
+    the agent's program, are skipped, because they belong to the task and cannot change. Raises EvaluatorError if a
+    command fails or prints too much."""
     mounts = await runtime.exec(LIST_MOUNTS, cwd=folder, seconds=FILE_SECONDS)
     pruned = [word for path in read_only_mounts(mounts.stdout) for word in ("-path", path, "-prune", "-o")]
     done = await runtime.exec(["find", ".", *pruned, *words], cwd=folder, seconds=FILE_SECONDS)
@@ -188,7 +191,7 @@ def plugin_text() -> str:
 
 
 def plugin(path: str, key: str, name: str) -> str:
-    """Return the plugin's text for one evaluation, which reports to the file `path`."""
+    """Return the plugin's source text for one evaluation. The plugin reports to the file `path`."""
     words = ", ".join(map(repr, (path, key, f"-p outrider_{name} ")))
     return (
         f"{plugin_text()}\n\nglobals().update(canaries({key!r}))\n"

@@ -1,4 +1,5 @@
-"""The options of the SWE-bench evaluator, and the paths of a repository that influence its test results. Pure.
+"""The options of the SWE-bench evaluator, and the paths of a repository that influence its test results. The module is
+pure.
 
 Invariant: an option that would let every run pass is refused, such as an empty list of tests to be fixed.
 """
@@ -17,13 +18,14 @@ from outrider.spec import SandboxPath, Spec
 
 MAX_TESTS = 100_000
 MAX_COMMAS = 10 * MAX_TESTS
-"""Maximum number of commas in the tests of a row given as one text. Names of tests can have commas, too."""
+"""Maximum number of commas in the tests of a row given as one text. The limit is higher than MAX_TESTS because names of
+tests may contain commas."""
 SCRIPT = 1 << 20
 """Maximum characters of a script."""
 PATCH = 16 << 20
-"""Maximum characters of a patch, the same as a runtime's."""
+"""Maximum characters of a patch. Runtimes have the same limit."""
 PATCH_LINES = 200_000
-"""Maximum lines of a patch. Reading that many takes a second."""
+"""Maximum lines of a patch. Parsing this number of lines needs a second."""
 CONFIGURATION = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
     *("pyproject.toml", "sitecustomize.py", "usercustomize.py", "entry_points.txt"),
@@ -31,22 +33,25 @@ CONFIGURATION = (
 """Files in any folder of the repository that influence the tests and their results. The last file, beside a package on
 Python's path, names plugins for pytest to load."""
 GIT = (".git", ".gitattributes")
-"""Files of git that the script's `git` commands read. They can name programs for git to run, and they hold the original
-files that git restores."""
+"""Files of git that the script's `git` commands read. These files can name programs for git to run, and contain the
+original files that git restores."""
 HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 NAMED = re.compile(r"(?:---|\+\+\+|(?:rename|copy) (?:from|to)) (?P<name>.+)")
 SAME = re.compile(r'diff --git (?P<name>("?)(?:[aciw12]/)?(?P<path>.+)\2) \2(?:[bciwo12]/)?(?P=path)\2\r?$')
-"""The line that names a file without hunks, such as a new empty file. If its names differ, further lines name both."""
+"""The first line for a file in a git diff, if both names are equal. Only this line names a file without hunks, such as
+a new empty file. If the names differ, other lines have both names."""
 PREFIX = re.compile(r"^[abciwo12]/")
-"""Git's prefixes of names: a/ and b/, others with `diff.mnemonicPrefix`, 1/ and 2/ with --no-index."""
+"""Git's prefixes of names: a/ and b/; c/, i/, o/ and w/ with `diff.mnemonicPrefix`; 1/ and 2/ with --no-index."""
 TEST_FOLDERS = frozenset(("test", "tests"))
 
 
 def listed(given: Any) -> Any:
-    """Return the tests of a row: a list, or a JSON list as text, as in the data sets of swebench 4.x."""
+    """Return the tests of a row as a list. The tests are given as a list, or as a JSON list in a string, as in the data
+    sets of swebench 4.x. Any other value is returned unchanged. Raises ValueError."""
     if not isinstance(given, str):
         return given
-    if given.count(",") > MAX_COMMAS:  # checked before parsing: a list of millions takes gigabytes
+    # Checked before parsing, because a list of millions of tests needs gigabytes of memory.
+    if given.count(",") > MAX_COMMAS:
         raise ValueError(f"has more than {MAX_COMMAS} commas")
     try:
         return json.loads(given)
@@ -110,14 +115,14 @@ def files_of(patch: str) -> set[str]:
         if hunk := HUNK.match(line):
             old, new = (int(count or 1) for count in hunk.groups())
             while old > 0 or new > 0:
-                # Editors strip the blank of an empty context line.
+                # An empty context line may lack its blank, because some editors strip it.
                 sign = (next(lines, "cut") or " ")[:1]
                 if sign not in " -+\\":
                     raise ValueError("a hunk is cut short, or its header counts wrong")
                 old, new = old - (sign in " -"), new - (sign in " +")
         elif named := NAMED.match(line) or SAME.match(line):
             name = plain_name(named["name"])
-            if not line.startswith(("rename", "copy")):  # these names have no prefix
+            if not line.startswith(("rename", "copy")):  # the names of a rename or copy have no prefix
                 name = PREFIX.sub("", name)
             if name == "/dev/null":
                 continue
@@ -130,7 +135,8 @@ def files_of(patch: str) -> set[str]:
 
 
 def plain_name(field: str) -> str:
-    """Return the name in a field of a diff: in quotes with backslashes, or up to a tab."""
+    """Return the name in a field of a diff. The field is a name in quotes with backslash escapes, or a plain name up to
+    a tab."""
     name = field.rstrip("\r").partition("\t")[0]
     if name.startswith('"'):
         name = codecs.escape_decode(name.strip('"').encode("utf-8", "surrogateescape"))[0].decode(
@@ -140,7 +146,7 @@ def plain_name(field: str) -> str:
 
 
 def test_folder(path: str) -> str | None:
-    """Return the outermost folder named `test` or `tests` above a file."""
+    """Return the path of the outermost folder named `test` or `tests` above a file, or None."""
     parts = path.split("/")[:-1]
     for number, part in enumerate(parts, 1):
         if part in TEST_FOLDERS:
@@ -160,9 +166,9 @@ def is_test(path: str) -> bool:
 
 
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
-    """Return the sorted paths below `folder` to restore. These are the files of the test patch, and the paths of the
-    option `restored`. Without that option they are also the test folders changed by the patch, the configuration files
-    that were `found`, and, for an `eval_script`, the files of git."""
+    """Return the sorted paths below `folder` to restore. The files of the test patch are always restored. If the option
+    `restored` is given, its paths are also restored. Otherwise the test folders changed by the patch, the configuration
+    files `found` in the repository, and, for an `eval_script`, the files of git are also restored."""
     files = files_of(options.test_patch or "")
     if options.restored is not None:
         return sorted({*files, *options.restored})

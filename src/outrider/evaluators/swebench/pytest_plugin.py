@@ -3,7 +3,7 @@
 The plugin runs in the sandbox, in the process of the tests: the evaluator sends this text, with final lines that call
 `canaries` and `plant`. The plugin needs only Python 3.6 and pytest 4, or newer. The code under test runs in the same
 process, and can read and change the plugin (docs/evaluators/swebench.md lists the consequences). Invariant: each line
-is one JSON object with the key of this evaluation, written with one call.
+of the report is one JSON object with the key of this evaluation, written with one system call.
 """
 
 import json
@@ -29,8 +29,8 @@ LIBRARIES = {
 
 
 class Reporter:
-    """Writes a line for the beginning and for the end of the run, and for each part of a test that decides its
-    outcome."""
+    """Writes a line to the report for the beginning and the end of the run, and for each phase of a test that decides
+    the test's outcome."""
 
     def __init__(self, config: Any, path: str, key: str) -> None:
         self._config = config
@@ -45,7 +45,7 @@ class Reporter:
         if name.endswith(canary_name(self._key)):
             self._tell(canary=report.outcome, when=report.when)
             return
-        if hasattr(report, "context"):  # a subtest, which pytest's log does not list by the test's name
+        if hasattr(report, "context"):  # a subtest, which pytest's log does not list under the test's name
             return
         shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # the name in pytest's own summary
         expected = hasattr(report, "wasxfail")
@@ -95,13 +95,14 @@ def canary_name(key: str) -> str:
 
 def canaries(key: str) -> Any:
     """Return the tests that must fail, by the names under which pytest collects them: a function and a method of a
-    TestCase. A manipulation that makes every test pass makes these pass, too, and is thereby found."""
+    TestCase. A manipulation that makes every test pass also makes these tests pass, and is detected by their
+    results."""
     name = canary_name(key)
 
     def function() -> None:
         must_fail()
 
-    function.__test__ = True  # type: ignore[attr-defined]  # whatever the repository has for `python_functions`
+    function.__test__ = True  # type: ignore[attr-defined]  # collected even if the repository sets `python_functions`
     case = type("Outrider", (unittest.TestCase,), {name: lambda self: must_fail()})
     return {name: function, "Outrider": case}
 
@@ -123,7 +124,8 @@ def must_fail() -> None:
         except FAILURES:
             continue
         return
-    assert not checks, "this test always fails: Outrider has added it"  # an assert as pytest rewrites it in tests
+    # An assert statement, because pytest rewrites the assert statements of tests.
+    assert not checks, "this test always fails: Outrider has added it"
 
 
 def excused_by(error: Any, test: str) -> Any:
@@ -147,7 +149,8 @@ def excused_by(error: Any, test: str) -> Any:
 
 
 def folder_of_tests(file: str) -> str:
-    """Return the outermost folder of tests above a test's file, else the file itself."""
+    """Return the outermost folder of tests above a test's file, with a final slash. If there is no folder of tests,
+    return the file."""
     above = os.path.dirname(STARTED_IN)
     parts = os.path.relpath(file, above).split(os.sep)
     for number, part in enumerate(parts[:-1], 1):
@@ -157,11 +160,11 @@ def folder_of_tests(file: str) -> str:
 
 
 def plant(config: Any, path: str, key: str, option: str) -> None:
-    """Report this run to the file `path`. `option` is the option that loads this plugin. It is removed from the
+    """Report this run to the file `path`. `option` is the option that loads this plugin. The option is removed from the
     environment, so that nested runs of pytest do not report."""
     worker = hasattr(config, "workerinput")
-    if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers read the variable, too
+    if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers also read the variable
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
     config.pluginmanager.register(Watcher(), "outrider-watcher")
-    if not worker:  # a worker reports to the first process
+    if not worker:  # because pytest passes the reports of a worker to the first process
         config.pluginmanager.register(Reporter(config, path, key), "outrider-reporter")

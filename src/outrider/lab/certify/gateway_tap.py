@@ -1,4 +1,4 @@
-"""A tap between sandboxes and the model gateway: passes bytes on, and searches the bytes sent to clients for given
+"""A tap between sandboxes and the model gateway: forwards all bytes, and searches the bytes sent to clients for given
 words.
 
 The module is independent of HTTP. Invariant: no byte is delayed or changed.
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 16
 KEPT = 256
-"""Number of bytes kept of the previous piece, for a word that is split between two pieces."""
+"""Number of bytes that are kept from the end of the previous piece, because a word may be split between two pieces."""
 
 WAIT_SECONDS = 5.0
-"""Maximum seconds to wait until a word is sent. For a harness that requests whole replies, no word is sent early."""
+"""Maximum seconds to wait until a word is sent. The time runs out for a harness that does not stream, because no word
+is sent before the reply is complete."""
 
 EVENT_STREAM = b"text/event-stream"
 
 
 class GatewayTap:
-    """Opens a connection to the socket `behind` for each accepted connection. `in_time` are the `words` for which
-    `wait_until_sent` has returned true; `streams` is true once any reply was an event stream."""
+    """Forwards each accepted connection to the socket `behind`. `in_time` has the `words` for which `wait_until_sent`
+    has returned True. `streams` is True once any reply was an event stream."""
 
     def __init__(self, behind: Path, words: Iterable[str]) -> None:
         self.streams = False
@@ -37,7 +38,7 @@ class GatewayTap:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def wait_until_sent(self, word: str) -> bool:
-        """Return True if a client was sent the word, before now or within WAIT_SECONDS."""
+        """Return True if the word has been sent to a client, or is sent within WAIT_SECONDS."""
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._words[word].wait()
@@ -47,7 +48,7 @@ class GatewayTap:
         return True
 
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection."""
+        """Forward one connection until one side closes it."""
         try:
             replies, forth = await asyncio.open_unix_connection(str(self._behind))
         except OSError:
@@ -69,7 +70,7 @@ class GatewayTap:
                     before = seen[-KEPT:]
                 requests.cancel()
         except* OSError:
-            pass  # one side has closed; the finally block closes the other
+            pass  # one side has closed the connection; the finally block closes the other side
         finally:
             for end in (writer, forth):
                 end.transport.abort()
@@ -108,4 +109,4 @@ async def _pass_requests(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     while data := await reader.read(CHUNK):
         writer.write(data)
         await writer.drain()
-    writer.transport.abort()  # the client has gone: the gateway must stop generating for it
+    writer.transport.abort()  # the client has gone, so the gateway must stop generating its reply

@@ -1,4 +1,5 @@
-"""The agent of a task check: carries out a known solution, or nothing, and answers with the model's reply.
+"""The agent of a task check. In each step, the agent carries out a known solution, or nothing, and answers with the
+model's reply.
 
 The module is independent of the task. Invariant: the agent calls the model once in each step, as every agent must.
 """
@@ -17,10 +18,10 @@ from outrider.spec import Write
 
 
 class GoldAgent:
-    """The agent. Its option `steps` has for each step of the task: `patch`, a diff of the working directory; `run`, a
-    command for the sandbox, with `env`; `files`, prepare steps that write, carried out before the command; `ask`, the
-    message for which the scripted model has the reply. `seconds` is the time limit of each command. `desktop` are the
-    options of the task's own desktop, which is opened after the first step's `files` are written."""
+    """The agent. The option `steps` has for each step of the task: `patch`, a diff of the working directory; `run`, a
+    command for the sandbox, with the variables `env`; `files`, prepare steps that write, carried out before the
+    command; `ask`, a message for which the scripted model has a reply. `seconds` is the time limit of each command.
+    `desktop` has the options of the task's own desktop, which is opened after the first step's `files` are written."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._seconds: float = options["seconds"]
@@ -29,7 +30,7 @@ class GoldAgent:
         self._desktop = None if desktop is None else DesktopOptions.model_validate(desktop)
 
     async def init(self, context: HarnessContext) -> None:
-        """Nothing to prepare."""
+        """Do nothing: `run` opens the desktop, because the first step's files must be written before."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         step = next(self._steps)

@@ -1,8 +1,7 @@
-"""Judges a row: compares the records of its session with the scripted model's own input and output.
+"""Judges a row: compares the records of the row's session with the scripted model's own input and output.
 
 The module is pure, and independent of the code that makes training samples. Invariant: a row holds only if every
-trained id stands in a sample after exactly the ids from which the model sampled the id, with the model's
-log-probability.
+trained id has the model's log-probability, and follows exactly the ids from which the model sampled the trained id.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ Word = Literal["holds", "does not hold", "not tried"]
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """The subject of a certificate: a harness and a sandbox as a task names them, the dialect that the harness must
-    speak (None: any), and the preset's hint about the harness's tools."""
+    """The subject of a certificate: a harness and a runtime in the form of a task's fields, the dialect that the
+    harness must use (None for any), and the preset's hint about the harness's tools."""
 
     name: str
     harness: HarnessSpec
@@ -41,10 +40,11 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """One row of a certificate.
 
-    `required` is true if the certificate needs the row. `reason` is why the row does not hold or was not tried, or a
-    remark. `turns` is the number of model calls. `forks` counts by cause how often the history came back changed.
-    `branches` counts the branches of each kind; `labels` are their names. `streamed` is true if the program requests
-    streamed replies. `log_tail` is the end of the program's output, if the row does not hold.
+    `required` is true if the certificate needs the row. `reason` is the reason why the row does not hold or was not
+    tried, or a remark. `turns` is the number of model calls. `forks` counts, by cause, how often the harness sent a
+    changed history. `branches` counts the branches of each kind; `labels` are the labels of the branches. `streamed` is
+    true if the program requests streamed replies. `log_tail` is the end of the program's output, if the row does not
+    hold.
     """
 
     row: str
@@ -85,7 +85,7 @@ def holds(rows: Sequence[RowVerdict]) -> bool:
 
 class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """The records of a row's session. `streams` is true if the harness requests streamed replies. `in_time` is true if
-    the harness was sent the first word of a reply before the rest was sampled."""
+    the first word of a reply was sent to the harness before the rest of the reply was sampled."""
 
     result: SessionResult
     samples: Sequence[Sample]
@@ -96,7 +96,7 @@ class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialect: str | None) -> RowVerdict:
-    """Return the verdict of a row. `dialect` is the dialect that the harness must speak, None for any."""
+    """Return the verdict of a row. `dialect` is the dialect that the harness must use, or None for any."""
     result = evidence.result
     forks = ", ".join(f"{cause} {count}" for cause, count in result.forks.items())
     declared = [tool for call in evidence.calls for tool in call.state.tools]
@@ -175,7 +175,7 @@ def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None)
 
 
 def sample_faults(samples: Sequence[Sample], calls: Sequence[ScriptedCall]) -> list[str]:
-    """Return the faults of one session's samples, in words. `calls` are all of its generations."""
+    """Return the faults of one session's samples, as text. `calls` are all generations of the session."""
     found = []
     for sample in samples:
         ids: Ids = np.asarray(sample.ids, dtype=np.int32)

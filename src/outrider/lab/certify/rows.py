@@ -1,7 +1,7 @@
 """The rows of a certificate, as data: for each row a scripted task, and the check that the task must pass.
 
-The rows are the same for all harnesses: they name actions, and no tools that a harness has. Invariant: every row writes
-a file with the first command, so that a harness that fails at a later step differs from a harness that runs nothing.
+The rows are the same for all harnesses, because rows name actions and not tools. Invariant: the first action of every
+row writes a file, so that a harness that fails at a later step differs from a harness that runs nothing.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Literal
 import msgspec
 
 MARK = "outrider-check/"
-"""Prefix of the row's name in the instruction, by which prompts are matched to rows."""
+"""Prefix of the row's name in the instruction. The scripted model finds the row of a prompt by this prefix."""
 
 SUBAGENT_MARK = "outrider-helper/"
 """Prefix of the row's name in the task of a sub-agent."""
 
 FIRST_WORD = "zqfirstwordqz"
-"""The word that the model sends before the pause in the streaming row, and nowhere else."""
+"""The word that the model sends before the pause in the streaming row. No other row contains this word."""
 
 ACCENTS = "héllo wörld ✓ 日本語 🙂 e\u0301 \u05e9\u05dc\u05d5\u05dd"
 LONG = "".join(f"line {number} of a long result, and on it goes\n" for number in range(4000))
 
 
 class ModelAction(msgspec.Struct, frozen=True, kw_only=True):
-    """An action of the model, with a shell `command`. For a harness without a tool for commands, the action is a tool
-    call that writes a file (`write` is its name and text) or reads the file `read`."""
+    """An action of the model: a tool call that runs the shell command `command`. If the harness has no tool for
+    commands, the call writes a file (`write` is the name and the text) or reads the file `read`."""
 
     command: str
     write: tuple[str, str] | None = None
@@ -41,7 +41,7 @@ class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     `subagent` is a task for a sub-agent. `wait` calls a tool that waits for the sub-agent, if there is such a tool.
     `raw` is appended unchanged and contains `malformed` malformed calls. With `stall`, the model pauses after
-    FIRST_WORD until a client was sent that word, or a time limit is over.
+    FIRST_WORD until this word has been sent to a client, or a time limit is over.
     """
 
     text: str = ""
@@ -57,8 +57,9 @@ class ScriptedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 class CertificationRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row: a task and its check. `steps` are the model's replies; the last is repeated if the harness requests more.
-    `check` is a shell command that succeeds if the actions were carried out. `needs` is a feature that a harness may
-    lack; the row is then not tried. `files` are the contents of files that are in the sandbox at the start, by name."""
+    `check` is a shell command that succeeds if the actions were carried out. `needs` is an optional feature of
+    harnesses; the row is not tried for a harness without the feature. `files` has the contents of files in the sandbox
+    at the start, by name."""
 
     name: str
     what: str

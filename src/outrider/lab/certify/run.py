@@ -1,6 +1,7 @@
 """Runs a certification: a whole service in this process with the scripted model, and one session for each row.
 
-The module is independent of the terminal. Invariant: when `certify` returns, only the certificate is left.
+The module is independent of the terminal. Invariant: when `certify` returns, the service has ended and its data have
+been removed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ AT_ONCE = 2
 """Number of sessions that run at the same time."""
 
 TURNS = 24
-"""Maximum model calls of a session: far more than any row needs. Only a program that never ends reaches the limit."""
+"""Maximum model calls of a session. No row needs that many, so only a program that never ends reaches the limit."""
 
 
 async def certify(
@@ -40,9 +41,10 @@ async def certify(
     agent_seconds: float,
     watch: Callable[[RowVerdict], None] = lambda _: None,
 ) -> Certificate:
-    """Run and judge every row. `watch` is called with each verdict as it comes.
+    """Run and judge every row. `watch` is called with each verdict as soon as its session has ended.
 
-    Raises the errors of admission, for a harness that is not installed or a runtime that does not work here.
+    Raises the errors of a submission, for example for a harness that is not installed or a runtime that does not work
+    on this machine.
     """
     started = time.monotonic()
     tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}
@@ -96,7 +98,7 @@ async def certify(
 
 
 def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
-    # A program that exits with an error must fail its row, with its log, and not be graded.
+    # A program that exits with an error must not be graded: the row fails, with the program's log.
     strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}
     files = [Write(write=text, to=name) for name, text in row.files.items()]
     task = TaskSpec(

@@ -1,8 +1,8 @@
-"""The scripted model: an engine with the replies of a row, written with the tools that its prompt declares.
+"""The scripted model: an engine that replies with the steps of a row, and calls the tools that the prompt declares.
 
-The row and the number of replies so far are read from each prompt, and no state is kept between calls. Only the chat
-format of the certifying service is supported. Invariant: `calls` holds, for every generation that has begun, exactly
-the prompt's ids and the ids handed out.
+The row and the number of replies so far are read from each prompt, so the model keeps no state between calls. Only the
+chat format of the certifying service is supported. Invariant: `calls` has, for every generation that has begun, exactly
+the prompt's ids and the ids that were yielded.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from outrider.trajectory import Ids, LogprobKind, TokenMode
 
 CONTEXT_TOKENS = 1 << 20
 TITLE = "A task of three steps"
-"""The reply to a call without a task, such as a request for a title of the conversation."""
+"""The reply to a call whose prompt has no task, for example a request for a title of the conversation."""
 
 START = "<|im_start|>"
 END = "<|im_end|>"
 
 _CHUNK_TOKENS = 8
-"""Tokens of a chunk: few, so that a reply is streamed in several chunks."""
+"""Number of tokens of a chunk, so small that a reply is streamed in several chunks."""
 
 _MARKS = re.compile(rf"({re.escape(MARK)}|{re.escape(SUBAGENT_MARK)})([a-z-]+)")
 _AGENT_ID = re.compile(r'"agent_id": ?"([^"]+)"')
@@ -49,9 +49,9 @@ _TOOLS = re.compile(r"\n<tools>\n(.*?)\n</tools>\n\nFor each function call", re.
 
 
 class PromptState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a conversation, read from a prompt. `row` is the name of the task's row, None if the prompt names
-    none; `subagent` is true if a sub-agent makes the call; `replies` is the number of replies since the task was given;
-    `agent_id` is the id of a started sub-agent in the newest message."""
+    """The state of a conversation, read from a prompt. `row` is the name of the task's row, or None if the prompt names
+    no row. `subagent` is true if a sub-agent makes the call. `replies` is the number of replies since the message with
+    the task. `agent_id` is the id of a started sub-agent in the newest message, or None."""
 
     row: str | None
     subagent: bool = False
@@ -62,7 +62,7 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True):
 
 class ScriptedCall(msgspec.Struct, kw_only=True):
     """One generation: the prompt's state, the step of the reply, the prompt's ids of shape (prompt length,), and the
-    ids handed out so far."""
+    ids yielded so far."""
 
     session_key: str
     state: PromptState
@@ -72,9 +72,9 @@ class ScriptedCall(msgspec.Struct, kw_only=True):
 
 
 class ScriptedModel:
-    """An `Engine` that replies with the steps of a row. `folder` holds the tokenizer. `hint` is the preset's hint about
-    the harness's tools, and `workdir` the folder against which relative paths are resolved. `wait_until_sent` waits
-    until the given word has been sent to a client, or until a time limit."""
+    """An `Engine` that replies with the steps of a row. `folder` is the tokenizer's folder. `hint` is the preset's hint
+    about the harness's tools, and `workdir` the base of relative paths. `wait_until_sent` waits until the given word
+    has been sent to a client, or a time limit is over."""
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
@@ -97,26 +97,26 @@ class ScriptedModel:
         self._wait_until_sent = wait_until_sent
 
     async def start(self) -> None:
-        """Nothing to open."""
+        """Do nothing, because the engine opens nothing."""
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing, because the engine opens nothing."""
 
     async def health(self) -> EngineHealth:
         return EngineHealth(ok=True, context_tokens=CONTEXT_TOKENS)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Does nothing: the policy never changes."""
+        """Do nothing, because the policy never changes."""
 
     async def resume(self) -> None:
-        """Does nothing: the engine is never paused."""
+        """Do nothing, because the engine is never paused."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         state = read_prompt(self._tokenizer.decode(request.input_ids.tolist()))
         row = row_named(state.row) if state.row else None
         if row is None or not (state.tools or state.subagent):
             step = ScriptedStep(raw=TITLE + END)
-        else:  # the next step; after the last step, the last step again
+        else:  # the next step; the last step is repeated
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
         ids = self._tokenizer.encode(self._reply(step, state))
@@ -129,7 +129,8 @@ class ScriptedModel:
             "context_tokens": CONTEXT_TOKENS,
             "chunk_tokens": _CHUNK_TOKENS + (len(self._tokenizer.encode(FIRST_WORD)) if step.stall else 0),
         }
-        # The engine of this reply gets a tokenizer only if it needs one, for stop strings: loading one takes a while.
+        # The engine of this reply gets a tokenizer only if the request has stop strings, because loading a tokenizer is
+        # slow.
         tokenizer = self._folder if request.sampling.stop else None
         engine = ScriptedEngine(EngineOptions(name=self.name, tokenizer=tokenizer, options=options))
         async for chunk in engine.generate(request):
@@ -164,7 +165,8 @@ class ScriptedModel:
             calls.append((starter, starter.call(f"{SUBAGENT_MARK}{state.row}: {step.subagent}")))
         if step.wait and state.agent_id and (waiter := find_waiter(state.tools, self._hint)):
             calls.append((waiter, waiter.call(state.agent_id)))
-        # Some programs run until the model sends their shell a certain command: a reply without calls sends it.
+        # Some programs run until the model calls the shell with a certain command. A reply without other calls gets
+        # this call.
         finish = self._hint.finish_command
         if tools.shell and finish and not state.subagent and not (calls or step.raw):
             calls.append((tools.shell, tools.shell.call(finish)))
@@ -173,7 +175,7 @@ class ScriptedModel:
 
 def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[FoundTool, dict[str, Any]] | None:
     """Return the tool for an action, with the call's arguments; None if no tool can do the action. A tool for commands
-    comes first."""
+    is preferred."""
     if tools.shell is not None:
         return tools.shell, tools.shell.call(action.command)
     if action.write is not None and (writer := tools.writer) is not None:
@@ -187,8 +189,8 @@ def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[Fo
 def read_prompt(text: str) -> PromptState:
     """Read the state of a prompt from its rendered text."""
     messages = [part.removesuffix("\n").removesuffix(END) for part in text.split(START)[1:]]
-    # The tools stand at the end of the system message. Other lines are skipped: the harness's own text in the message
-    # may look like the block.
+    # The tools are at the end of the system message, so the last block counts. Lines that are not tools are skipped,
+    # because the harness's own text in the message may look like the block.
     blocks = _TOOLS.findall(messages[0]) if messages else ()
     tools: list[ToolSpec] = []
     for line in blocks[-1].split("\n") if blocks else ():
@@ -200,7 +202,7 @@ def read_prompt(text: str) -> PromptState:
             tools.append(tool)
     for index, message in enumerate(messages):
         if message.startswith("user\n") and (found := _MARKS.search(message)):
-            # The last message is the reply that the model is about to write, and does not count.
+            # The last message does not count, because it is the reply that the model is about to generate.
             replies = sum(later.startswith("assistant\n") for later in messages[index + 1 : -1])
             agent_id = _AGENT_ID.search(messages[-2])
             return PromptState(

@@ -1,6 +1,7 @@
-"""Checks tasks without a model: a known solution must earn 1 and doing nothing must earn 0, twice.
+"""Checks tasks without a model: in each of two tries, the known solution must earn 1 and doing nothing must earn 0.
 
-The module is independent of the terminal. Invariant: when `check_tasks` returns, only the reports are left.
+The module is independent of the terminal. Invariant: when `check_tasks` returns, the service has ended and its data
+have been removed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outrider.spec import EngineSpec, TaskSpec
 from outrider.tasks.examples import Example, Gold
 
 TIMES = 2
-"""Number of tries of the solution, and of doing nothing: a dependence on chance, or on the time of day, should show."""
+"""Number of tries of the solution, and of doing nothing. Several tries can show that a reward depends on chance."""
 NOTHING = "I have done nothing."
 AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"
@@ -51,8 +52,9 @@ async def check_tasks(
     at_once: int = 4,
     watch: Callable[[TaskReport], None] = lambda _: None,
 ) -> list[TaskReport]:
-    """Check the examples in a temporary service. `folder` holds the files for `upload` steps. `graders` are the graders
-    of the service for which the tasks are meant. `watch` is called with each report as it comes."""
+    """Check the examples in a temporary service. `folder` has the files for `upload` steps. `graders` are the graders
+    that the tasks may name. `at_once` is the maximum number of concurrent sandboxes. `watch` is called with each report
+    as soon as its task is checked."""
     replies: list[Any] = [NOTHING + END]
     replies += [
         {"when": asked(number, step), "reply": (gold.reply or NOTHING) + END}
@@ -106,7 +108,7 @@ async def check_tasks(
 
 
 def _valid(task: dict[str, Any]) -> TaskSpec | None:
-    """Return the validated task, None for a task that submission will refuse."""
+    """Return the validated task, or None for an invalid task, which the submission refuses later."""
     try:
         return validate_group({"task": task, "n": 1}).task
     except OutriderError:
@@ -114,7 +116,7 @@ def _valid(task: dict[str, Any]) -> TaskSpec | None:
 
 
 def solutions(example: Example) -> tuple[Gold, ...]:
-    """Return the solution of each step of the example; empty if there is none."""
+    """Return the solution of each step of the example, or an empty tuple if the example has no solution."""
     return () if example.gold is None else (example.gold, *example.gold.then)
 
 
@@ -124,7 +126,8 @@ def asked(number: int, step: int) -> str:
 
 
 def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
-    """Return the task with its agent replaced by GoldAgent, which tries the gold solution, or nothing."""
+    """Return the task with its agent replaced by GoldAgent, which carries out the gold solution if `kind` is "gold",
+    and nothing otherwise."""
     count = 1 + len(example.task.get("then") or ())
     limits = {"agent_seconds": 600, **(example.task.get("limits") or {}), "turns": count}
     steps: list[dict[str, Any]] = [{"ask": "Nothing, please."}] * count

@@ -1,7 +1,8 @@
-"""Finds a harness's tools: those that run a command, write or read a file, start a sub-agent or wait for a sub-agent.
+"""Finds a harness's tools for running a command, writing or reading a file, starting a sub-agent and waiting for a
+sub-agent.
 
 The module is pure. Tools are judged by their declarations in requests (names, descriptions, types of parameters) and by
-a preset's hint. Invariant: a call made here has every argument that the tool's schema requires.
+a preset's hint. Invariant: the arguments from `FoundTool.call` include every argument that the tool's schema requires.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from outrider.harnesses.presets import Certify
 from outrider.messages import ToolSpec
 
 FILLER = "a step of the task"
-"""Value of a required text that does not matter."""
+"""Value of a required string argument without effect on the role."""
 
 PATHS = ("path", "file_path", "filepath", "filename", "file_name", "file", "target_file", "absolute_path")
 CONTENTS = ("content", "contents", "text", "file_text", "file_content", "data", "body", "code")
@@ -24,8 +25,8 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter of a role's tools: possible `names`, the likeliest first; words of its description (`described_by`);
-    and whether it may be a list of texts instead of a text."""
+    """A parameter of a role's tools: possible `names`, the likeliest first; words of the parameter's description
+    (`described_by`); and `may_be_list`, true if the parameter may be a list of strings in place of a string."""
 
     names: tuple[str, ...]
     described_by: frozenset[str] = frozenset()
@@ -33,11 +34,11 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolRole(msgspec.Struct, frozen=True, kw_only=True):
-    """The purpose of a tool, and the words by which it is found.
+    """The purpose of a tool (`what`), and the words that identify such a tool.
 
     `certain` words, the likeliest first, decide the role if they are in the tool's name or choices. If
-    `read_description` is set, they also count in the description, with a lower score. `possible` words in the name are
-    a weak sign. `excluding` words in the name rule the role out.
+    `read_description` is set, `certain` words also count in the description, with a lower score. `possible` words in
+    the name give a low score. `excluding` words in the name exclude the role.
     """
 
     what: str
@@ -98,22 +99,23 @@ WAITER = ToolRole(
 )
 
 CERTAIN = 30
-"""Score from which a tool's role is certain."""
+"""Minimum score of a tool whose role is certain."""
 NAMED = 6
-"""Score of a parameter with a likely name."""
+"""Minimum score of a parameter with a likely name."""
 DESCRIBED = 1
 """Score of a parameter that only the description identifies."""
 SHELL_LINE = ("bash", "-c")
 SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
-"""The choices that make a tool for code in several languages run shell commands."""
+"""Values of a tool's parameter that select the shell, for a tool that runs code in several languages."""
 ARGUMENT_LISTS = ("args", "arguments", "argv")
-"""Names of a parameter for the arguments of the program in a parameter `command` beside it."""
+"""Names of a parameter with the arguments of a program, if the program is in another parameter, `command`."""
 
 
 class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool and how to call it. `arguments` are the names of the role's parameters, in their order. `before` are the
-    elements before the first argument's value if that argument is a list, None if it is a text. `fixed` are other
-    required arguments. `absolute` is true if the tool takes absolute paths."""
+    """A tool and how to call it. `arguments` has the tool's parameter for each parameter of the role, in the role's
+    order. If the first argument is a list, `before` has the list's elements before the value; if it is a string,
+    `before` is None. `fixed` has the values of the other required arguments. `absolute` is true if the tool takes
+    absolute paths."""
 
     name: str
     arguments: tuple[str, ...]
@@ -122,13 +124,13 @@ class FoundTool(msgspec.Struct, frozen=True, kw_only=True):
     absolute: bool = False
 
     def call(self, *values: str) -> dict[str, Any]:
-        """Return the arguments of a call with these values."""
+        """Return the arguments of a call. `values` has one value for each of `arguments`."""
         first: Any = values[0] if self.before is None else [*self.before, values[0]]
         return {**dict(zip(self.arguments, (first, *values[1:]), strict=True)), **self.fixed}
 
 
 class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
-    """A harness's tools for a row's actions, None for a missing kind."""
+    """A harness's tools for a row's actions. A tool is None if the harness has no such tool."""
 
     shell: FoundTool | None
     writer: FoundTool | None
@@ -143,22 +145,22 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
 
 
 def find_shell(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
-    """Return the tool for shell commands, None if there is none. The tool named by the hint comes first."""
+    """Return the tool for shell commands, or None. The tool named by the hint is preferred."""
     return _find(tools, COMMAND, hint.shell, {})
 
 
 def find_subagent(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
-    """Return the tool that starts a sub-agent with a prompt, None if there is none."""
+    """Return the tool that starts a sub-agent with a prompt, or None."""
     return _find(tools, SUBAGENT, hint.subagent, hint.subagent_arguments)
 
 
 def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
-    """Return the tool that waits for a sub-agent by id, None unless the hint names one."""
+    """Return the tool that waits for a sub-agent by id. None unless the hint names such a tool."""
     return _find(tools, WAITER, hint.wait, {})
 
 
 def describe(tools: Iterable[ToolSpec]) -> str:
-    """Return the declared tools of a request, each with its parameters, as text for people."""
+    """Return a readable text with the declared tools of a request, each with its parameters."""
     offered = {str(tool["function"].get("name")): _properties(tool["function"]) for tool in tools}
     shown = [
         f"{name}({', '.join(f'{parameter}: {_kind(schema)}' for parameter, schema in properties.items())})"
@@ -208,7 +210,8 @@ def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int
 
 
 def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any]) -> tuple[int, FoundTool] | None:
-    """Return how well the tool's parameters fit the role, and how to call the tool; None if it lacks a parameter."""
+    """Return a score of how well the tool's parameters fit the role, and the FoundTool. None if the tool has no
+    parameter that fits a parameter of the role."""
     properties = _properties(function)
     arguments: list[str] = []
     fit = 0
@@ -240,14 +243,15 @@ def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any
 
 
 def _fit(name: str, schema: Any, parameter: Parameter) -> int:
-    """Return a score of how well a tool's parameter fits a role's parameter. 0 if it does not fit, or has fixed
-    choices."""
+    """Return a score of how well a tool's parameter fits a role's parameter. The score is 0 if the tool's parameter
+    does not fit, or has fixed choices."""
     kind = _kind(schema)
     if (kind != "string" and not (parameter.may_be_list and kind == "array")) or _choices(schema):
         return 0
     lower = name.lower()
     if kind == "array" and lower in ARGUMENT_LISTS:
-        return 3 + len(parameter.names)  # above a parameter `command` beside it, which is only the program
+        # The score is higher than for a parameter `command` of the same tool, which is only the program.
+        return 3 + len(parameter.names)
     if lower in parameter.names:
         return 2 + len(parameter.names) - parameter.names.index(lower)
     if _words(name) & set(parameter.names):
@@ -271,7 +275,8 @@ def _choices(schema: Any) -> tuple[str, ...]:
 
 
 def _kind(schema: Any) -> str | None:
-    """Return the JSON type of a property; of several types, the first that is not null."""
+    """Return the JSON type of a property, or None. If a property has several types, return the first type that is not
+    null."""
     if not isinstance(schema, Mapping):
         return None
     kind = schema.get("type")
@@ -283,7 +288,8 @@ def _kind(schema: Any) -> str | None:
 
 
 def _filler(name: str, schema: Any, role: ToolRole) -> Any:
-    """Return a value that a required property accepts; of several choices, the choice that suits the role."""
+    """Return a value that a required property accepts. If the property has choices, return the choice that fits the
+    role."""
     if not isinstance(schema, Mapping):
         return FILLER
     if choices := schema.get("enum"):

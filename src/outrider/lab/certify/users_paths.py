@@ -1,7 +1,7 @@
-"""The host paths that a user's tasks may name, in a service that the user starts for these tasks alone.
+"""Allows the host paths that tasks name, in a service that a user starts only for these tasks.
 
-The user may read every path that such a task names. But the task may be somebody else's, and its programs are run. So
-its sandbox gets only the named paths, without the paths that no service may allow.
+A task may come from somebody other than the user, and the service runs the task's programs. So a sandbox gets only the
+paths that the tasks name, except for paths that no service may allow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def allowing(config: Config, tasks: Iterable[TaskSpec]) -> Config:
 
 
 def uploads(task: TaskSpec) -> bool:
-    """Return True if a task has `upload` steps, which copy the service's files."""
+    """Return True if a task has `upload` steps, which copy files from the folder in the setting `files`."""
     prepared = [runtime.prepare for runtime, _ in runtimes_of(task)] + [step.prepare for step in task.then]
     return any(isinstance(step, Upload) for steps in prepared for step in steps)
 

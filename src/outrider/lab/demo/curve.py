@@ -1,6 +1,6 @@
 """Plots a training: reward, group spread, staleness, log-probability gap and idle time, over the steps.
 
-The module needs matplotlib, which is an extra, and no service.
+The module needs matplotlib, an optional dependency, and does not use the service.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SERIES: tuple[tuple[str, Callable[[TrainStep], float]], ...] = (
 
 
 def draw(runs: Sequence[SeedRun], path: Path) -> Path | None:
-    """Write the plot as PNG. Returns None, and writes nothing, if matplotlib is not installed."""
+    """Write the plot as PNG and return its path. If matplotlib is not installed, write nothing and return None."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     from matplotlib.figure import Figure

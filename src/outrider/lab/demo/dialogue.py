@@ -1,7 +1,8 @@
-"""The demo task as text for its policy: the prompt, the model's expected replies, and the sandbox's output.
+"""Writes the dialogues of the demo task for the policy's training: the prompt, the model's expected replies, and the
+sandbox's output.
 
-The module does not use the model's weights. Invariant: each piece is encoded on its own, as in serving, so that
-training uses exactly the ids of serving.
+The module does not use the model's weights. Invariant: each piece is encoded separately, as in the service, so that the
+training uses exactly the ids of the service.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ POLICY = Path(__file__).parent / "policy"
 """The folder of the policy shipped with the package, in Hugging Face layout."""
 
 RENDERER = "template:qwen3"
-"""Qwen3's format through the policy's own template: the policy has no public name to find a renderer by."""
+"""Qwen3's format, rendered with the policy's own template, because the service chooses renderers by public model names,
+and the policy has none."""
 
 END = "<|im_end|>"
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A part of a dialogue. `spoken` is true if the text is the model's."""
+    """A part of a dialogue. `spoken` is True if the text is output of the model."""
 
     text: str
     spoken: bool
 
 
 class Script:
-    """Writes dialogues: the first prompt with the policy's own template, later turns as Qwen3's template does."""
+    """Writes dialogues. The first prompt is rendered with the policy's own template, and later turns have the format of
+    Qwen3's template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -70,8 +73,8 @@ class Script:
 
 
 def tool_output(episode: Episode, command: str) -> str | None:
-    """Return the output of the agent's bash tool in the episode's sandbox. None for a command that is not `cat` of one
-    word."""
+    """Return the output of the agent's bash tool in the episode's sandbox. None for a command other than `cat` with the
+    item's name or one alphabetic word."""
     match command.split():
         case ["cat", name] if name == episode.item:
             return file_for(episode.zone).removesuffix("\n")
@@ -82,7 +85,7 @@ def tool_output(episode: Episode, command: str) -> str | None:
 
 
 def encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> tuple[list[int], list[bool]]:
-    """Return the ids of a dialogue, and a flag for each id, which is true if the id is the model's."""
+    """Return the ids of a dialogue, and for each id a flag that is True if the id is output of the model."""
     ids: list[int] = []
     spoken: list[bool] = []
     for piece in pieces:

@@ -1,7 +1,8 @@
 """Runs the demo: a whole service in this process with the shipped policy, and groups of real sessions against it.
 
-The module submits, follows and reads back sessions through the client, as a trainer does, and writes to no terminal.
-Invariant: when `run_demo` returns, nothing is left but the result and the caller's data folder.
+The module submits sessions, waits for them and reads their samples through the client, as a trainer does, and does not
+write to a terminal. Invariant: when `run_demo` returns, the service has ended, and its data have been removed unless
+the caller named the data folder.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from outrider.spec import EngineSpec
 
 GROUPS = 4
 SAMPLES = 8
-"""Sessions of one group."""
+"""Number of sessions of one group."""
 
 LANES = LanesConfig(init=8, run=32, eval=8)
-"""All sessions run at once, because the embedded engine serves 32 requests together about 7 times as fast."""
+"""The size of the lane `run` lets all sessions run at once, because the embedded engine has about 7
+times the throughput if it computes 32 requests together."""
 
 
 async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> RolloutSummary:
     """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` is the folder of the service's database;
-    without `data` the database is deleted afterwards. `watch` is called with the groups as they progress. `policy` is
-    the model's folder.
+    if `data` is None, the database is deleted afterwards. `watch` is called with the groups as they progress. `policy`
+    is the model's folder.
 
     Raises EngineUnavailable if torch is missing, and the service's errors.
     """
     started = time.monotonic()
     episodes: dict[str, Episode] = {}
-    for seed in itertools.count():  # takes the first seeds that give different items
+    for seed in itertools.count():  # uses the first seeds that give different items
         episode = make_task(seed)
         episodes.setdefault(episode.item, episode)
         if len(episodes) == GROUPS:

@@ -1,4 +1,4 @@
-"""Runs a whole service in a process of its own, for a trainer that uses the service by its URL.
+"""Runs a whole service in a separate process, for a trainer that uses the service by its URL.
 
 The module is independent of the demo's task. Invariant: the service's process has ended when the block is left. The
 service's process also ends when this process is killed, or when the thread that opened the block ends.
@@ -58,7 +58,8 @@ def service_process(config: Config, folder: Path) -> Iterator[str]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Read the URL from the service's first line. The second line is not read, and fits into the pipe."""
+    """Read the URL from the first line of the service's output. The second line stays unread, but fits into the pipe,
+    so the service does not block."""
     assert process.stdout is not None
     give_up_at = time.monotonic() + SECONDS_TO_START
     with selectors.DefaultSelector() as selector:
@@ -73,7 +74,8 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _environment(config: Config) -> dict[str, str]:
-    """Return this process's environment, with the settings in it replaced by `config`."""
+    """Return this process's environment variables, with the variables of settings replaced by the values in
+    `config`."""
     written = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     settings = {
         f"{PREFIX}{name.upper()}": json.dumps(value) if isinstance(value, dict | list) else str(value)

@@ -1,8 +1,8 @@
-"""Runs demo sessions without a service, to train the policy on: with the embedded engine's batch and an imitated
+"""Runs demo sessions for the training of the policy without a service: with the embedded engine's batch and an imitated
 sandbox.
 
-scripts/train_policy.py uses this module. It needs no HTTP and no gateway. Invariant: the ids of a rollout are exactly
-the given and sampled ids of the model, in order.
+scripts/train_policy.py uses this module. The module needs neither HTTP nor the gateway. Invariant: the ids of a session
+are exactly the model's input and sampled ids, in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 
 
 class SimulatedSession(msgspec.Struct):
-    """A session so far. `spoken` is True for each sampled id; `logprobs` has one value for each sampled id."""
+    """The state of a simulated session. `spoken` has a flag for each id, True if the id was sampled. `logprobs` has one
+    value for each sampled id."""
 
     episode: Episode
     ids: list[int]
@@ -43,7 +44,7 @@ ROWS = 128
 
 
 class Simulator:
-    """Runs episodes, ROWS at once, at temperature 1. `model` may be trained between two runs."""
+    """Runs episodes at temperature 1, at most ROWS concurrently. `model` may be trained between two calls of `run`."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, script: Script, *, seed: int) -> None:
         self._batch: RowBatch[Row] = RowBatch(model.extend, kept=ROWS)
@@ -54,14 +55,14 @@ class Simulator:
         self._seeds = random.Random(seed)
 
     def run(self, episodes: Sequence[Episode]) -> list[SimulatedSession]:
-        """Return one rollout for each episode, in the order of the episodes."""
+        """Run one session for each episode. Returns the sessions in the order of the episodes."""
         rollouts = []
         for episode in episodes:
             prompt = self._tokenizer.encode(self._script.prompt(episode.question))
             rollouts.append(SimulatedSession(episode, prompt, [False] * len(prompt), [], []))
         waiting = deque(self._ask(rollout) for rollout in rollouts)
         going = dict(zip(waiting, rollouts, strict=True))
-        stale = True  # the trainer has changed the weights in place
+        stale = True  # because the trainer may have changed the weights in place
         while going:
             new = [waiting.popleft() for _ in range(min(len(waiting), ROWS - len(self._batch.rows)))]
             for row, chunk in self._batch.step(new, 0, stale=stale):
@@ -88,8 +89,8 @@ class Simulator:
         return Row(self._checker.check(request))
 
     def _answer(self, rollout: SimulatedSession, start: int) -> bool:
-        """Add the turn whose ids begin at `start` to the transcript, and the sandbox's output if the turn is a call
-        that the sandbox can run. Returns False when the session is over."""
+        """Add the turn whose ids begin at `start` to the transcript. If the turn is a call that the sandbox can run,
+        add the sandbox's output. Returns False if the session is over."""
         text = self._tokenizer.decode(rollout.ids[start:]).removesuffix(END)
         command = called_command(text)
         if command is None:
@@ -109,7 +110,7 @@ class Simulator:
 
 
 def called_command(text: str) -> str | None:
-    """Return the command of a well-formed call of bash, None for any other text."""
+    """Return the command of a well-formed call of bash, or None for any other text."""
     inner = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
     if f"<tool_call>\n{inner}\n</tool_call>" != text:
         return None

@@ -1,7 +1,8 @@
-"""The results of a demo: checks the samples of its sessions, sums up the sessions, and writes both to files.
+"""The results of a demo: checks the samples of its sessions, computes totals, and writes the samples and the totals to
+files.
 
-The module is pure except for `write_files`. The check runs no model: the service's drift count shows whether the engine
-was given exactly these ids.
+The module is pure except for `write_files`. The check runs no model, because the service's drift count already shows
+that the engine got exactly these ids.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from outrider.trajectory import Sample
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The demo's groups, done and with samples, and the turns of every session by session id."""
+    """The demo's finished groups with their samples, the turns of every session by session id, and the duration of the
+    demo in seconds."""
 
     groups: tuple[GroupView, ...]
     turns: dict[str, tuple[TurnView, ...]]
@@ -30,8 +32,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over sessions. `mean_reward` is the mean over the sessions with a verdict, 0.0 without such a session. The
-    seconds are means, too."""
+    """Sums over the finished sessions of a group, or of all groups. `mean_reward` is the mean over the sessions with a
+    verdict, or 0.0 if there is no such session. The fields in seconds are also means."""
 
     name: str
     sessions: int
@@ -49,8 +51,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Output of `outrider demo --json`, and the first part of summary.json. `faults` are the faults found by the check
-    of the samples; `samples` and `parquet` are the files written."""
+    """The output of `outrider demo --json`, and the first part of summary.json. `faults` are the faults found by the
+    check of the samples; `samples` and `parquet` are the files written."""
 
     sessions: int
     completed: int
@@ -152,8 +154,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def sample_faults(rollouts: RolloutSummary, tokenizer: Tokenizer) -> list[str]:
-    """Return the faults of the samples, in words. The ids are decoded again: every trained text must be the text of a
-    sampled turn."""
+    """Return the faults of the samples, as text. The check decodes the trained ids: every trained text must be the text
+    of a sampled turn."""
     found: list[str] = []
     for group in rollouts.groups:
         trained: dict[str, int] = {session.id: 0 for session in group.sessions}
@@ -176,7 +178,7 @@ def _one_sample_faults(sample: Sample, turns: Sequence[TurnView], tokenizer: Tok
         yield f"{name}: its columns have different lengths"
         return
     sampled = {turn.sampled for turn in turns}
-    # Each turn is one unbroken run of trained tokens.
+    # The trained tokens of a turn are contiguous.
     for mask, run in groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0]):
         if mask and (text := tokenizer.decode([token for _, token in run])) not in sampled:
             yield f"{name}: {text!r} is trained on, but no turn said it"

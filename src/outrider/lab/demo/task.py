@@ -1,4 +1,4 @@
-"""The demo's task: find the zone of an item, by reading the file that has the item's name.
+"""The demo's task: find the zone of an item by reading the file with the item's name.
 
 The module uses neither the service nor a model. Invariant: the zone is drawn for each episode and is only in the
 sandbox, so that an agent must read the right file (a guess is right 1 time in 16).
@@ -31,13 +31,13 @@ ZONES = (
 PHRASINGS = ("Where is {item}?", "Please find {item}.", "In which zone is {item}?")
 
 TURNS = 4
-"""Maximum model calls of a session. Two are enough; with the others a policy can recover from a wrong file."""
+"""Maximum model calls of a session. Two calls are enough; the other calls let a policy recover from a wrong file."""
 
 MAX_TOKENS = 48
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """One instance of the task."""
+    """One instance of the task: the item, the zone of the item, and the question for the agent."""
 
     item: str
     zone: str
@@ -45,31 +45,31 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 def make_task(source: int | random.Random) -> Episode:
-    """Draw an episode. The same seed always gives the same episode; a generator gives its next one."""
+    """Draw an episode. A seed always gives the same episode. A generator gives a new episode in each call."""
     rng = random.Random(source) if isinstance(source, int) else source
     item = rng.choice(ITEMS)
     return Episode(item, rng.choice(ZONES), rng.choice(PHRASINGS).format(item=item))
 
 
 def command_for(item: str) -> str:
-    """The command that reads an item's file."""
+    """Return the command that reads an item's file."""
     return f"cat {item}"
 
 
 def file_for(zone: str) -> str:
-    """The content of an item's file."""
+    """Return the content of an item's file."""
     return f"zone: {zone}\n"
 
 
 def answer_for(zone: str) -> str:
-    """The right answer."""
+    """Return the right answer."""
     return f"It is in {zone}."
 
 
 def group_spec(
     episode: Episode, n: int, *, runtime: str = "namespace", idempotency_key: str | None = None
 ) -> dict[str, Any]:
-    """The body of `POST /v1/groups` for `n` sessions of an episode."""
+    """Return the body of `POST /v1/groups` for `n` sessions of an episode."""
     task = {
         "instruction": episode.question,
         "harness": {"agent": "tools", "options": {"tools": ["bash"], "max_turns": TURNS, "tool_seconds": 10.0}},
@@ -90,20 +90,20 @@ def group_spec(
 
 
 def grade(outcome: Outcome) -> Verdict:
-    """The evaluator: 1.0 when the right file was read and the answer is right, else 0.0."""
+    """Grade a session. The reward is 1.0 if the agent read the right file and gave the right answer, else 0.0."""
     options = outcome.task.evaluator.options
     return score(outcome.transcript, item=options["item"], zone=options["zone"])
 
 
 def score(transcript: Sequence[Message], *, item: str, zone: str) -> Verdict:
-    """Grade a transcript. Metrics: called_right_file and answered_right_zone, each 0 or 1."""
+    """Grade a transcript. The verdict's metrics are called_right_file and answered_right_zone, each 0 or 1."""
     called = False
     for call in (call for message in transcript for call in message.tool_calls if call.name == "bash"):
         try:
             command = json.loads(call.arguments)["command"]
         except (ValueError, KeyError, TypeError):
             continue
-        if isinstance(command, str) and " ".join(command.split()) == command_for(item):  # spaces do not matter
+        if isinstance(command, str) and " ".join(command.split()) == command_for(item):  # spaces may be repeated
             called = True
     last = transcript[-1] if transcript else None
     answered = (

@@ -1,7 +1,8 @@
-"""Trains the demo's policy on its task: a service in a process of its own, TRL's GRPO in this one, HTTP between them.
+"""Trains the demo's policy on its task. The service runs in a separate process, and TRL's GRPO in this process, with
+HTTP between them.
 
-The module trains with `trainers.trl`, as any user of TRL would, and writes to no terminal. Invariant: when `train`
-returns, nothing is left but its result and the trained weights.
+The module trains with `trainers.trl`, as any user of TRL would, and does not write to a terminal.
+Invariant: when `train` returns, the service has ended, and only the trained weights are left on disk.
 """
 
 from __future__ import annotations
@@ -36,39 +37,39 @@ from outrider.trainers.trl import Rollouts, ServiceLogprobs, StepStats, service_
 from outrider.trainers.weights import PolicyWeights
 
 GROUPS, SAMPLES = 8, 8
-"""Groups of a training step, and sessions of a group."""
+"""Number of groups of a training step, and number of sessions of a group."""
 INFLIGHT = 8
-"""Maximum number of groups that run at once: enough to fill the run lane. More groups than one batch needs are of no
-use, because the surplus groups would be too old for the following batch."""
+"""Maximum number of concurrent groups, enough to fill the run lane. This is not more than a batch needs, because
+surplus groups would be too old for the next batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
-"""The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within a
-step or two, and then gets no reward any more."""
+"""The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within one
+or two steps, and then gets no reward any more."""
 MAX_STEPS = 48
 PASSES = 2
 """Optimizer steps over each batch."""
 SECONDS = 240.0
-"""Seconds after which no further step is begun."""
+"""No further training step begins after this number of seconds."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
-"""The number of batches and of dialogues in a batch, and the learning rate, with which the model is first trained to
-guess without reading the file."""
+"""Settings of the first training, in which the model learns to guess without reading the file: the number of batches,
+the number of dialogues in a batch, and the learning rate."""
 SOLVED, SOLVED_STEPS = 0.93, 3
-"""Training ends when the mean reward of SOLVED_STEPS steps, over all groups and not only the kept ones, is at least
-SOLVED."""
+"""Training ends when the mean reward of the last SOLVED_STEPS steps is at least SOLVED. The mean includes groups that
+were not used for training."""
 EPISODES = 128
-"""Fresh episodes, one session each, over which the reward is measured before and after the training."""
+"""Number of new episodes, with one session each, for measuring the reward before and after the training."""
 LANES = LanesConfig(init=8, run=48, eval=8)
 SLOTS = 48
-"""Sequences that the engine computes together: one for each running agent."""
+"""Number of sequences that the engine computes together, one for each running agent."""
 STARTS_BELOW, ENDS_ABOVE, LARGEST_GAP = 0.3, 0.85, 1e-4
 
 PAGE = 500
 LOOK_EVERY = 0.25
-"""Seconds between two readings of the lanes."""
+"""Seconds between two polls of the lanes."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A training step. `idle` is the fraction of the run lane's slots that were free since the previous step, `seconds`
+    """A training step. `idle` is the mean fraction of free slots in the run lane since the previous step. `seconds` is
     the time since training began."""
 
     stats: StepStats
@@ -77,8 +78,9 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy trained from the start. Rewards are means over EPISODES fresh episodes. `errors` and `drift_tokens` are
-    totals over all sessions, `policy` is the folder of the trained weights."""
+    """The result of one training with one seed. `first_reward` and `last_reward` are means over EPISODES new episodes,
+    before and after the training. `errors` and `drift_tokens` are totals over all sessions. `policy` is the folder of
+    the trained weights."""
 
     seed: int
     first_reward: float
@@ -94,7 +96,7 @@ class SeedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A seed in the JSON line."""
+    """The results of one seed in the JSON line."""
 
     seed: int
     first_reward: float
@@ -103,7 +105,8 @@ class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON line of `outrider demo --train --json`. `curve` is the path of the plot, None without matplotlib."""
+    """The JSON line of `outrider demo --train --json`. `curve` is the path of the plot, or None if matplotlib is not
+    installed."""
 
     seeds: tuple[SeedLine, ...]
     max_logprob_gap: float
@@ -135,9 +138,9 @@ def check_installed() -> None:
 
 
 def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> SeedRun:
-    """Train the policy in the folder `policy` in sandboxes of kind `runtime`, and write the trained one to `out`.
+    """Train the policy in the folder `policy`, with sandboxes of kind `runtime`, and write the trained policy to `out`.
 
-    Calls `watch` after each step. Raises the service's errors, and InvalidField for an untrainable policy.
+    Calls `watch` after each step. Raises the service's errors, and InvalidField for a policy that cannot be trained.
     """
     began = time.monotonic()
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="outrider-train-") as name:
@@ -208,8 +211,8 @@ def summary(runs: Sequence[SeedRun], curve: Path | None) -> TrainSummary:
 
 
 def _undertrained(policy: Path, seed: int) -> Any:
-    """Return the policy's model after a short training that makes it guess more often. So the reinforcement learning
-    has more to improve, and each seed starts from other weights."""
+    """Return the policy's model after a short training that makes the model guess more often. The reinforcement
+    learning then has more to improve, and each seed starts with different weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -258,8 +261,8 @@ def _train(
     class Steps(TrainerCallback):  # type: ignore[misc]  # the same
         """Reports each step, sets the learning rate, and ends the training when the task is solved or the time is up.
 
-        The rate falls by a cosine with the steps or with the time, whichever is nearer its end. So the last steps are
-        small on a slow machine, too.
+        The learning rate follows a cosine of the completed share of the steps or of the time, whichever share is
+        larger. So the last steps are also small on a slow machine.
         """
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
@@ -288,7 +291,7 @@ def _train(
         max_steps=MAX_STEPS * PASSES,
         num_iterations=PASSES,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",  # `Steps` changes the rate
+        lr_scheduler_type="constant",  # because `Steps` changes the rate
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
@@ -324,12 +327,12 @@ def _train(
         trainer.remove_callback(PrinterCallback)
         began = time.monotonic()
         trainer.train()
-        rollouts.publish(trainer)  # the weights of the last step are for the last reward and for `out`
+        rollouts.publish(trainer)  # because the last reward and `out` need the weights of the last step
     return steps
 
 
 class LaneWatch:
-    """Reads the run lane repeatedly, and computes how much of it was idle."""
+    """Polls the run lane, and computes the fraction of its slots that were free."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

@@ -1,3 +1,3 @@
-"""The fakes of the package, for tests, demos and dry runs: a scripted engine, engine servers, and a runtime in
-memory. They pass the contract tests of the real implementations.
+"""The fakes of the package, for tests, demos and dry runs: a scripted engine, engine servers, and a runtime in memory.
+The fakes pass the contract tests of the real implementations.
 """

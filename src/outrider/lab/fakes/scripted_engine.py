@@ -1,8 +1,8 @@
 """An engine that replies from a script, for tests, dry runs and benchmarks.
 
-Nothing is sampled. The engine implements the whole contract of engines (stops, limits, overflow, pausing, aborting,
-versions) and adds features for tests: failures and stalls at a chosen token, and a record of the requests. Invariant:
-token `id` at context position `p` always has the log-probability `scripted_logprob(p, id)`.
+The engine samples nothing. It implements the whole contract of engines (stops, limits, overflow, pausing, aborting,
+versions) and has additional features for tests: failures and stalls at a chosen token, and a record of the requests.
+Invariant: token `id` at context position `p` always has the log-probability `scripted_logprob(p, id)`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
 
 TAIL_TOKENS = 1024
-"""Number of tokens at the prompt's end in which a rule's `when` is searched."""
+"""Number of tokens at the prompt's end that are searched for a rule's `when`."""
 
 REMEMBERED_REQUESTS = 1024
 REMEMBERED_SESSIONS = 20_000
-"""Number of sessions whose position in the script is kept: the most recently used ones. There must be a maximum,
-because an engine is not notified when a session ends."""
+"""Maximum number of sessions whose position in the script is kept; the least recently used sessions are removed. A
+maximum is needed because an engine is not notified when a session ends."""
 
 FAILURES: dict[str, type[EngineError]] = {
     "unavailable": EngineUnavailable,
@@ -60,9 +60,9 @@ class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One scripted turn: `reply` (text with special-token markup) or raw `ids`.
 
     With `when`, the entry is a rule: it is used for every prompt with `when` in its decoded tail. Without `when`, the
-    entry is a line of the script, which each session goes through in order. `fail` raises an error after `after`
-    tokens, unless the request's limit is lower. With `stall`, the engine waits after that many tokens until `release`
-    is called.
+    entry is a line of the script, and each session gets the lines in order. `fail` raises an error after `after`
+    tokens, unless the request's limit is lower. With `stall`, the engine waits after `stall` tokens until `release` is
+    called.
     """
 
     reply: str = ""
@@ -74,8 +74,8 @@ class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine's options. Each session gets the `replies` without `when` in order, and then the last of them again
-    and again. `chunk_tokens` is the number of tokens per chunk."""
+    """The engine's options. Each session gets the `replies` without `when` in order. The last of these replies is
+    repeated. `chunk_tokens` is the number of tokens per chunk."""
 
     replies: list[str | ScriptedReply] = []
     chunk_tokens: int = 1
@@ -84,8 +84,8 @@ class ScriptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """A whole generation: its tokens, its end (`failure` instead of `finish`), and its stall. `script` is the entry
-    from which the plan was made."""
+    """A whole generation: its tokens, its end (either `finish` or `failure` is set), and its stall. `script` is the
+    entry from which the plan was made, with the entry's ids."""
 
     ids: list[int]
     finish: FinishReason | None
@@ -98,19 +98,19 @@ class _Plan(msgspec.Struct, frozen=True):
 class ScriptedEngine:
     """An `Engine` with a script. It also implements `TokenizesText`, `SetsVersion` and `LoadsWeights`.
 
-    A reply that a pause has aborted continues where it stopped, if a later request of its session has the same prompt
-    followed by the ids already sent. Weights are not read: their path must exist, and is kept in `weights`.
+    If a pause aborts a reply, and a later request of the session has the same prompt followed by the ids already sent,
+    the reply continues where it stopped. Weights are not read, but their path must exist, and is stored in `weights`.
 
-    For tests: `requests` are the most recent requests. `aborted` are the request ids of generations whose consumer
-    left; each such generation sets `abort_seen`. `stalled` is set when a generation reaches a stall, which `release`
-    ends. `kill` makes the engine unavailable, also to generations in flight, until `revive` is called. `hang` stops
-    every response, health included, until `revive` is called.
+    For tests: `requests` are the most recent requests. `aborted` has the request ids of generations that the consumer
+    closed or cancelled; each such generation sets `abort_seen`. `stalled` is set when a generation reaches a stall,
+    which `release` ends. `kill` makes the engine unavailable, also to generations in flight, until `revive` is called.
+    `hang` stops every response, health included, until `revive` is called.
     """
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
-    constraints = frozenset(ConstraintKind)  # constraints are not enforced: the author of a script must comply
-    capabilities = frozenset({Capability.VERSIONED_CACHE})  # there is no cache of other weights
+    constraints = frozenset(ConstraintKind)  # not enforced: the author of a script must comply with constraints
+    capabilities = frozenset({Capability.VERSIONED_CACHE})  # true because the engine has no cache
 
     def __init__(self, options: EngineOptions) -> None:
         own = read_options(ScriptOptions, options.options)
@@ -132,11 +132,11 @@ class ScriptedEngine:
         self._down = self._frozen = self._hung = self._released = False
         self._aborts = 0
         self._cut: OrderedDict[tuple[str, bytes], tuple[ScriptedReply, list[int]]] = OrderedDict()
-        """The rest of each aborted reply, by session and the ids before the rest."""
+        """The unsent part of each aborted reply, by session key and the bytes of the ids before this part."""
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
-        """Nothing to open."""
+        """Do nothing, because the engine opens nothing."""
 
     async def close(self) -> None:
         self.kill()
@@ -198,7 +198,7 @@ class ScriptedEngine:
         return self._tokenizer.encode(text) if self._tokenizer else None
 
     def release(self) -> None:
-        """End every stall, now and later."""
+        """End every current stall, and skip all later stalls."""
         self._released = True
         self._notify()
 
@@ -245,8 +245,9 @@ class ScriptedEngine:
             self._cut.popitem(last=False)
 
     async def _next(self, plan: _Plan, run: _Run) -> Chunk:
-        """Return the next chunk, waiting while frozen or stalled. A killed engine raises, and an aborted generation
-        ends."""
+        """Return the next chunk. Waits while the engine is frozen or hangs, and while the generation is stalled. An
+        aborted generation ends with an empty chunk. Raises EngineUnavailable if the engine was killed, and the scripted
+        failure."""
         if run.position:
             await asyncio.sleep(0)
         while (
@@ -346,7 +347,8 @@ class _Ending(msgspec.Struct, frozen=True):
 
 
 def _ending(ids: list[int], sampling: SamplingParams, tokenizer: Tokenizer | None) -> _Ending:
-    """Return the end of a reply: the first stop id or string, the limit, or the reply's own end."""
+    """Return the end of a reply: at the first stop id or stop string, at the request's limit, or at the reply's own
+    end."""
     stops = frozenset(sampling.stop_token_ids)
     if sampling.stop and tokenizer is None:
         raise EngineRejected("stop strings need a tokenizer folder")

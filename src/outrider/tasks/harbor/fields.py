@@ -1,7 +1,7 @@
 """The use of each field of `task.toml`: the table printed in docs/datasets.md.
 
-The module is pure data. Invariant: every field of the schema is in one row, so that no request of a task is ignored
-silently.
+The module is pure data. Invariant: every field of the schema is in exactly one row, so that no setting of a task is
+ignored silently.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 
 class Use(StrEnum):
-    """The use of a field. given: the value goes into the task. checked: a value that Outrider does not support is
-    refused, with the field's name. unused: the field requests nothing of a session."""
+    """The use of a field. given: the value becomes part of the task. checked: a value that Outrider does not support is
+    refused, with the field's name. unused: the field has no effect on a session."""
 
     GIVEN = "given"
     CHECKED = "checked"
@@ -20,8 +20,9 @@ class Use(StrEnum):
 
 
 class FieldUse(NamedTuple):
-    """A row of the table. `names` are paths, with blanks between. An element of a list has the path of its list, and a
-    table of a step or of a verifier's environment has the path of the task's own table."""
+    """A row of the table. `names` are the paths of fields, separated by blanks. An element of a list has the path of
+    its list. A field in a step's table, or in the table of a verifier's environment, has the path of the same field in
+    the task's own table. `how` is the text for the docs."""
 
     names: str
     use: Use

@@ -1,6 +1,6 @@
 """Reads the files of a Harbor task folder: the instruction, and other files as prepare steps that write these files.
 
-The module is independent of tasks. Invariant: no byte is read from outside the task's folder, despite any links inside.
+The module is independent of tasks. Invariant: links never make this module read files outside the task's folder.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from outrider.spec import MAX_INLINE_FILE, MAX_TEXT
 from outrider.text_files import read_text_file
 
 MAX_FILES = 16 << 20
-"""Maximum bytes of a folder that is sent with a task. The whole request may have 32 MiB."""
+"""Maximum bytes of a folder whose files are sent with a task. The limit of a whole request is 32 MiB."""
 MAX_NUMBER = 1024
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-"""A canary: a line at the beginning of an instruction by which its data set can be found in training data. Canaries are
-removed."""
+"""Pattern of a canary: a line at the beginning of an instruction that makes its data set detectable in training data.
+Canaries are removed."""
 IGNORED_BY = ".harborignore"
 
 
@@ -78,7 +78,8 @@ def check_links(folders: Iterable[Path], task: Path) -> None:
 
 def files_below(folder: Path, task: Path) -> Iterator[tuple[Path, PurePosixPath]]:
     """Yield the files below a folder, sorted, with their paths relative to the folder. Raises InvalidField for a link
-    that leaves the task or leads in a circle, for a .harborignore, and for what is neither a file nor a folder."""
+    that leaves the task or leads in a circle, for a .harborignore, and for a path that is neither a file nor a
+    folder."""
     root = task.resolve()
     todo: list[tuple[Path, PurePosixPath, tuple[Path, ...]]] = [(folder, PurePosixPath(), ())]
     while todo:

@@ -1,8 +1,8 @@
 """The schema of `task.toml` in Harbor 0.25: version 1.4 and older.
 
-The module is independent of folders and tasks. Invariant: every file that Harbor refuses is refused. Like Harbor, the
-schema ignores unknown keys and converts types as pydantic does. `unsupported` yields the requests of a valid file that
-Outrider cannot fulfil.
+The module is independent of folders and tasks. Invariant: the schema refuses every file that Harbor refuses. Like
+Harbor, the schema ignores unknown keys and converts types as pydantic does. `unsupported` yields the fields of a valid
+file that request features that Outrider lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]*/[a-zA-Z0-9][a-zA-Z0-9._-]
 SERVICE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 STEP_NAME_HAS_NOT = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])", re.IGNORECASE)
-"""Device names of Windows. No step may have such a name, because the folders of steps must be portable."""
+"""Device names of Windows. No step may have a device name, because the folders of steps must be portable."""
 MAIN = "main"
 """The service of the agent's own container."""
 UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -48,8 +48,8 @@ class Table(BaseModel):
 
 
 class Network(Table):
-    """The network of an environment, an agent or a verifier. With mode None an agent or a verifier has the network of
-    its environment."""
+    """The network of an environment, an agent or a verifier. If the mode is None, an agent or a verifier has the
+    network of its environment."""
 
     network_mode: Literal["public", "no-network", "allowlist"] | None = None
     allowed_hosts: list[str] | None = None
@@ -88,8 +88,8 @@ class HarborAgent(Network):
 
 
 class Healthcheck(Table):
-    """A health check as in Docker: repeated until it succeeds, or has failed `retries` times in a row after the start
-    period."""
+    """A health check as in Docker. The command is repeated until it succeeds, or has failed `retries` times in a row
+    after the start period."""
 
     command: str
     interval_sec: float = 5.0
@@ -134,7 +134,8 @@ class Environment(Network):
     @model_validator(mode="before")
     @classmethod
     def _sizes_of_older_schemas(cls, data: Any) -> Any:
-        """Convert `memory` and `storage` given as texts, such as "2G". Values of other types are ignored."""
+        """Convert `memory` and `storage`, strings such as "2G", to `memory_mb` and `storage_mb`. Values of other types
+        are ignored."""
         if not isinstance(data, dict):
             return data
         data = dict(data)
@@ -177,7 +178,7 @@ class Verifier(Network):
 
     @property
     def mode(self) -> Literal["shared", "separate"] | None:
-        """The verifier's mode. None means the task's mode."""
+        """The verifier's mode. None means that the mode of the task applies."""
         return self.environment_mode or ("separate" if self.environment is not None else None)
 
 
@@ -321,8 +322,9 @@ def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
 
 
 def of_network(mode: str | None, at: str) -> Iterator[Unsupported]:
-    """Yield the field if its network mode gives a network, as Harbor's default for an environment does. For an agent or
-    a verifier, None means the environment's mode, which is reported for the environment."""
+    """Yield the field if its network mode requests a network. Harbor's default for an environment also requests a
+    network. For an agent or a verifier, None means the environment's mode, which is reported for the environment
+    only."""
     if mode not in (None, NO_NETWORK):
         yield Unsupported(f"{at}.network_mode", f"a network ({mode}): sandboxes have none", NETWORK_HINT)
 

@@ -1,7 +1,7 @@
 """Converts Harbor task folders to tasks.
 
-The module runs nothing. Invariant: every request of a folder is in its task, or the folder is refused with the field's
-name. The tests and the solution are in no part of the task that an agent sees.
+The module runs no program. Invariants: every setting of a folder that affects a session is part of its task, or the
+folder is refused with the field's name; the tests and the solution are in no part of the task that an agent sees.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ PRIOR = "trajectory.json"
 """File with an earlier trajectory for the agent to continue."""
 CLEAN = "find {} -mindepth 1 -delete 2> /dev/null || true"
 OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifier")
-"""Folders emptied before a later step: the agent's, and those of a verifier that ran in the agent's sandbox."""
+"""Folders that are emptied before a later step. OF_VERIFIERS are emptied only if the previous step's verifier ran in
+the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
 AGENT_SECONDS, SESSION_SECONDS = 1800.0, 3600.0
-"""Outrider's limits, in seconds, for a task that sets none."""
+"""Outrider's limits for a task that sets no limits, in seconds."""
 PREPARING_SECONDS = 1800.0
-"""Seconds of a session in addition to its agent's, if the agent has more than the default. This is also the time limit
-of a step's setup.sh."""
+"""If the agent's limits of all steps together exceed AGENT_SECONDS, the session's limit is their sum plus this number
+of seconds. This is also the time limit of a step's setup.sh."""
 
 
 def harbor_examples(
@@ -61,9 +62,10 @@ def harbor_examples(
     """Return the Harbor tasks below a folder: each folder with `task.toml` and `instruction.md` or `steps`, sorted by
     path.
 
-    `tasks` selects tasks by their paths below `root`. `image` replaces the Dockerfile of tasks that name no image. The
-    values of `${NAME}` come from `environ`, by default this process's environment, and become part of the task. Raises
-    InvalidField for a broken task and for unsupported requests of a task, and TooLarge for tests that do not fit.
+    `tasks` selects tasks by their paths below `root`. `image` is the image of tasks that name none, in place of their
+    Dockerfile. `offline` accepts tasks that request a network. The values of `${NAME}` come from `environ`, by default
+    this process's environment, and become part of the task. Raises InvalidField for a broken task and for a task with
+    unsupported fields, and TooLarge if the files of a task are too large.
     """
     folders = harbor_folders(root)
     if not folders:
@@ -79,7 +81,8 @@ def harbor_examples(
 
 
 def harbor_folders(root: Path) -> dict[str, Path]:
-    """Return the folders of Harbor tasks below a folder by path, sorted. A folder inside another task's is left out."""
+    """Return the folders of Harbor tasks below a folder, by path, sorted. A task folder inside another task folder is
+    left out."""
     folders: dict[str, Path] = {}
     for found in sorted(root.rglob(TASK_TOML)):
         folder = found.parent
@@ -90,8 +93,8 @@ def harbor_folders(root: Path) -> dict[str, Path]:
 
 
 def build_contexts(root: Path) -> list[Path]:
-    """Return the folders with the Dockerfiles of the Harbor tasks below a folder, sorted: the Dockerfiles of the
-    agents' sandboxes, and of verifiers with an image of their own. Raises InvalidField for a broken task.toml."""
+    """Return the folders with Dockerfiles of the Harbor tasks below a folder, sorted. The Dockerfiles are for the
+    agents' sandboxes and for verifiers with their own images. Raises InvalidField for a broken task.toml."""
     found = {path.parent for path in root.rglob(f"environment/{DOCKERFILE}")}
     for folder in harbor_folders(root).values():
         config = read_config(folder / TASK_TOML)
@@ -105,7 +108,8 @@ def build_contexts(root: Path) -> list[Path]:
 
 
 class HarborFolder:
-    """Converts one folder. The constructor raises InvalidField for invalid or unsupported fields in its task.toml."""
+    """Converts one task folder. The constructor raises InvalidField for invalid or unsupported fields in the folder's
+    task.toml."""
 
     def __init__(
         self, folder: Path, environ: Mapping[str, str], image: str | None = None, *, offline: bool = False
@@ -119,7 +123,8 @@ class HarborFolder:
             raise self._refusal(field, what, hint)
 
     def example(self, name: str) -> Example:
-        """Make the example. Raises InvalidField, and TooLarge for tests that do not fit."""
+        """Make the example with the id `name`. Raises InvalidField, and TooLarge if the files of the task are too
+        large."""
         config, folder = self._config, self._folder
         steps = config.steps or []
         first = steps[0] if steps else None
@@ -194,8 +199,8 @@ class HarborFolder:
         return runtime
 
     def _of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
-        """Return the spec of a separate verifier's sandbox, which gets no health check and no files of steps, as in
-        Harbor."""
+        """Return the spec of a separate verifier's sandbox. As in Harbor, this sandbox gets no health check and no
+        files of steps."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:
             return self._sandbox(environment, field, self._image_of_agents(), self._loose_files())
@@ -285,7 +290,7 @@ class HarborFolder:
         return evaluator
 
     def _written_tests(self, layers: Sequence[Path]) -> list[dict[str, Any]]:
-        """Return the test files as steps that write them. A step's own files replace the task's files of the same
+        """Return prepare steps that write the test files. A step's own files replace the task's files with the same
         path."""
         if not any((layer / TEST).exists() for layer in layers):
             raise InvalidField(f"{layers[-1].parent} has no tests/{TEST}", field="evaluator")
@@ -301,8 +306,8 @@ class HarborFolder:
         return None if first is None or len(then) < len(later) else structs.replace(first, then=then)
 
     def _solution(self, folder: Path) -> Gold | None:
-        """Return the solution in a folder, None if there is none. It runs in the working directory, with its files in
-        /solution, and its exit code is ignored."""
+        """Return the solution in a folder, or None if the folder has no solve.sh. The solution runs in the working
+        directory, with its files in /solution, and its exit code is ignored."""
         if not (folder / SOLVE).exists():
             return None
         exports = self._resolved(self._config.solution.env, "solution.env")
@@ -313,7 +318,8 @@ class HarborFolder:
         )
 
     def _resolved(self, env: Mapping[str, str], field: str) -> dict[str, str]:
-        """Return the variables with their templates resolved. Raises InvalidField for a template without a value."""
+        """Return the variables `env` with values of the form `${NAME}` or `${NAME:-DEFAULT}` resolved. Raises
+        InvalidField if NAME is not set and has no default."""
         found = {}
         for name, value in env.items():
             template = TEMPLATE.fullmatch(value)
@@ -357,20 +363,20 @@ def health_step(check: Healthcheck) -> dict[str, Any]:
 
 
 def sources(artifacts: Artifacts, workdir: str = "") -> list[str]:
-    """Return the paths of artifacts, each once. Relative paths start in `workdir`."""
+    """Return the paths of artifacts, each once, ARTIFACTS first. Relative paths are relative to `workdir`."""
     named = (posixpath.join(workdir, one.source.rstrip("/") or one.source) for one in artifacts)
     return list(dict.fromkeys((ARTIFACTS, *named)))
 
 
 def patterns(artifacts: Artifacts) -> list[str]:
-    """Return the patterns of the files to keep from the agent's sandbox. Each artifact has two patterns, because its
-    path may be a file or a folder."""
+    """Return the patterns of the files to store as artifacts from the agent's sandbox. Each artifact has two patterns,
+    because its path may be a file or a folder."""
     _, *named = sources(artifacts)
     return [f"{ARTIFACTS}/**", *(pattern for source in named for pattern in (source, f"{source}/**"))]
 
 
 def limits(agent_seconds: Sequence[float]) -> dict[str, float]:
-    """Return the limits of a task whose agent has these seconds in its steps."""
+    """Return the limits of a task. `agent_seconds` has the time limit of the agent in each step."""
     whole = sum(agent_seconds)
     return {
         "agent_seconds": agent_seconds[0],

@@ -1,7 +1,7 @@
 """Finds the verifier's sandbox of a Harbor task or step, by Harbor's rules.
 
-The module checks whether files exist, and reads none. Harbor chooses the settings and the image of a separate
-verifier's sandbox independently: the verifier of a step that only sets `cpus` has the image named by the task's
+The module checks whether files exist, but reads no file. Harbor chooses the settings and the image of a separate
+verifier's sandbox independently: if the verifier of a step sets only `cpus`, the image is the image of the task's
 verifier. A verifier's own image contains the tests, with all their requirements.
 """
 
@@ -20,8 +20,8 @@ COMPOSE = "docker-compose.yaml"
 
 class SeparateVerifier(msgspec.Struct, frozen=True, kw_only=True):
     """The sandbox of a separate verifier. `environment`, the table at `field`, has all settings except the image.
-    Without a `context`, the image is the agent's. With a `context`, the image contains the tests: it is the image named
-    `image`, or else is built in the folder `context`."""
+    If `context` is None, the sandbox has the image of the agent's sandbox. Otherwise the sandbox has an image with the
+    tests: the image named `image`, or, if `image` is None, the image built from the folder `context`."""
 
     environment: Environment
     field: str

@@ -1,1 +1,1 @@
-"""Tasks of MiniWoB: its pages, the scripts added to them, and known solutions of some."""
+"""Makes tasks from the pages of MiniWoB, with scripts added to the pages. Some tasks have a known solution."""

@@ -1,7 +1,8 @@
-"""Tasks of MiniWoB: pages of the package miniwob, each with a seed, on the screen of a sandbox.
+"""Makes tasks of MiniWoB: a page of the package miniwob, with a seed, on the screen of a sandbox.
 
-This module runs nothing, downloads nothing and does not import the package. A task contains its page: nodes do not need
-the package. Invariants: the same page and seed make the same task; only the reward computed by the page counts.
+This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
+contains its page.
+Invariants: the same page and seed make the same task; only the reward computed by the page counts.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ INSTALL = "pip install --no-deps 'miniwob>=1.1,<1.2'"
 FOLDER = "/miniwob"
 """Folder of the pages in the sandbox."""
 BROWSER = "/usr/lib/chromium/chromium"
-"""Path of the browser in Debian's package. The package's other program is a script that reads files of /etc, which
-sandboxes lack."""
+"""Path of the browser in Debian's package. The package's other program, /usr/bin/chromium, is a script that needs files
+in /etc that sandboxes do not have."""
 POLICY = "/etc/chromium/policies/managed/miniwob.json"
 FONTS = f"{FOLDER}/fonts.conf"
-# The pages are made for Arial. Without font settings, which sandboxes do not have, Chromium chooses a serif font.
+# The pages are designed for Arial. Sandboxes have no font settings, and without font settings Chromium uses a serif
+# font.
 FONT_SETTINGS = """\
 <?xml version="1.0"?>
 <!DOCTYPE fontconfig SYSTEM "urn:fontconfig:fonts.dtd">
@@ -45,8 +47,8 @@ FONT_SETTINGS = """\
 </fontconfig>
 """
 WIDTH, HEIGHT, SCALE = 664, 428, 2
-"""Size of the screen in pixels, and the scale: room for 332 by 214 of a page's own pixels, as in BrowserGym's
-MiniWoB."""
+"""Size of the screen in pixels, and the browser's scale. The screen shows 332 by 214 CSS pixels of a page, as in
+BrowserGym's MiniWoB."""
 INSTRUCTION = """\
 The screen shows a web page. It says what to do in the yellow field at its top. Look at the screen, and do that with
 mouse and keyboard. The page says when the task has ended. Then reply without calling a tool.
@@ -54,7 +56,8 @@ mouse and keyboard. The page says when the task has ended. Then reply without ca
 REFERENCE = re.compile(r"\.\./((?:core|common)/[\w./-]+)")
 PAGE_FOLDER = "miniwob"
 
-# The search is repeated, because it also fails if a window disappears meanwhile, as windows of a starting browser do.
+# The search is repeated, because it also fails if any window disappears meanwhile, as some windows of a starting
+# browser do.
 TITLE = """\
 titled() {
     for try in $(seq "$2"); do
@@ -65,10 +68,10 @@ titled() {
 }
 """
 """Shell function `titled PREFIX TIMES`: sets `title` to the title of a window whose title begins with miniwob-PREFIX.
-It looks for the window at most TIMES times."""
+The function searches for the window at most TIMES times."""
 
-# --no-sandbox: the browser's own sandbox needs namespaces, which a sandbox may not make. --test-type hides a bar about
-# the missing sandbox.
+# --no-sandbox: the browser's own sandbox needs namespaces, which programs in a sandbox may not create. --test-type
+# hides a warning about the missing sandbox.
 OPEN = f"""\
 {TITLE}
 FONTCONFIG_FILE={FONTS} setsid {BROWSER} --no-sandbox --test-type --no-first-run --disable-gpu \\
@@ -79,7 +82,8 @@ tail -n 5 /tmp/chromium.log
 exit 1
 """
 
-# A missing display means a broken sandbox, and is an error. A missing page was closed by the agent, and is an outcome.
+# A missing display is an error, because the sandbox is broken. A missing page gets reward 0, because the agent closed
+# it.
 GRADE = f"""\
 {TITLE}
 export DISPLAY={DISPLAY}
@@ -128,9 +132,9 @@ def miniwob_pages(html: Path | None = None) -> dict[str, Path]:
 def miniwob_examples(
     page: str | None = None, *, size: int | None = None, seed: int = 0, html: Path | None = None
 ) -> list[Example]:
-    """Return tasks of one `page`, with `size` seeds from `seed` up. Without a `page`, return a task of each page, or of
-    the first `size` pages, with the seed `seed`. Tasks of pages that `gold.js` can solve have a solution. For `html`
-    see `miniwob_pages`. Raises InvalidField."""
+    """Return `size` tasks of one `page`, with the seeds `seed`, `seed` + 1, and so on. If `page` is None, return a task
+    of each page, or of the first `size` pages, with the seed `seed`. Tasks of pages that `gold.js` can solve have a
+    solution. For `html` see `miniwob_pages`. Raises InvalidField."""
     pages = miniwob_pages(html)
     if page is None:
         return [_example(pages[name], seed) for name in list(pages)[:size]]
@@ -181,15 +185,15 @@ def _script(name: str) -> str:
 
 
 def _with_script(html: str, script: str) -> str:
-    """Return the page with the script at the end of the body."""
+    """Return the text of the page with the script inserted at the end of the body."""
     head, end, tail = html.rpartition("</body>")
     return f"{head}<script>\n{script}</script>\n{end}{tail}"
 
 
 def _archive(page: Path, html: str) -> str:
-    """Pack the files that a page uses, in base64. The same files make the same text. If a page computes a file name at
-    run time, its text names only the folder, so all files of that folder are packed. The files of a stylesheet are in a
-    folder `images` beside the stylesheet."""
+    """Pack the files that a page uses into a tar.gz archive, in base64. The same files always give the same text. If a
+    page computes a file name at run time, its text names only the folder, so all files of that folder are packed. The
+    files of a stylesheet are in a folder `images` beside the stylesheet."""
     folder = page.parent.parent
     used = sorted({folder / found for found in REFERENCE.findall(html)})
     folders = [file.parent / "images" if file.suffix == ".css" else file for file in used]

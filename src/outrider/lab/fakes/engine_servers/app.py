@@ -61,7 +61,7 @@ def engine_app(
 async def serving(
     app: Application, *, host: str = "127.0.0.1", port: int = 0, websockets: int = 0
 ) -> AsyncGenerator[str, None]:
-    """Serve in this event loop for the length of the block; yields the base URL. Port 0 picks a free port.
+    """Serve the application in this event loop during the block. Yields the base URL. Port 0 chooses a free port.
     `websockets` is the maximum bytes of a WebSocket message, or 0 for no WebSockets.
 
     Connections still open at the end of the block are cut.
@@ -70,8 +70,8 @@ async def serving(
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    # The socket is created here: asyncio turns Nagle's algorithm off only for a socket with an explicit protocol. With
-    # Nagle's algorithm every streamed response would wait 40 ms for an acknowledgement.
+    # The socket is created here with an explicit protocol, because asyncio disables Nagle's algorithm only for such a
+    # socket. With Nagle's algorithm every streamed response would wait 40 ms for an acknowledgement.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))

@@ -1,6 +1,7 @@
 """The part of HTTP needed to serve an engine, on plain ASGI: one call, one response or one event stream.
 
-This module is independent of engine protocols. Invariant: when the client leaves, the work for it is cancelled.
+This module is independent of engine protocols. Invariant: when the client of a generation disconnects, the generation
+is cancelled.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of an engine's server. `tokenizer` enables texts and `/tokenize`; `model` is the served name.
+    """The settings of an engine's server. `tokenizer` enables texts in replies and the route `/tokenize`; `model` is
+    the served name.
 
-    vLLM: `generate_route` False refuses `/inference/v1/generate` as a server without `--enable-scale-out` does;
+    vLLM: `generate_route` False refuses `/inference/v1/generate`, as a server without `--enable-scale-out` does;
     `text_token_ids` writes the log-probabilities of that route as vLLM did up to 0.31; `labels` False omits the label
-    of the weights and the spans, as in 0.26; `cached_token_counts` False is a server without
-    `--enable-prompt-tokens-details`; `finishes_aborted` False omits the finish of generations aborted by a pause, as
-    0.26 often does; `dev_mode` False omits the routes that pause, label or load weights; `refuses_while_paused`
-    returns 503 during a pause, as in 0.33. SGLang: `incremental` streams deltas as with
-    `--incremental-streaming-output`; `spans` reports `weight_versions`, as from 0.5.19 on. Both: `prefix_cache` is
-    searched and filled.
+    of the weights and the spans, as in 0.26; `cached_token_counts` False omits the counts of cached tokens, as a server
+    without `--enable-prompt-tokens-details` does; `finishes_aborted` False omits the finish of generations aborted by a
+    pause, as 0.26 often does; `dev_mode` False omits the routes that pause, label or load weights;
+    `refuses_while_paused` returns 503 during a pause, as in 0.33. SGLang: `incremental` streams deltas as with
+    `--incremental-streaming-output`; `spans` reports `weight_versions`, as from 0.5.19 on. Both: requests are looked up
+    in `prefix_cache` and added to it.
     """
 
     tokenizer: Tokenizer | None = None
@@ -64,7 +66,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskedSampling(msgspec.Struct, kw_only=True):
-    """The sampling parameters that both protocols name alike."""
+    """The sampling parameters with the same names in both protocols."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -78,7 +80,7 @@ class AskedSampling(msgspec.Struct, kw_only=True):
 
 
 class ServerDied(Exception):
-    """Raised where the real server would exit."""
+    """Raised for a request at which the real server would exit."""
 
 
 class HttpCall:
@@ -127,11 +129,12 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": body})
 
     async def cut(self) -> None:
-        """Break the connection off. The response has fewer bytes than its headers promise, or its stream has no end."""
+        """Break the connection. The response has fewer bytes than its headers announce, or its stream has no end
+        event."""
         if not self.streaming:
             headers = [*JSON_HEADERS, (b"content-length", b"1")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            # An empty piece of the body follows, because the headers are only sent with the first piece.
+            # An empty piece of the body follows, because the server sends the headers only with the first piece.
             await self._send({"type": "http.response.body", "body": b"", "more_body": True})
 
     async def event(self, content: Any) -> None:
@@ -147,7 +150,7 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": DONE})
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work, which responds to the call. The work is cancelled if the client leaves first."""
+        """Run `work`, which responds to the call. The work is cancelled if the client disconnects before it ends."""
         await while_connected(self._scope, work)
 
 
@@ -163,8 +166,8 @@ class _Tokenize(msgspec.Struct):
 
 
 class Served:
-    """One engine behind one server's protocol: `routes` are the protocol's own routes. `dead` is true once the server
-    has exited: connections then break off."""
+    """One engine behind one server's protocol. `routes` has the protocol's own routes in addition to the routes of both
+    protocols. `dead` is True once the server counts as exited; every connection is then broken."""
 
     tokenizer_length: int | None = None
     """The `max_model_len` in the response of `/tokenize`, if it differs from the server's context."""
@@ -201,8 +204,8 @@ class Served:
         constraint: Constraint | None,
         **sampling: Any,
     ) -> GenerateRequest:
-        """Return the request for the engine. `sampling` are the parameters that the protocols name differently. Raises
-        EngineRejected if the engine cannot enforce the constraint."""
+        """Return the request for the engine. `sampling` has the parameters with different names in the two protocols.
+        Raises EngineRejected if the engine cannot enforce the constraint."""
         if constraint is not None and not (
             isinstance(self.engine, TakesConstraints) and constraint.kind in self.engine.constraints
         ):
@@ -227,7 +230,7 @@ class Served:
         )
 
     async def set_version(self, label: str) -> None:
-        """Set the version of the engine. Raises EngineRejected if the engine has none."""
+        """Set the version of the engine. Raises EngineRejected if the engine does not support this."""
         if not isinstance(self.engine, SetsVersion):
             raise EngineRejected("this engine's version cannot be set")
         await self.engine.set_version(version_of(label))
@@ -244,5 +247,5 @@ class Served:
 
 
 def labelled(chunk: Chunk) -> list[dict[str, Any]]:
-    """Return a chunk's versions in the form of both protocols."""
+    """Return a chunk's version spans in the format of both protocols."""
     return [{"version": label_of(span.version), "start": span.start, "end": span.end} for span in chunk.versions]

@@ -1,6 +1,8 @@
-"""A server's prefix cache, reduced to the needs of tests: which ids are cached, under which salt, from which weights.
+"""A server's prefix cache, reduced to the needs of tests: the cached ids with their salt and the version of their
+weights.
 
-The cache holds no keys and values. Invariant: a hit on keys and values of other weights is counted in `stale`.
+The cache does not store keys and values. Invariant: a hit on ids that were computed with other weights is counted in
+`stale`.
 """
 
 from __future__ import annotations
@@ -8,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 BLOCK = 4
-"""Number of tokens that are cached and found together."""
+"""Number of tokens of a block, the unit in which prefixes are cached and found."""
 
 
 class PrefixCache:
-    """The cache for `ServeSettings.prefix_cache`. `hits` is the number of tokens found, `stale` the number of found
-    tokens with keys and values of other weights."""
+    """The cache for `ServeSettings.prefix_cache`. `hits` is the number of found tokens, `stale` the number of found
+    tokens computed with other weights, and `salts` has the salt of every lookup."""
 
     def __init__(self) -> None:
         self.hits = 0
@@ -22,7 +24,8 @@ class PrefixCache:
         self._blocks: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def look(self, salt: str, prompt: Sequence[int], weights: int) -> int:
-        """Return the number of cached tokens of a prompt. The last token is always computed."""
+        """Return the number of cached tokens at the beginning of a prompt. The last token never counts as cached,
+        because a server always computes it."""
         self.salts.append(salt)
         found = 0
         for end in range(BLOCK, len(prompt), BLOCK):

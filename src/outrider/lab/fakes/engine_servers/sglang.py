@@ -1,8 +1,8 @@
 """An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
 
-The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), faults included. A request at which the
-real server exits ends this server, too. A pause holds requests back. Requests that arrive during a pause in mode abort
-get code 499 after the pause. If a request is streamed, its error is an event of the stream.
+The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), including its faults. A request at which
+the real server exits also ends this server. Requests that arrive during a pause wait until its end; requests that
+arrive during a pause in mode abort then get code 499. The error of a streamed request is an event of the stream.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _Sampling(AskedSampling, kw_only=True, forbid_unknown_fields=True):
     ebnf: str | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return the requested constraint, if any. Raises EngineRejected for more than one form."""
+        """Return the requested constraint, or None. Raises EngineRejected if several forms of constraints are
+        requested."""
         forms = {
             ConstraintKind.JSON_SCHEMA: self.json_schema,
             ConstraintKind.REGEX: self.regex,
@@ -93,7 +94,7 @@ class _Weights(msgspec.Struct):
 class ServedSGLang(Served):
     """SGLang's routes for one engine. `health_checks` counts the requests to `/health`."""
 
-    tokenizer_length = 131_072  # the tokenizer's own limit
+    tokenizer_length = 131_072  # the limit in the tokenizer's files, which the real server reports
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         routes: Routes = {
@@ -110,18 +111,18 @@ class ServedSGLang(Served):
         super().__init__(engine, settings, routes)
         self.health_checks = 0
         self._paused: str | None = None
-        """The mode of the current pause."""
+        """The mode of the current pause, or None."""
         self._resumed = asyncio.Event()
         self._in_flight: set[asyncio.Task[None]] = set()
-        """The work that a real scheduler would have: admitted generations, and health checks."""
+        """The tasks of the requests that a real scheduler would have: admitted generations, and health checks."""
 
     def error_body(self, message: str, status: int) -> Any:
-        """Body of an error outside a stream. It does not contain the status."""
+        """Return the body of an error outside a stream. The body does not contain the status."""
         return {"error": {"message": message}}
 
     async def _health(self, call: HttpCall) -> None:
-        """Report the health. The real server samples a token for this, so this server waits during a pause, for at most
-        20 s."""
+        """Report the health. The real server samples a token for a health check, so this server waits during a pause,
+        for at most HEALTH_SECONDS."""
         self.health_checks += 1
         if self._paused is not None:
             with self._tracked():
@@ -134,7 +135,7 @@ class ServedSGLang(Served):
         try:
             body = msgspec.json.decode(content, type=_Generate)
         except msgspec.ValidationError:
-            # 0.5.17 does not check names and types: its handler fails.
+            # SGLang 0.5.17 does not check names and types, so its handler fails.
             await call.answer_text(500, "Internal Server Error")
             return
         except msgspec.DecodeError as error:
@@ -174,8 +175,8 @@ class ServedSGLang(Served):
         await call.end()
 
     async def _held(self) -> bool:
-        """Wait while the server is paused. Returns True if the request is aborted afterwards, as every request is that
-        arrives during a pause in mode abort."""
+        """Wait while the server is paused. Returns True if the request must be aborted afterwards, because it arrived
+        during a pause in mode abort."""
         aborted = False
         while self._paused is not None:
             aborted = aborted or self._paused == "abort"
@@ -192,14 +193,15 @@ class ServedSGLang(Served):
             self._in_flight.discard(task)
 
     def _die(self) -> NoReturn:
-        """End the server, where the real server would exit. Raises ServerDied."""
+        """End the server at a request at which the real server exits. Raises ServerDied."""
         self.dead = True
         for task in self._in_flight - {asyncio.current_task()}:
             task.cancel()
         raise ServerDied
 
     async def _request(self, body: _Generate) -> GenerateRequest:
-        """Convert and check a request. Raises EngineRejected and ContextOverflow."""
+        """Check and convert a request. Raises EngineRejected, and ContextOverflow if the request is longer than the
+        context."""
         sampling = body.sampling_params
         if not body.input_ids:
             raise EngineRejected("input_ids cannot be empty.")
@@ -302,8 +304,8 @@ class ServedSGLang(Served):
         loader = self.loader()
         if body.abort_all_requests:
             await self.engine.pause("abort")
-        # During a pause in place, requests stay in the scheduler. A cache flush asserts that the scheduler has none, so
-        # the real server exits here.
+        # During a pause in place, requests stay in the scheduler. A cache flush asserts that the scheduler has no
+        # requests, so the real server exits here.
         if body.flush_cache and self._paused == "in_place" and self._in_flight:
             self._die()
         try:
@@ -320,7 +322,8 @@ class ServedSGLang(Served):
 
 
 class _SGLangWriter:
-    """Writes one response. Each event repeats the content before it, unless the server streams incrementally."""
+    """Writes one response. Each event repeats the content of all earlier events, unless the server streams
+    incrementally."""
 
     def __init__(
         self, request: GenerateRequest, settings: ServeSettings, cached: int | None, *, logprobs: bool, stream: bool

@@ -1,7 +1,8 @@
 """An engine behind vLLM's HTTP protocol: generate with token ids, completions with ids, and the control routes.
 
-Shapes follow vLLM 0.32 and, on request, the responses of 0.26 on a GPU (tests/golden/real_engines): ids as text, no
-label of the weights. Nothing is rendered: chat routes are absent.
+The responses have the format of vLLM 0.32 or, with the settings for it, of vLLM 0.26 on a GPU
+(tests/golden/real_engines), which writes ids as text and does not label the weights. There are no chat routes, because
+this server renders nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PAUSE_MODES: dict[str, PauseMode] = {"wait": "finish", "abort": "abort", "keep":
 DEV_ROUTES = ("/pause", "/resume", "/weight_info", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache")
 LABEL_ROUTES = ("/weight_info", "/update_weight_version")
 COMPLETION_TOKENS = 16
-"""vLLM's `max_tokens` on the completions route when none is given."""
+"""vLLM's default for `max_tokens` on the completions route."""
 
 ERROR_TYPES = {400: "BadRequestError", 403: "PermissionDeniedError", 404: "NotFoundError"}
 
@@ -164,7 +165,7 @@ class ServedVLLM(Served):
         try:
             async with aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
-                    if cache and weights < 0:  # read only now, because a pause may have held the request back
+                    if cache and weights < 0:  # read only now, because the request may have waited during a pause
                         weights = (await self.engine.health()).version
                         reply.cached_tokens = cache.look(salt, prompt, weights)
                     reply.count(chunk)
@@ -210,7 +211,7 @@ class ServedVLLM(Served):
         await call.answer(200, {"success": True, "new_version": label})
 
     async def _collective_rpc(self, call: HttpCall) -> None:
-        """Load weights, as `reload_weights` of the workers does. The label of the version is set by another call."""
+        """Load weights, as the workers' method `reload_weights` does. Another call sets the label of the version."""
         path = (await call.read(_Reload)).kwargs.weights_path
         loader = self.loader()
         try:
@@ -228,7 +229,7 @@ class ServedVLLM(Served):
 
 
 class _VLLMWriter:
-    """Writes one response as events or in one piece, in the format of its route, `choices`."""
+    """Writes one response, as events or as a whole. `choices` writes the format of the response's route."""
 
     def __init__(
         self, request: GenerateRequest, choices: _TokenChoices | _CompletionChoices, settings: ServeSettings

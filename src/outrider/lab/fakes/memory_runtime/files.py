@@ -1,6 +1,7 @@
-"""The files of a sandbox in memory. Globbing works as in the tool server, which works on disk.
+"""The files of a sandbox in memory. Patterns match as in the tool server of real sandboxes.
 
-There are no users, modes or links: modes in a patch are ignored, and a patch that makes a symbolic link is refused.
+Files have no owners and no modes, and links do not exist: modes in a patch are ignored, and a patch that makes a
+symbolic link is refused.
 Invariant: every file's folder exists, and no path is both a file and a folder.
 """
 
@@ -39,7 +40,7 @@ class MemoryFiles:
         return self._data[path]
 
     def write(self, path: str, data: bytes, *, append: bool = False) -> None:
-        """Write or append to a file. Its folder must exist."""
+        """Write a file, or append to a file. The file's folder must exist."""
         if path in self._folders:
             raise os_error(errno.EISDIR, path)
         if posixpath.dirname(path) not in self._folders:
@@ -55,7 +56,7 @@ class MemoryFiles:
             path = posixpath.dirname(path)
 
     def below(self, path: str) -> list[str]:
-        """Return every path in a folder at any depth, sorted."""
+        """Return the paths of all files and folders in a folder, at any depth, sorted."""
         prefix = path.rstrip("/") + "/"
         names = {*self._data, *self._folders}
         return sorted(name for name in names if name.startswith(prefix) and name != prefix)
@@ -79,8 +80,8 @@ class MemoryFiles:
         return sorted(f"{lead}{name}{end}" for name in names if fits(parts, name.split("/")))
 
     def patch(self, folder: str, text: bytes) -> None:
-        """Apply a diff to the files below a folder, as defined by `Runtime.patch`: the files are written to a folder of
-        the host, where git applies the diff, and read back. Blocks. Raises PatchConflict."""
+        """Apply a diff to the files below a folder, as defined by `Runtime.patch`. The files are written to a folder of
+        the host, where git applies the diff, and then read back. Blocks. Raises PatchConflict."""
         with tempfile.TemporaryDirectory(prefix="outrider-patch-") as host:
             for path in self.below(folder):
                 place = Path(host, posixpath.relpath(path, folder))
@@ -105,7 +106,7 @@ class MemoryFiles:
 
 
 def os_error(number: int, path: str) -> OSError:
-    """Return the error of a system call. Python makes the subclass that belongs to the number."""
+    """Return the error of a system call. Python chooses the subclass of OSError by `number`."""
     return OSError(number, os.strerror(number), path)
 
 

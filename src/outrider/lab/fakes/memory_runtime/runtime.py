@@ -1,9 +1,9 @@
 """The runtime `memory`: files in memory, a very small shell, and failures on demand.
 
-The runtime starts no process, and the sandbox's files are only in memory: the disk is used for uploads and archives
-alone. So tests and benchmarks can run thousands of sessions. Users import the runtime for their own tests. It passes
-the contract tests of the real runtimes, except for tests that need processes: there is neither Python nor IPython.
-Invariant: a MemoryLedger, if given, counts one start and one stop for each sandbox that has started.
+The runtime starts no process except git for patches, and uses the disk only for uploads, patches and archives. So tests
+and benchmarks can run thousands of sessions. Users import the runtime for their own tests. The runtime passes the
+contract tests of the real runtimes, except for tests that need Python or IPython. Invariant: a MemoryLedger, if given,
+counts one start and one stop for each sandbox that has started.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 
 FAIL_VARIABLE = "OUTRIDER_FAKE_FAIL"
-"""The variable of the spec's `env` that lists the operations to fail, separated by commas: start, exec, shell, read,
-write."""
+"""Name of the variable in the spec's `env` with the operations that shall fail, separated by commas: start, exec,
+shell, read, write."""
 
 
 class MemoryLedger:
@@ -55,7 +55,7 @@ class MemoryLedger:
 
 
 class MemoryRuntime:
-    """A sandbox in memory. The ledger counts one stop of a started sandbox, however often `stop` is called."""
+    """A sandbox in memory. The ledger counts only the first `stop` of a started sandbox."""
 
     ledger: ClassVar[MemoryLedger | None] = None
     shows_mounts: ClassVar[bool] = False
@@ -86,7 +86,7 @@ class MemoryRuntime:
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
-        """Accept every spec: a test's spec may have any field."""
+        """Accept every spec, because the spec of a test may have any field."""
 
     @classmethod
     def available(cls) -> Availability:
@@ -145,8 +145,8 @@ class MemoryRuntime:
         )
 
     async def until_stopped(self, work: Coroutine[Any, Any, int]) -> int:
-        """Return the result of `work`. Raises RuntimeFailure when the sandbox is stopped first: a real command is
-        killed with its sandbox, and its caller must not wait for a `sleep` to end."""
+        """Return the result of `work`. Raises RuntimeFailure if the sandbox is stopped first, because a real command is
+        killed with its sandbox, and the caller must not wait for the end of a `sleep`."""
         async with asyncio.TaskGroup() as group:
             job = group.create_task(work)
             ended = group.create_task(self._ended.wait())
@@ -193,12 +193,13 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                # The link's target is the one that `entries` found: a second lookup might find another file.
+                # The link's target is the target that `entries` found, because a second lookup might find another file.
                 plain = entry.path if entry.link is None else entry.path.parent / entry.link
                 self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 
     async def snapshot(self, paths: Sequence[str], target: Path, *, alone: bool = False) -> None:
-        """Write an archive of the paths. `alone` has no effect, because no command outlives its call here."""
+        """Write an archive of the paths. `alone` has no effect, because no command of this runtime runs on after its
+        call."""
         self.check("read")
         sink = io.BytesIO()
         with tarfile.open(fileobj=sink, mode="w") as archive:
@@ -258,7 +259,7 @@ class MemoryRuntime:
 
 
 class MemoryBash:
-    """A live shell: a MemoryShell that keeps its state between inputs."""
+    """A shell opened by `open_shell`: a MemoryShell that keeps its state between inputs."""
 
     def __init__(self, runtime: MemoryRuntime, shell: MemoryShell) -> None:
         self._runtime = runtime

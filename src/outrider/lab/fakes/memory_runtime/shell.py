@@ -1,9 +1,9 @@
-"""A very small shell over files in memory: only the commands of tests and scripted agents.
+"""A very small shell over files in memory, with only the commands of tests and scripted agents.
 
-The shell uses neither processes nor the host, and waits only in `sleep`. It has quotes, `$NAME`, `$?`, assignments,
-output redirections, `;`, `&&` and `||`. Anything else of bash (pipes, substitutions, loops) is a syntax error, so that
-a test never passes because a command was misread. Invariant: an unsupported command results in an exit code and a
-text, as in bash, never in an exception.
+The shell uses neither processes nor the host, and waits only in `sleep`. The shell supports quotes, `$NAME`, `$?`,
+assignments, output redirections, `;`, `&&` and `||`. Other features of bash (pipes, substitutions, loops) are syntax
+errors, so that a test never passes because the shell misinterprets a command. Invariant: an unsupported command gives
+an exit code and an error message, as in bash, never an exception.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Output(NamedTuple):
 
 
 class Simple(NamedTuple):
-    """One command as written. `connector` decides whether the command runs after the one before. `redirects` are pairs
-    of an operator and the following word, "" for an operator such as 2>&1."""
+    """One command, unexpanded. `connector` (`;`, `&&` or `||`) is the operator before the command. `redirects` are
+    pairs of an operator and the following word, "" for an operator such as 2>&1."""
 
     connector: str
     words: list[str]
@@ -67,7 +67,7 @@ class MemoryShell:
         self._status = 0
 
     async def run(self, text: str, stdin: bytes = b"") -> int:
-        """Run a text to its end. Returns the exit code; output is added to `out` and `err`."""
+        """Run the commands of a text. Returns the exit code; output is added to `out` and `err`."""
         try:
             for simple in parse(text):
                 if (simple.connector == "&&" and self._status) or (simple.connector == "||" and not self._status):
@@ -92,7 +92,7 @@ class MemoryShell:
         return self._status
 
     async def run_argv(self, argv: Sequence[str], stdin: bytes = b"") -> int:
-        """Run one command given as words."""
+        """Run one command, given as a list of arguments. Returns the exit code; output is added to `out` and `err`."""
         try:
             self._status = self._emit(await self._command(list(argv), stdin))
         except ShellExit as stop:
@@ -172,7 +172,7 @@ class MemoryShell:
                     for name in args or ["-"]:
                         try:
                             out += stdin if name == "-" else self.files.read(self._path(name))
-                        except OSError as error:  # the other files are still shown
+                        except OSError as error:  # as in `cat`, the other files are still printed
                             err += f"cat: {name}: {error.strerror}\n"
                     return Output(int(bool(err)), out, err.encode())
                 case "mkdir":
@@ -206,7 +206,7 @@ class MemoryShell:
         return Output(127, err=f"bash: {argv[0]}: command not found\n".encode())
 
     def _folder(self, name: str) -> str:
-        """Return the path of a folder. Raises OSError if there is none."""
+        """Return the path of a folder. Raises OSError if the path does not exist or is not a folder."""
         path = self._path(name)
         if not self.files.is_folder(path):
             self.files.read(path)
@@ -237,7 +237,7 @@ def parse(text: str) -> list[Simple]:
     found: list[Simple] = []
     current = Simple(";", [], [])
     operator = ""
-    """The redirection whose target comes next."""
+    """The redirection operator whose target is the next word."""
     text += "\n;"  # ends the last command
     at = 0
     while at < len(text):
