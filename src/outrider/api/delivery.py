@@ -38,7 +38,7 @@ async def acknowledge(
     service: Serving,
     caller: Caller,
     name: Name,
-    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # so that the refusal names the missing field
+    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # `empty` makes the refusal of an empty body name the field
     tenant: Tenant = None,
 ) -> ConsumerView:
     """Acknowledge groups: the consumer reads on after them. The position moves back only with `rewind`."""

@@ -1,7 +1,7 @@
 """A node: the process that hosts sessions, with their sandboxes, model endpoints and lanes.
 
 A node receives attempts and returns results. Nodes in other processes are in `nodes/`. Invariant: a session's
-credential works from the start of the attempt to the end of the run, and never again.
+credential works from the start of the attempt to the end of the run, and at no other time.
 """
 
 from __future__ import annotations
