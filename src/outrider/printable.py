@@ -19,12 +19,12 @@ _CONTROL = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""The text with its control characters, all but tab and newline, written as \xNN, \uNNNN or \UNNNNNNNN."""
+    r"""Return the text with all control characters but tab and newline written as \xNN, \uNNNN or \UNNNNNNNN."""
     return _CONTROL.sub(_escaped, text)
 
 
 def printable_json(text: str) -> str:
-    """A JSON document with the same value, whose texts have no control characters."""
+    """Return the JSON document `text` with its control characters escaped, so that its value is the same."""
     return _CONTROL.sub(_escaped_in_json, text)
 
 

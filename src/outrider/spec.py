@@ -489,7 +489,7 @@ def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
 
 
 def with_host(value: HttpUrl) -> HttpUrl:
-    """Return the address, if its host name can be looked up. Raises ValueError for any other address."""
+    """Return the address if its host name can be encoded for DNS. Raises ValueError for any other address."""
     try:
         (value.host or "").encode("idna")
     except UnicodeError as error:
@@ -562,8 +562,8 @@ OPERATOR_TENANT = "operator"
 """The tenant of groups submitted with the token of the settings, or while there is no token."""
 
 TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
-"""Pattern of the names of tokens and tenants. It has no colon and no slash, by which the store joins a tenant's name
-with other names."""
+"""Pattern of the names of tokens and tenants. The pattern allows no colon and no slash, because the store joins a
+tenant's name and other names with these characters."""
 
 
 def tenant_of(bucket: str) -> str:

@@ -182,7 +182,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are as in `Turn`; `kind`, `label` and
-    `depth` describe its branch. `row` is the number of the training row that trains its tokens, None without one."""
+    `depth` describe its branch. `row` is the number of the training row that trains the turn's tokens, or None if no
+    row trains them."""
 
     index: int
     parent: int | None
@@ -273,11 +274,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     turn_rewards: tuple[float | None, ...] = ()
 
     def token_rewards(self, length: int | None = None) -> list[float]:
-        """The rewards at their positions, one number for each of the first `length` ids (default: all): a turn's reward
-        at the last of its sampled tokens, the row's own at the last token that trains.
+        """Return the rewards at their positions, one number for each of the first `length` ids (default: all). A turn's
+        reward is at the last of its sampled tokens, and the row's own reward at the last token that trains.
 
-        Rewards of turns that end behind `length` are left out. All numbers are zero for a row without a reward, and if
-        none of the ids trains.
+        Rewards of turns that end after position `length` are left out. All numbers are zero for a row without a reward,
+        and if none of the ids trains.
         """
         mask = self.loss_mask[:length]
         placed = [0.0] * len(mask)
@@ -394,6 +395,6 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run_ending(self) -> StopReason | None:
-        """The reason why the agent's run ended. None if the run never came to its grading, for example because it
+        """The reason why the agent's run ended. None if the grading of the run never began, for example because the run
         failed or was cancelled: then there is nothing to grade."""
         return self.run_reason if self.verdict is None else self.stop_reason

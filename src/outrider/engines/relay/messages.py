@@ -103,7 +103,7 @@ class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
 
 
 class WorkerTokens(msgspec.Struct, tag="tokens", frozen=True, kw_only=True, omit_defaults=True):
-    """A `Chunk`. `number` counts the messages of its generation, from 1."""
+    """A `Chunk` as a message. `number` counts the messages of its generation, from 1."""
 
     generation: int
     number: int
@@ -133,7 +133,7 @@ class WorkerReply(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_
 
 
 class Version(msgspec.Struct, tag="version", frozen=True):
-    """The worker's weights have changed without an order: it now serves this policy version."""
+    """The worker now serves this policy version, because its weights were changed without an order of the service."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
