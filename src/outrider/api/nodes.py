@@ -31,7 +31,7 @@ async def pull(service: Serving, spec: Annotated[PullSpec, body(PullSpec)]) -> P
 
 @ROUTES.post("/{name}/drain", "admin", NodeList)
 async def drain(service: Serving, name: str) -> NodeList:
-    """Stop giving a node new sessions until it is resumed. Its sessions under way go on."""
+    """Stop giving a node new sessions until it is resumed. The node's sessions under way continue."""
     return await service.drain_node(name)
 
 

@@ -240,7 +240,8 @@ class Worker:
             if self.connections > before:
                 if code != Close.SILENT:  # a worker that the service drops each time must wait longer and longer
                     failed = 0
-                # After these seconds the service no longer waits for the worker, so the kept messages are dropped.
+                # After these seconds the service no longer waits for the worker, so its generations are ended and their
+                # messages dropped.
                 seconds = self._welcome.resume if self._welcome is not None else 0
                 self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
             log.info("worker %s has no connection to %s: %s", self.name, self.url, end)

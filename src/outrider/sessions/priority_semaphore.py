@@ -27,7 +27,7 @@ Quantities = tuple[int, ...]
 
 
 URGENT = 1 << 20
-"""A request with this priority or a higher one is URGENT: it comes before all requests that are not."""
+"""Requests with at least this priority are URGENT: they come before all other requests."""
 
 
 def fits(needs: Quantities, room: Quantities) -> bool:
