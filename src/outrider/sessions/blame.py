@@ -86,7 +86,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """A model call failed, and no later call has made up for the failure (see `FailedCalls`). A prompt that was too
     long does not count as a failure."""
     stalled: bool = False
-    """The service stood still for HARMFUL_SECONDS or more at once while the agent ran."""
+    """The service was stalled for HARMFUL_SECONDS or more at once while the agent ran."""
     overdue: bool = False
     """The run's waits for an engine or the store were overdue by HARMFUL_SECONDS or more in all."""
     in_vain: bool = False

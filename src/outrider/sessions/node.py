@@ -150,7 +150,7 @@ class LocalNode:
         return self._models.get(key)
 
     def note_stall(self, seconds: float) -> None:
-        """Record that the service, another process, has stood still for `seconds`."""
+        """Record that the service, which runs in another process, was stalled for `seconds`."""
         self._services.watchdog.note(seconds)
 
     def stats(self) -> NodeStats:

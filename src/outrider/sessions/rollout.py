@@ -9,7 +9,7 @@ The steps of a task with several steps run one after another in the same sandbox
 slot. An attempt that grades an earlier session's run again runs no agent: it takes resources and an eval slot, and
 grades.
 
-To cancel the session is to cancel this coroutine. The scheduler and HTTP are handled elsewhere. Invariant: whatever
+A session is cancelled by cancelling this coroutine. The scheduler and HTTP are handled elsewhere. Invariant: whatever
 happens, the sandbox is stopped exactly once, and every slot and then the resources are released.
 """
 
@@ -75,7 +75,7 @@ from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageS
 log = logging.getLogger("outrider.session")
 
 HARMFUL_SECONDS = 2.0
-"""An agent's client may have given up if the service stood still for this many seconds or more at once, or if the run's
+"""An agent's client may have given up if the service was stalled for this many seconds or more at once, or if the run's
 waits for an engine or the store were overdue by as many seconds in all. A shorter delay is no longer than a slow model
 call."""
 
@@ -97,11 +97,12 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     watchdog: Watchdog
     endpoints: Endpoints
     service_silence: Callable[[], float] = lambda: 0.0
-    """Returns the seconds for which a service in another process has stood still until now."""
+    """Returns the total seconds, up to now, in which a service in another process was stalled."""
 
     def stalled_seconds(self) -> float:
-        """The total seconds until now in which no session could make progress: the event loop was blocked, or the
-        service stood still, or the policy was paused. Overlapping stops count twice, in the sessions' favour."""
+        """Return the total seconds, up to now, in which no session could make progress, because the event loop was
+        blocked, the service was stalled or the policy was paused. Overlapping stops count twice, in the sessions'
+        favour."""
         return self.watchdog.stalled_seconds() + self.service_silence() + self.model.pool.policy.gate.paused_seconds()
 
 

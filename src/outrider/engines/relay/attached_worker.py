@@ -100,7 +100,7 @@ class AttachedWorker:
         self.gone: str | None = None
         self.failing = False
         """True after a generation failed with EngineUnavailable, until a generation succeeds or the worker reports that
-        it is healthy. Other workers are preferred meanwhile."""
+        it is healthy. Until then other workers are preferred."""
         self.deadline: asyncio.TimerHandle | None = None
         """The timer that drops the worker. The timer starts when the connection is lost, and is cancelled when the
         worker reconnects."""

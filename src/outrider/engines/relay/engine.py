@@ -172,7 +172,7 @@ class RelayEngine:
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights on every worker. A worker without a connection gets the order when it has reconnected. A worker
-        that fails, or has attached meanwhile, is disconnected. After reconnecting, such a worker loads the weights
+        that fails, or attached during the update, is disconnected. After reconnecting, such a worker loads the weights
         before it gets work, as any new worker does. Raises a worker's error if no worker has loaded the weights."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
@@ -270,7 +270,7 @@ class RelayEngine:
             await self._bring_up(worker)
         except OutriderError as error:
             log.warning("relay %s refused worker %s: %s", self.name, worker.name, error.message)
-            # A worker that was only too slow, or failed to carry out an order, may come back.
+            # A worker that was only too slow, or failed to carry out an order, may reconnect.
             comes_back = fits or isinstance(error, EngineUnavailable)
             worker.cut_off(Close.SILENT if comes_back else Close.CONFLICT, error.message)
             worker.give_up(error.message)
