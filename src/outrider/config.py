@@ -167,7 +167,8 @@ class GraderConfig(Section):
 
     `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `model`: the model named in a judge's
     requests. `key_variable`: the variable, in the environment of the service and of its nodes, with the API key.
-    `secret_variable`: the variable with the key for signing requests to a grader; without it nothing is signed.
+    `secret_variable`: the variable with the key for signing requests to a grader; without this variable requests are
+    not signed.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]

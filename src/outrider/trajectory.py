@@ -45,7 +45,7 @@ class JoinKind(StrEnum):
     ROOT = "root"  # shares no history with earlier requests
     APPEND = "append"  # a recorded conversation plus new messages
     FORK = "fork"  # shares a history, but could not append to it
-    RETRY = "retry"  # the very same request again
+    RETRY = "retry"  # the same request as before
 
 
 class ForkCause(StrEnum):
@@ -55,7 +55,7 @@ class ForkCause(StrEnum):
     HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
     TOOLS_CHANGED = "tools_changed"  # a recorded history continues with other tools
     SYSTEM_CHANGED = "system_changed"  # a recorded history continues with another system prompt
-    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, as when another agent takes over
+    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, for example because another agent takes over
     BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only append
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
     CAPTURE_DRIFT = "capture_drift"  # capture mode: the prompt that the engine reports does not extend the record
@@ -71,9 +71,9 @@ class BranchKind(StrEnum):
     MAIN = "main"  # the conversation that does the task's work
     SUBAGENT = "subagent"  # a conversation that another conversation started
     COMPACTION = "compaction"  # writes a summary of a history, or continues from a summary
-    AUXILIARY = "auxiliary"  # a side call, such as for a title
+    AUXILIARY = "auxiliary"  # a call apart from the task's work, such as for a title
     RETRY = "retry"  # a reply that the agent did not use, because it sent the request again and used the other reply
-    ABORTED = "aborted"  # its last turn was cut off by the client: the agent never saw the tokens
+    ABORTED = "aborted"  # a branch whose last turn the client cut off: the agent never saw the tokens
 
 
 class BranchPolicy(StrEnum):

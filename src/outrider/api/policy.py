@@ -10,7 +10,7 @@ from outrider.schemas import PolicyStatus
 from outrider.spec import PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
 
 FAILURES = (Conflict, EngineMisbehaved, EngineUnavailable)
-"""Errors with which a change of the policy may end, because the engines must carry it out."""
+"""Errors with which a change of the policy may end, because the engines carry out the change and may fail."""
 
 ROUTES = ControlRouter("/policy")
 

@@ -125,5 +125,5 @@ class _HuggingFaceForward:
         finally:
             if training:
                 self._model.train()
-        layers = [(layer.keys, layer.values) for layer in past.layers]  # the model has added the new columns
+        layers = [(layer.keys, layer.values) for layer in past.layers]  # the model has added the new tokens' columns
         return output.logits[:, -1].float().cpu(), layers

@@ -201,7 +201,7 @@ class Worker:
         self.engine.version = version
         loop = self._loop
         if loop is not None:
-            with suppress(RuntimeError):  # the loop was closed meanwhile
+            with suppress(RuntimeError):  # the loop may have been closed by now
                 loop.call_soon_threadsafe(self._tell_version, version)
 
     def _tell_version(self, version: int) -> None:

@@ -133,7 +133,7 @@ class NodeResources:
         self._free_gpus.difference_update(gpus)
 
         def give_back() -> None:
-            self._free_gpus.update(gpus)  # before `release`, which serves the next in line, perhaps with these GPUs
+            self._free_gpus.update(gpus)  # before `release`, which may give these GPUs to the next in line
             slot.release()
 
         return ResourceShare(give_back, gpus)

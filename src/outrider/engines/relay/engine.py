@@ -243,7 +243,7 @@ class RelayEngine:
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # with this version the worker may get work
+            if isinstance(message, Version):  # the new version may allow the worker to get work
                 news()
 
         worker.connect(link, hello)
