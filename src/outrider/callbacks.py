@@ -87,7 +87,7 @@ def check_signature(
             "the callback's signature does not match", hint="service and receiver share callbacks.secret"
         )
     clock = time.time() if now is None else now
-    # The signature covers the timestamp, so the holder of the secret wrote it, and it is a number.
+    # The signature covers the timestamp, so the holder of the secret wrote the timestamp, which is therefore a number.
     if abs(clock - int(timestamp)) > tolerance:
         raise Unauthorized(
             f"the callback was signed {clock - int(timestamp):.0f} s ago",

@@ -16,7 +16,7 @@ class ConstraintKind(StrEnum):
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    # The syntax is that of the engine's grammar library: Lark or GBNF.
+    # A grammar has the syntax of the engine's grammar library: Lark or GBNF.
     GRAMMAR = "grammar"
 
 

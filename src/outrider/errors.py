@@ -79,8 +79,8 @@ class Overflow(msgspec.Struct, frozen=True):
 class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An error as data: in the store, in results, in HTTP replies.
 
-    `code` names the class of the error, `hint` is the next thing to do, `field` is the path of the wrong field of a
-    request, and `log_tail` is the end of the failed program's output (at most 65,536 characters). `overflow` has the
+    `code` names the class of the error, `hint` says how to solve the problem, `field` is the path of the wrong field of
+    a request, and `log_tail` is the end of the failed program's output (at most 65,536 characters). `overflow` has the
     numbers of a `context_overflow`, if they are known; other records do not have this field.
     """
 

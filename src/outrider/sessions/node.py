@@ -175,7 +175,7 @@ class LocalNode:
         return await pull(reference, name, ImageStore())
 
     async def run(self, attempt: Attempt) -> SessionResult:
-        """Run an attempt to its result, whatever fails. Raises only CancelledError."""
+        """Run an attempt and return its result, which has the error if something fails. Raises only CancelledError."""
         # The look-up in `_models` compares hashes, to which Python gives a random seed. So the time of a look-up
         # reveals nothing about the key.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"

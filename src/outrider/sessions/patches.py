@@ -38,8 +38,8 @@ MAKE_ROOM = """git write-tree
 mkdir .git/outrider-aside
 find . -mindepth 1 -maxdepth 1 ! -name .git -exec mv -- {{}} .git/outrider-aside/ \\;
 """
-# The `.git` of each repository within the repository is removed. Otherwise git would add the inner repository as a link
-# to a commit that exists nowhere else.
+# The `.git` of each nested repository is removed. Otherwise git would add the inner repository as a link to a commit
+# that exists nowhere else.
 MAKE = """find . -path ./.git -prune -o -name .git -prune -exec rm -rf -- {{}} +
 git add -A --ignore-errors . || true
 git diff --binary --full-index --no-renames --no-color --no-ext-diff --no-textconv \

@@ -323,7 +323,7 @@ class AttachedWorker:
         if generation.received - generation.acknowledged >= self._options.window:
             raise Nonsense(f"more than {self._options.window} unacknowledged chunks of one generation")
         # Each generation may have one chunk beyond the total window. After a resend the order of arrival no longer
-        # shows which chunks these are, so only their number is checked.
+        # shows which chunks are the extra ones, so only their number is checked.
         if self._unacknowledged >= self._options.total_window + len(self._generations):
             raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
         if isinstance(message, Failed):

@@ -280,7 +280,7 @@ class RelayEngine:
                 del self._arriving[worker.hello.instance]
         if worker.gone is not None:
             return
-        # Other workers may have attached meanwhile.
+        # Check again, because other workers may have attached during the check.
         conflict = self._conflict(worker.hello)
         if conflict is not None:
             worker.cut_off(Close.CONFLICT, conflict)
@@ -294,8 +294,8 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Apply the engine's pause and weights to a new worker, and repeat this until neither has changed meanwhile.
-        Raises the worker's errors."""
+        """Apply the engine's pause and weights to a new worker, and repeat this until both are up to date. Raises the
+        worker's errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
             if paused != (wanted := self._paused):
