@@ -90,7 +90,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     overdue: bool = False
     """The run's waits for an engine or the store were overdue by HARMFUL_SECONDS or more in all."""
     in_vain: bool = False
-    """The agent gave up a call that waited for an engine, for the store, or for the end of a pause of the policy."""
+    """The agent gave up a call, and an engine, the store or a pause of the policy was at fault."""
     hung_up: bool = False
     """The agent's client gave up a call before the run ended."""
     limit: bool = False
