@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # importing typing is slow, and Ctrl-C meanwhile would end the command line in a traceback
+TYPE_CHECKING = False  # importing typing is slow, and Ctrl-C during the import would show a traceback
 if TYPE_CHECKING:
     from outrider.client.client import AsyncClient, Client
 
@@ -10,7 +10,7 @@ __all__ = ["AsyncClient", "Client"]
 
 
 def __getattr__(name: str) -> object:
-    """Import the clients on first use: not every program of this package is a client."""
+    """Import the clients on first use, because not every program of this package uses a client."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outrider.client import client

@@ -1,10 +1,11 @@
-"""Signatures of callbacks and of requests to external graders: the service makes them, the receiver verifies them.
+"""Signatures of callbacks and of requests to external graders: the service makes the signatures, and the receiver
+verifies them.
 
     group = outrider.callbacks.verify(request.headers, body, secret)
 
 The signatures follow the Standard Webhooks specification (https://www.standardwebhooks.com), which has libraries in
-other languages. The module does no transport. Invariant: `verify` returns only bodies signed by the holder of the
-secret.
+other languages. The module sends and receives nothing. Invariant: `verify` returns only bodies signed by the holder of
+the secret.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ def check_signature(
 ) -> None:
     """Check that a request comes from the holder of the secret. `body` is the body as received, in bytes.
 
-    Give several secrets while one is replaced by another. `tolerance` is how many seconds the clocks of the service and
-    of the receiver may differ. A recorded request can be replayed for the same number of seconds. Raises Unauthorized
-    for a request that is not signed, signed with another secret, changed, or signed at a time that is more than
-    `tolerance` away from now.
+    While a secret is being replaced, give the old and the new secret. `tolerance` is how many seconds the clocks of the
+    service and of the receiver may differ. A recorded request can be replayed for the same number of seconds. Raises
+    Unauthorized for a request that is not signed, signed with another secret, changed, or signed at a time that is more
+    than `tolerance` away from now.
     """
     found = {name.lower(): value for name, value in headers.items()}
     group_id, timestamp, signatures = (found.get(name, "") for name in (ID, TIMESTAMP, SIGNATURE))
@@ -86,7 +87,7 @@ def check_signature(
             "the callback's signature does not match", hint="service and receiver share callbacks.secret"
         )
     clock = time.time() if now is None else now
-    # The signature covers the timestamp, so the holder of the secret wrote it, and it is a number.
+    # The signature covers the timestamp, so the holder of the secret wrote the timestamp, which is therefore a number.
     if abs(clock - int(timestamp)) > tolerance:
         raise Unauthorized(
             f"the callback was signed {clock - int(timestamp):.0f} s ago",

@@ -167,7 +167,8 @@ class GraderConfig(Section):
 
     `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `model`: the model named in a judge's
     requests. `key_variable`: the variable, in the environment of the service and of its nodes, with the API key.
-    `secret_variable`: the variable with the key for signing requests to a grader; without it nothing is signed.
+    `secret_variable`: the variable with the key for signing requests to a grader; without this variable requests are
+    not signed.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -332,11 +333,12 @@ class Config(Section):
 
 
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"})
-"""Settings and sections that are a machine's own when the machine joins a service."""
+"""Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
+service."""
 
 
 def is_local(host: str) -> bool:
-    """True if a host name or address can only refer to this machine."""
+    """Return True if a host name or address can only refer to this machine."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -364,8 +366,8 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     Raises InvalidField with the setting's name and the source of its value. (The merge does not use pydantic-settings
     because its errors do not name the source.)
     """
-    # In this order of the variables, OUTRIDER_LANES__RUN overrides OUTRIDER_LANES. An empty variable counts as not set:
-    # in shells and compose files a variable is usually unset in this way.
+    # In sorted order OUTRIDER_LANES__RUN comes after OUTRIDER_LANES, and so overrides it. An empty variable counts as
+    # not set, because in shells and compose files a variable is usually unset by making it empty.
     environment = {
         name.removeprefix(PREFIX).lower().replace("__", "."): _value(text)
         for name, text in sorted(variables().items())
@@ -416,7 +418,8 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _has_value(values: Any, location: Sequence[int | str]) -> bool:
-    """True if a source of settings has a value at `location`, or a plain value in place of one of its parents."""
+    """Return True if a source of settings has a value at `location`, or a plain value in place of one of its
+    parents."""
     for part in location:
         if not isinstance(values, Mapping):
             return True

@@ -1,8 +1,8 @@
 """The form that a reply must have. Clients call it structured output, guided decoding or a response format.
 
-A dialect parses the constraint, an engine enforces it, and it is stored with the turn. Only the engine can determine
-whether an expression or a grammar compiles. Invariant: the size of `text` is bounded, and the text of a JSON schema is
-valid JSON.
+A dialect parses the constraint, an engine enforces the constraint, and the store keeps the constraint with the turn.
+Only the engine can determine whether an expression or a grammar compiles. Invariant: the size of `text` is bounded, and
+the text of a JSON schema is valid JSON.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class ConstraintKind(StrEnum):
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    # The syntax is that of the engine's grammar library: Lark or GBNF.
+    # A grammar has the syntax of the engine's grammar library: Lark or GBNF.
     GRAMMAR = "grammar"
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The form of a reply. `text` is the JSON of the schema, the regular expression or the grammar. It is "" if any
-    JSON object will do."""
+    """The form of a reply. `text` is the JSON of the schema, the regular expression or the grammar. `text` is "" if any
+    JSON object is accepted."""
 
     kind: ConstraintKind
     text: str = ""

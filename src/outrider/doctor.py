@@ -221,7 +221,8 @@ def _gpus() -> tuple[Finding, ...]:
 def _port(host: str, port: int) -> Finding:
     name = f"{host}:{port}"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # Servers set this option, too: without it a port counts as taken for a minute after its server has ended.
+        # Servers set this option, too. Without the option a port counts as taken for a minute after its server has
+        # ended.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,5 +1,5 @@
 """The environment of this process. Only this module reads the environment; `config.py` builds a service's settings from
-it."""
+the environment."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def variables() -> Mapping[str, str]:
 
 
 def environment(name: str) -> str | None:
-    """A variable, such as PATH or XDG_DATA_HOME; None if it is not set."""
+    """Return the value of a variable, such as PATH or XDG_DATA_HOME, or None if the variable is not set."""
     return os.environ.get(name)
 
 
 def cache_home() -> Path:
-    """The folder of everything that Outrider downloads, installs or builds once, such as harness programs and images:
-    $OUTRIDER_HOME, else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder for everything that Outrider downloads, installs or builds once, such as harness programs and
+    images: $OUTRIDER_HOME, else outrider/ in $XDG_CACHE_HOME or ~/.cache."""
     if home := os.environ.get("OUTRIDER_HOME"):
         return Path(home)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

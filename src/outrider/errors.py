@@ -29,8 +29,8 @@
             └── QueueFull             service     429   yes     too many sessions wait
 
 A rollout that fails is data: its error is attributed to the boundary it crossed, recorded once as an `ErrorRecord`, and
-never turned into a reward. The module uses nothing of HTTP but status codes. Invariant: `error_from` makes of a record
-an error of the class that the record's `code` names, if this version has the class.
+never turned into a reward. The module uses nothing of HTTP but status codes. Invariant: `error_from` turns a record
+into an error of the class that the record's `code` names, if this version has the class.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ NO_THREAD = "can't start new thread"
 
 
 class Overflow(msgspec.Struct, frozen=True):
-    """The number of tokens of a prompt, or a lower bound of it, and the size of the context, in tokens, that the prompt
-    does not fit."""
+    """`prompt_tokens` is the number of tokens of a prompt, or a lower bound of this number. `context_tokens` is the
+    size of the context that the prompt does not fit."""
 
     prompt_tokens: int
     context_tokens: int
@@ -79,8 +79,8 @@ class Overflow(msgspec.Struct, frozen=True):
 class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An error as data: in the store, in results, in HTTP replies.
 
-    `code` names the class of the error, `hint` is the next thing to do, `field` is the path of the wrong field of a
-    request, and `log_tail` is the end of the failed program's output (at most 65,536 characters). `overflow` has the
+    `code` names the class of the error, `hint` says how to solve the problem, `field` is the path of the wrong field of
+    a request, and `log_tail` is the end of the failed program's output (at most 65,536 characters). `overflow` has the
     numbers of a `context_overflow`, if they are known; other records do not have this field.
     """
 
@@ -136,7 +136,8 @@ class OutriderError(Exception):
         self.inside = inside
 
     def replace(self, **changes: str | bool | None) -> Self:
-        """Return a copy with `changes` to its attributes. The error itself may have been raised, and stays as it is."""
+        """Return a copy whose attributes have the values in `changes`. The error itself is unchanged, because it may
+        have been raised already."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self) | changes)
         if "message" in changes:
@@ -337,15 +338,16 @@ def lacks_means(error: BaseException) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """Return an error as text: the message of an OutriderError; of any other error, the name of its class, too."""
+    """Return an error as text: the message of an OutriderError, or the class name and the message of any other
+    error."""
     if isinstance(error, OutriderError):
         return storable(str(error))
     return storable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def record_of(error: BaseException) -> ErrorRecord:
-    """Return the record of any exception. An exception that is no OutriderError, and for which `lacks_means` is false,
-    is recorded as a bug in Outrider."""
+    """Return the record of any exception. An error for which `lacks_means` is true is recorded as a ServiceError. Any
+    other exception that is not an OutriderError is recorded as a bug in Outrider."""
     if isinstance(error, OutriderError):
         return error.record()
     if lacks_means(error):

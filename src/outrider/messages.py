@@ -1,4 +1,5 @@
-"""The common form of messages. Every dialect parses its conversations into this form, and every renderer reads it.
+"""The common form of messages. Every dialect parses its conversations into this form, and every renderer reads this
+form.
 
 The module uses no wire format and no tokens. Invariant: a message holds all that a template may print of it. Tool specs
 stay in OpenAI's form (`{"type": "function", "function": {"name", "description", "parameters"}}`) with the client's key
@@ -16,9 +17,9 @@ import msgspec
 
 ToolSpec = dict[str, Any]
 
-# A request may contain tens of thousands of some structs, here and in the dialects. These structs have gc=False, so
-# that the garbage collector skips them: a pass stops all threads while it visits objects. They cannot be part of a
-# cycle.
+# A request may contain tens of thousands of some structs, here and in the dialects. These structs have gc=False: the
+# garbage collector skips them, because a pass stops all threads while it visits objects. This is safe because these
+# structs cannot be part of a cycle.
 
 
 class Role(StrEnum):
@@ -64,7 +65,7 @@ def image_from_bytes(media_type: str, data: bytes) -> Image:
 
 
 def image_from_url(url: str) -> Image:
-    """An image for the engine to fetch."""
+    """Make an image whose bytes the engine fetches from the URL."""
     return Image("", hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest(), url=url)
 
 
@@ -118,12 +119,12 @@ IMAGE_EXTENSIONS = {
 
 
 def image_file(image: Image) -> str:
-    """File name of an image in an export."""
+    """Return the file name of an image in an export."""
     return f"{image.digest}.{IMAGE_EXTENSIONS.get(image.media_type, 'bin')}"
 
 
 def images_in(message: Message) -> list[Image]:
-    """The images of a message, in order."""
+    """Return the images of a message, in order."""
     return [part for part in message.parts if isinstance(part, Image)]
 
 
@@ -139,7 +140,7 @@ class WireMessages(Protocol):
     """A request's messages, each parsed only on demand: a long history is compared by its bytes.
 
     - `raw(i)` is any byte string that determines message `i`, and `head(n)` any byte string that determines the first
-      `n`. Both are compared within a session, which may use several dialects.
+      `n`. These bytes are compared within a session, even between messages of different dialects.
     - `size(i)` is about how many bytes `parse(i)` reads, so that callers can divide long work into pieces.
     - `parse(i)` raises RequestError, which names the message, if the message is malformed.
     """
@@ -178,7 +179,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     log-probabilities.
 
     Tokens are in the step in which they were sampled; text is in the first step in which it cannot become part of a
-    tool call any more. So text and tokens of one step need not match, but those of a whole stream do.
+    tool call any more. So text and tokens of one step need not match, but text and tokens of a whole stream do.
     """
 
     text: str = ""

@@ -80,7 +80,7 @@ def plugin_code() -> Iterator[None]:
 
 
 def names(kind: str) -> list[str]:
-    """The names of all built-ins and entry points of a kind, sorted."""
+    """Return the names of all built-ins and entry points of a kind, sorted."""
     return sorted({**_entry_points(kind), **BUILTINS.get(kind, {})})
 
 
@@ -111,5 +111,5 @@ def load(path: str, *, field: str | None = None) -> Any:
 
 @functools.cache  # reading the metadata of every installed package takes milliseconds
 def _entry_points(kind: str) -> dict[str, str]:
-    """The entry points of a kind: dotted paths by name."""
+    """Return the entry points of a kind: dotted paths by name."""
     return {point.name: f"{point.module}:{point.attr}" for point in entry_points(group=f"outrider.{kind}")}

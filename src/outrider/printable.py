@@ -10,8 +10,8 @@ import re
 _CONTROL = re.compile(
     "["
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1: escape sequences begin with a control character
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the writing direction: shown and real text differ
-    "\u2028\u2029"  # more line ends
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # these change the writing direction, so shown and real text differ
+    "\u2028\u2029"  # other line ends
     "\u180e\u200b\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff"  # invisible characters
     "\ud800-\udfff"  # lone surrogates, which cannot be encoded
     "]"
@@ -19,12 +19,12 @@ _CONTROL = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""The text with its control characters, all but tab and newline, written as \xNN, \uNNNN or \UNNNNNNNN."""
+    r"""Return the text with all control characters but tab and newline written as \xNN, \uNNNN or \UNNNNNNNN."""
     return _CONTROL.sub(_escaped, text)
 
 
 def printable_json(text: str) -> str:
-    """A JSON document with the same value, whose texts have no control characters."""
+    """Return the JSON document `text` with its control characters escaped, so that its value is the same."""
     return _CONTROL.sub(_escaped_in_json, text)
 
 

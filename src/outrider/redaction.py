@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 KEY_PREFIX = "outrider_"
-"""Prefix of control API tokens and session keys, by which they are found wherever they are printed."""
+"""Prefix of control API tokens and session keys. Tokens and keys in a text are found by this prefix."""
 HIDDEN = "[redacted]"
 
 _OWN = re.compile(rf"{KEY_PREFIX}[\w-]{{32,}}")
@@ -27,12 +27,12 @@ removed from every text."""
 
 
 def without_keys(text: str) -> str:
-    """The text without tokens and session keys of Outrider."""
+    """Return the text without tokens and session keys of Outrider."""
     return _OWN.sub(HIDDEN, text) if KEY_PREFIX in text else text
 
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
-    """The text without keys of Outrider, the given `secrets`, and values in the usual places of secrets."""
+    """Return the text without keys of Outrider, the given `secrets`, and values in the usual places of secrets."""
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
     return _PLACES.sub(

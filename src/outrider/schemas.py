@@ -154,7 +154,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     """A session. `result` is set once the session is done. `last_error` is the error after which the session was last
-    queued again, None if it never was."""
+    queued again, None if the session never was queued again."""
 
     id: str
     group_id: str
@@ -287,8 +287,8 @@ class GcReport(msgspec.Struct, frozen=True, kw_only=True):
     and the `bytes` of their tasks, turns, results and artifacts.
 
     Some groups are old enough, but are kept: `unacknowledged` is the number of groups that a consumer has not
-    acknowledged, `undelivered` of groups whose callback is not delivered yet. `stored_bytes` is the size of all
-    finished groups now, images included. If `more` is true, groups are left to remove: repeat the request.
+    acknowledged, `undelivered` is the number of groups whose callback is not delivered yet. `stored_bytes` is the size
+    of all finished groups now, images included. If `more` is true, groups are left to remove: repeat the request.
     """
 
     groups: int
@@ -409,7 +409,7 @@ class PolicyEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 class PolicyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the policy. `paused` is None while the policy generates. `cancelled` are the groups that this
-    request cancelled, because they began at a version too old."""
+    request cancelled, because they began at too old a version."""
 
     version: int
     paused: PolicyPause | None

@@ -238,9 +238,10 @@ class Mount(Spec):
 class RuntimeSpec(Spec):
     """The sandbox.
 
-    Its root file system is an `image` of the node, by name, or a folder on the node, `rootfs`. Without either, it has
-    the host's system folders, read-only. The operator must allow `rootfs` and `mounts`. `users`: the number of user and
-    group ids inside, from 0 up. After `lifetime_seconds` a sandbox ends by itself, even if its node is gone.
+    Its root file system is an `image` of the node, by name, or a folder on the node, `rootfs`. Without either, the
+    sandbox has the host's system folders, read-only. The operator must allow `rootfs` and `mounts`. `users`: the number
+    of user and group ids inside, from 0 up. After `lifetime_seconds` a sandbox ends by itself, even if its node is
+    gone.
     """
 
     kind: Name = "namespace"
@@ -272,8 +273,8 @@ class HarnessSpec(Spec):
 
     The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, the values of `env` and
     the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written before
-    it starts. `venv` is a virtual environment of the host in which a command runs. `nonzero_exit` defaults to the
-    preset's own value, and to "grade" for a command.
+    the command starts. `venv` is a virtual environment of the host in which a command runs. `nonzero_exit` defaults to
+    the preset's own value, and to "grade" for a command.
     """
 
     preset: Name | None = None
@@ -299,8 +300,8 @@ Pathspec = Annotated[str, StringConstraints(pattern=r"^[^:]", max_length=4096), 
 
 
 class DiffSpec(Spec):
-    """A way to carry the outcome to the grading: as the agent's changes in a git repository. `diff` is the repository's
-    folder (absolute or relative to the working directory). Files that git ignores and paths that match the pathspecs in
+    """Carries the outcome to the grading as the agent's changes to a git repository. `diff` is the repository's folder
+    (absolute or relative to the working directory). Files that git ignores and paths that match the pathspecs in
     `exclude` are left out."""
 
     diff: SandboxPath
@@ -489,7 +490,7 @@ def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
 
 
 def with_host(value: HttpUrl) -> HttpUrl:
-    """Return the address, if its host name can be looked up. Raises ValueError for any other address."""
+    """Return the address if its host name can be encoded for DNS. Raises ValueError for any other address."""
     try:
         (value.host or "").encode("idna")
     except UnicodeError as error:
@@ -562,8 +563,8 @@ OPERATOR_TENANT = "operator"
 """The tenant of groups submitted with the token of the settings, or while there is no token."""
 
 TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
-"""Pattern of the names of tokens and tenants. It has no colon and no slash, by which the store joins a tenant's name
-with other names."""
+"""Pattern of the names of tokens and tenants. The pattern allows no colon and no slash, because the store joins a
+tenant's name and other names with these characters."""
 
 
 def tenant_of(bucket: str) -> str:
@@ -638,8 +639,8 @@ paths and are shown on terminals."""
 
 
 class AckSpec(Spec):
-    """Acknowledge the groups up to `cursor`. A consumer that has acknowledged more keeps its position. With `rewind` it
-    goes back to `cursor`, and gets the groups after `cursor` again."""
+    """Acknowledge the groups up to `cursor`. A consumer that has acknowledged more keeps its position. With `rewind`
+    the consumer goes back to `cursor`, and gets the groups after `cursor` again."""
 
     cursor: Annotated[int, Field(ge=0, le=MAX_CURSOR)]
     rewind: bool = False

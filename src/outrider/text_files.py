@@ -1,4 +1,4 @@
-"""Text and TOML files that somebody else wrote, read within bounds. Any fault of a file is reported as InvalidField.
+"""Reads text and TOML files of untrusted origin, within limits. Any fault of a file is reported as InvalidField.
 
 The module uses neither settings nor tasks. Invariant: `read_text_file` and `read_toml_file` read at most one byte
 beyond their limit, and raise nothing but InvalidField.

@@ -45,7 +45,7 @@ class JoinKind(StrEnum):
     ROOT = "root"  # shares no history with earlier requests
     APPEND = "append"  # a recorded conversation plus new messages
     FORK = "fork"  # shares a history, but could not append to it
-    RETRY = "retry"  # the very same request again
+    RETRY = "retry"  # the same request as before
 
 
 class ForkCause(StrEnum):
@@ -55,7 +55,7 @@ class ForkCause(StrEnum):
     HISTORY_REWRITTEN = "history_rewritten"  # the client changed or dropped messages the model saw or sampled
     TOOLS_CHANGED = "tools_changed"  # a recorded history continues with other tools
     SYSTEM_CHANGED = "system_changed"  # a recorded history continues with another system prompt
-    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, as when another agent takes over
+    TOOLS_AND_SYSTEM_CHANGED = "tools_and_system_changed"  # both, for example because another agent takes over
     BRIDGE_REFUSED = "bridge_refused"  # the renderer cannot prove that the new messages only append
     TEMPLATE_HISTORY = "template_history"  # history="template": the template drops earlier reasoning
     CAPTURE_DRIFT = "capture_drift"  # capture mode: the prompt that the engine reports does not extend the record
@@ -71,9 +71,9 @@ class BranchKind(StrEnum):
     MAIN = "main"  # the conversation that does the task's work
     SUBAGENT = "subagent"  # a conversation that another conversation started
     COMPACTION = "compaction"  # writes a summary of a history, or continues from a summary
-    AUXILIARY = "auxiliary"  # a side call, such as for a title
+    AUXILIARY = "auxiliary"  # a call apart from the task's work, such as for a title
     RETRY = "retry"  # a reply that the agent did not use, because it sent the request again and used the other reply
-    ABORTED = "aborted"  # its last turn was cut off by the client: the agent never saw the tokens
+    ABORTED = "aborted"  # a branch whose last turn the client cut off: the agent never saw the tokens
 
 
 class BranchPolicy(StrEnum):
@@ -182,7 +182,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """A turn as evaluators see it. `index`, `parent`, `messages` and `reply` are as in `Turn`; `kind`, `label` and
-    `depth` describe its branch. `row` is the number of the training row that trains its tokens, None without one."""
+    `depth` describe its branch. `row` is the number of the training row that trains the turn's tokens, or None if no
+    row trains them."""
 
     index: int
     parent: int | None
@@ -273,11 +274,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     turn_rewards: tuple[float | None, ...] = ()
 
     def token_rewards(self, length: int | None = None) -> list[float]:
-        """The rewards at their positions, one number for each of the first `length` ids (default: all): a turn's reward
-        at the last of its sampled tokens, the row's own at the last token that trains.
+        """Return the rewards at their positions, one number for each of the first `length` ids (default: all). A turn's
+        reward is at the last of its sampled tokens, and the row's own reward at the last token that trains.
 
-        Rewards of turns that end behind `length` are left out. All numbers are zero for a row without a reward, and if
-        none of the ids trains.
+        Rewards of turns that end after position `length` are left out. All numbers are zero for a row without a reward,
+        and if none of the ids trains.
         """
         mask = self.loss_mask[:length]
         placed = [0.0] * len(mask)
@@ -394,6 +395,6 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run_ending(self) -> StopReason | None:
-        """The reason why the agent's run ended. None if the run never came to its grading, for example because it
+        """The reason why the agent's run ended. None if the grading of the run never began, for example because the run
         failed or was cancelled: then there is nothing to grade."""
         return self.run_reason if self.verdict is None else self.stop_reason

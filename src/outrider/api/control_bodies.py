@@ -1,10 +1,10 @@
 """Limits the size, the arrival time and the total memory of the bodies of control calls.
 
-A body reserves room before it is read, and keeps the room until the end of the call, because the objects made from a
-body are several times as large. Callers share the room in a waiting line (see `PrioritySemaphore`). A waiting body is
-not read, so the kernel stops the client from sending. Model calls have other limits (`sessions/calls/limits.py`),
-since many sessions send at once and none may wait for another. Invariant: bodies larger than `FREE` take no more than
-`EACH` bytes for one caller, and no more than `ALL` bytes for all callers together.
+Memory for a body is reserved before the body is read, and released at the end of the call, because the objects made
+from a body are several times as large. Callers wait in line for this memory (see `PrioritySemaphore`). A waiting body
+is not read, so the kernel stops the client from sending. Model calls have other limits (`sessions/calls/limits.py`),
+since many sessions send at once, and no session may wait for another. Invariant: bodies larger than `FREE` take no more
+than `EACH` bytes for one caller, and no more than `ALL` bytes for all callers together.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ ALL = 2 * EACH
 FREE = 64 << 10
 """Bodies of up to this many bytes are not counted, because the server buffers as many bytes of any request."""
 WAIT_SECONDS = 120.0
-"""Maximum seconds that a body waits for room."""
+"""Maximum seconds that a body waits for memory."""
 BODY_SECONDS = 300.0
-"""Maximum seconds for a body to arrive. Trainers may be far away."""
+"""Maximum seconds for a body to arrive. The limit is high because trainers may have slow connections."""
 
 Receive = Callable[[int | None, AsyncIterator[bytes]], Awaitable[bytes]]
 """Receives a body, given its declared length, if any, and its parts."""
 
 
 class BodyRoom:
-    """The room that all callers share."""
+    """The memory for request bodies, which all callers share."""
 
     def __init__(self) -> None:
         self._room = PrioritySemaphore(ALL, share=EACH / ALL)
 
     @contextmanager
     def of(self, caller: str) -> Iterator[Receive]:
-        """Yield the function that receives the body of one call. The body's room is given back at the end of the
-        block."""
+        """Yield the function that receives the body of one call. The memory reserved for the body is released at the
+        end of the block."""
         with ExitStack() as held:
             yield partial(self._receive, held, caller)
 
@@ -86,8 +86,8 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
 
 
 async def whole_body(request: Request) -> bytes:
-    """Receive the body of a request and hold the body's room until the call ends. Raises TooLarge, Busy, TooSlow, and
-    RequestError if the client leaves before the body has arrived."""
+    """Receive the body of a request. The memory reserved for the body is released when the call ends. Raises TooLarge,
+    Busy, TooSlow, and RequestError if the client leaves before the body has arrived."""
     receive: Receive = request.scope[ROOM]
     length = request.headers.get("content-length")
     return await receive(None if length is None else int(length), request.stream())

@@ -1,8 +1,8 @@
-"""The routes of the control API: a handler's decorator has its method, path, role, reply and errors, and the handler's
-annotations have its parameters and its body.
+"""The routes of the control API. The decorator of a route's handler declares the method, path, role, reply and errors,
+and the handler's annotations declare the parameters and the body.
 
-The access control, the OpenAPI description, docs/api.md and the tests read all of it from here. Routes are data: they
-are declared when their module is imported, and get the service of the application that includes them.
+The access control, the OpenAPI description, docs/api.md and the tests read these declarations. A route is declared when
+its module is imported, and gets the service from the application that includes the route.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _BodyReader:
 
 
 def body(kind: type[Spec], *, empty: bytes = b"") -> Any:
-    """The annotation of the parameter that gets the body: `spec: Annotated[GroupSpec, body(GroupSpec)]`."""
+    """Return the annotation of the parameter that gets the body: `spec: Annotated[GroupSpec, body(GroupSpec)]`."""
     return Depends(_BodyReader(kind, empty))
 
 
@@ -107,8 +107,8 @@ class ControlRouter:
         also: Mapping[int | str, dict[str, Any]] = {},
         response_class: type[Response] = Response,
     ) -> Callable[[H], H]:
-        """`errors` are those that the OpenAPI description cannot derive from the route's path, parameters and body.
-        `also` are replies of another form, by status."""
+        """Return a decorator that adds a route. `errors` are the errors that the OpenAPI description cannot derive from
+        the route's path, parameters and body. `also` are descriptions of further replies, by status."""
 
         def register(handler: H) -> H:
             self.roles[f"{method} {self.routes.prefix}{path}"] = role
@@ -140,7 +140,8 @@ class ControlRouter:
 
 
 def _resolved(function: Handler, handler: Handler) -> Handler:
-    """Give a function the signature of a handler, whose annotations are text, with the annotations evaluated."""
+    """Give `function` the signature of `handler`, with evaluated annotations, because the handler's annotations are
+    strings."""
     hints = typing.get_type_hints(handler, include_extras=True)
     parameters = [
         parameter.replace(annotation=hints[name]) for name, parameter in inspect.signature(handler).parameters.items()

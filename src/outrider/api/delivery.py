@@ -38,10 +38,11 @@ async def acknowledge(
     service: Serving,
     caller: Caller,
     name: Name,
-    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # so that the refusal names the missing field
+    spec: Annotated[AckSpec, body(AckSpec, empty=b"{}")],  # `empty` makes the refusal of an empty body name the field
     tenant: Tenant = None,
 ) -> ConsumerView:
-    """Acknowledge groups: the consumer reads on after them. The position moves back only with `rewind`."""
+    """Acknowledge the groups up to a cursor: the consumer continues after this cursor. The position moves back only
+    with `rewind`."""
     owner = _owner(caller, name, tenant)
     return await service.store.consumers.acknowledge(name, spec.cursor, rewind=spec.rewind, tenant=owner)
 
@@ -74,7 +75,7 @@ async def redeliver(service: Serving, group_id: str) -> Redelivered:
 @ROUTES.delete("/callbacks/dead/{group_id}", "admin", CallbackList)
 async def discard(service: Serving, group_id: str) -> CallbackList:
     """Discard the callback of a group: it is never delivered, and no longer keeps the group from being removed. The
-    reply lists the newest 100 of the others that were given up."""
+    reply lists the newest 100 of the other callbacks that were given up."""
     await service.store.discard_delivery(group_id)
     return await _dead(service, DEAD_LISTED, None)
 

@@ -28,7 +28,7 @@ async def add(service: Serving, spec: Annotated[EngineSpec, body(EngineSpec)], c
 
 @ROUTES.post("/engines/{name}/drain", "admin", EngineList)
 async def drain(service: Serving, name: str) -> EngineList:
-    """Stop giving an engine new sessions. The sessions already on it stay there until they end."""
+    """Stop giving an engine new sessions. The engine's sessions stay with the engine until they end."""
     service.pool_of(name).drain(name)
     return EngineList(engines=service.engines())
 

@@ -20,7 +20,7 @@ from outrider.store.artifacts import KEPT
 
 UNKNOWN = "application/octet-stream"
 SAFE = {"Content-Security-Policy": "default-src 'none'; sandbox", "X-Content-Type-Options": "nosniff"}
-"""Headers that forbid a browser to run scripts in a file, or to guess another type for it."""
+"""Headers that forbid a browser to run scripts in a file, or to guess another media type for the file."""
 _IMAGE_TYPE = re.compile(r"image/[\w.+-]{1,64}", re.ASCII)
 MAX_ATTEMPT = 1 << 31
 DOWNLOAD = SAFE | {"Content-Disposition": "attachment"}
@@ -73,5 +73,5 @@ async def artifact(
 async def image(service: Serving, caller: Caller, digest: str) -> Response:
     """Get the bytes of an image in a model call, by their SHA-256 (hex): the `digest` in a sample's `images`."""
     found = await service.store.image(digest, tenant=caller.sees)
-    is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the media type comes from the agent, too
+    is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the agent chose the media type
     return Response(found.data, media_type=found.media_type if is_image else UNKNOWN, headers=SAFE)

@@ -92,7 +92,7 @@ async def regrade(
     spec: Annotated[RegradeSpec, body(RegradeSpec)],
     created: Created,
 ) -> GroupView:
-    """Grade the sessions of a group again, as a new group that runs no agent. The old verdicts stay."""
+    """Grade the sessions of a group again, as a new group that runs no agent. The old verdicts are kept."""
     group = await service.regrade_group(group_id, spec, caller)
     created(group_id=group.id)
     return group
@@ -113,8 +113,8 @@ async def results(
     """List done groups after a cursor, in the order they finished: up to `limit` groups and up to 8 MiB, but at
     least one. Repeat the request with `after` set to the reply's `cursor` until a reply has no groups.
 
-    A `consumer` reads on from the position that it has acknowledged. A new consumer begins at `after`. Groups that
-    a consumer has not acknowledged are kept, so reading as a consumer requires a token that may submit.
+    A `consumer` continues from the position that it has acknowledged. A new consumer begins at `after`. Groups that a
+    consumer has not acknowledged are kept, so reading as a consumer requires a token that may submit.
     """
     start = after or 0
     if consumer is not None:
@@ -158,8 +158,7 @@ async def session(service: Serving, caller: Caller, session_id: str) -> SessionV
 
 @ROUTES.delete("/sessions/{session_id}", "submit", SessionView)
 async def cancel_session(service: Serving, caller: Caller, session_id: str) -> SessionView:
-    """Cancel one session in any state; the other sessions of its group go on. Repeating the call changes
-    nothing."""
+    """Cancel one session in any state. The other sessions of its group continue. Repeating the call changes nothing."""
     return await service.cancel_session(session_id, caller)
 
 
@@ -171,7 +170,7 @@ async def regrade_session(
     spec: Annotated[RegradeSpec, body(RegradeSpec)],
     created: Created,
 ) -> GroupView:
-    """Grade one session again, as a new group of one. The old verdict stays."""
+    """Grade one session again, as a new group with one session. The old verdict is kept."""
     group = await service.regrade_session(session_id, spec, caller)
     created(group_id=group.id)
     return group

@@ -24,14 +24,14 @@ async def nodes(service: Serving) -> NodeList:
 
 @ROUTES.post("/pull", "admin", PulledImages)
 async def pull(service: Serving, spec: Annotated[PullSpec, body(PullSpec)]) -> PulledImages:
-    """Have every machine that runs sessions get an image from a registry. Replies when each machine has the image
-    or has reported an error, which may take minutes."""
+    """Get an image from a registry on every machine that runs sessions. Replies when each machine has the image or has
+    reported an error, which may take minutes."""
     return await service.pull_image(spec)
 
 
 @ROUTES.post("/{name}/drain", "admin", NodeList)
 async def drain(service: Serving, name: str) -> NodeList:
-    """Stop giving a node new sessions until it is resumed. Its sessions under way go on."""
+    """Stop giving a node new sessions until it is resumed. The node's sessions under way continue."""
     return await service.drain_node(name)
 
 

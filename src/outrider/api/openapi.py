@@ -48,19 +48,19 @@ QUEUE_FULL: dict[int | str, dict[str, Any]] = {
 
 
 def json_answer(shape: type[msgspec.Struct]) -> dict[str, Any]:
-    """The description of a reply in JSON."""
+    """Return the description of a reply in JSON."""
     return {"description": shape.__doc__ or "", "content": _json(shape.__name__)}
 
 
 def file_answer(description: str, media_type: str) -> dict[int | str, dict[str, Any]]:
-    """The description of a reply that is a file."""
+    """Return the description of a reply that is a file."""
     return {
         200: {"description": description, "content": {media_type: {"schema": {"type": "string", "format": "binary"}}}}
     }
 
 
 def refusals(*errors: type[OutriderError]) -> dict[int | str, dict[str, Any]]:
-    """The descriptions of replies with these errors, by status."""
+    """Return the descriptions of replies with these errors, by status."""
     return {error.http_status: _ERROR for error in errors}
 
 
@@ -71,7 +71,8 @@ def request_body(shape: type[BaseModel]) -> dict[str, Any]:
 def describe(
     app: FastAPI, replies: Iterable[type[msgspec.Struct]], requests: Iterable[type[BaseModel]]
 ) -> dict[str, Any]:
-    """The OpenAPI document of the control API. `replies` and `requests` are the bodies in its routes."""
+    """Return the OpenAPI document of the control API. `replies` and `requests` are the types of the bodies of its
+    routes."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     schemas |= msgspec.json.schema_components((*replies, EventView, ErrorRecord), ref_template=REF)[1]

@@ -10,7 +10,7 @@ from outrider.schemas import PolicyStatus
 from outrider.spec import PolicyPauseSpec, PolicyResumeSpec, PolicyUpdateSpec
 
 FAILURES = (Conflict, EngineMisbehaved, EngineUnavailable)
-"""Errors with which a change of the policy may end, because the engines must carry it out."""
+"""Errors with which a change of the policy may end, because the engines carry out the change and may fail."""
 
 ROUTES = ControlRouter("/policy")
 
@@ -30,8 +30,8 @@ async def update(service: Serving, spec: Annotated[PolicyUpdateSpec, body(Policy
 
 @ROUTES.post("/pause", "admin", PolicyStatus, errors=FAILURES)
 async def pause(service: Serving, spec: Annotated[PolicyPauseSpec, body(PolicyPauseSpec)]) -> PolicyStatus:
-    """Hold back new generations. Replies when no generation is under way. The clocks of agents stand still
-    meanwhile."""
+    """Start no new generations until the policy is resumed. Replies when no generation is under way. The clocks of
+    agents are stopped during the pause."""
     await service.pool.policy.pause(spec.mode)
     return service.pool.policy.status()
 

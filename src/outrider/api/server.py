@@ -78,7 +78,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         share = shares(raise_limit())
         gateway = Gateway(_NoSessions() if node is None else node, calls=share.session)
         # The application is made in a thread, because FastAPI takes 50 ms to make the routes. The event loop must not
-        # stand still for so long.
+        # be blocked for so long.
         app = await asyncio.to_thread(control_app, service)
         control = AccessControl(
             app, service.tokens, service.audit, calls=share.token, websockets=WEBSOCKETS, roles=ROLES
@@ -139,7 +139,7 @@ class _NoSessions:
 
 
 def control_app(service: Service) -> FastAPI:
-    """The control API, without access control."""
+    """Return the application of the control API, without access control."""
     app = FastAPI(
         title="Outrider",
         version=version("outrider"),
@@ -275,7 +275,7 @@ def _url(listener: socket.socket, *, tls: bool) -> str:
 
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol spelt out, asyncio turns off Nagle's algorithm, which would delay streamed replies.
+    # If the protocol is given explicitly, asyncio turns off Nagle's algorithm, which would delay streamed replies.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -20,7 +20,7 @@ async def tokens(service: Serving) -> TokenList:
 
 @ROUTES.post("", "admin", NewToken, status=201, errors=(Conflict,))
 async def create(service: Serving, spec: Annotated[TokenSpec, body(TokenSpec)], created: Created) -> NewToken:
-    """Create a token. Its text is in this reply and nowhere else."""
+    """Create a token. The token's text is shown only in this reply."""
     new = await service.tokens.create(spec)
     created(name=new.token.name)
     return new

@@ -2,7 +2,8 @@
 them.
 
 The connection is used only for sending. Invariants: a generation's messages are numbered from 1 without a gap; a
-generation's next chunk is requested only while the windows have room, so the number of kept messages is bounded.
+generation's next chunk is requested only while the windows allow another message, so the number of kept messages is
+bounded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Generation:
 
 
 class Generations:
-    """The generations of one worker. The windows are those of `WorkerWelcome`."""
+    """The generations of one worker. The service sets the windows by its `WorkerWelcome`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -64,7 +65,8 @@ class Generations:
         generation.task = tasks.create_task(self._run(generation, request), name=f"relay {message.request_id}")
 
     def acknowledge(self, number: int, upto: int) -> None:
-        """Drop the generation's messages up to that number, and the generation itself after its last message."""
+        """Drop the generation's messages up to the number `upto`, and the generation itself once its last message is
+        acknowledged."""
         if (generation := self._generations.get(number)) is None:
             return
         was_full = self._unacknowledged >= self._total_window

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 
 class ModelSampler:
-    """A sampler for `model`, a causal language model of transformers (or with the same interface), on any device.
-    Enter it with `with`: while it is open, a thread samples up to `rows` generations at once, continuously batched.
+    """A sampler for `model`, a causal language model of transformers (or with the same interface), on any device. Use
+    the sampler as a context manager: inside the block a thread samples up to `rows` generations at once, with
+    continuous batching.
 
     `tokenizer` is the folder of the model's tokenizer.json, needed for stop strings and for the service's check of the
     tokenizer. Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured
-    output is not offered.
+    output is not supported.
     """
 
     def __init__(
@@ -92,7 +93,8 @@ class ModelSampler:
 
 
 class _HuggingFaceForward:
-    """`Forward` of a model of transformers. The trainer's mode of the model is left as it was."""
+    """`Forward` for a model of transformers. A call leaves the model in the mode (training or evaluation) that the
+    trainer has set."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -123,5 +125,5 @@ class _HuggingFaceForward:
         finally:
             if training:
                 self._model.train()
-        layers = [(layer.keys, layer.values) for layer in past.layers]  # the model has added the new columns
+        layers = [(layer.keys, layer.values) for layer in past.layers]  # the model has added the new tokens' columns
         return output.logits[:, -1].float().cpu(), layers

@@ -80,8 +80,8 @@ REFUSALS: dict[int, type[OutriderError]] = {
     403: Forbidden,
     404: NotFound,
 }
-"""Close codes and HTTP statuses after which another try would end in the same way, and the errors that `Worker.run`
-raises for them."""
+"""Close codes and HTTP statuses after which reconnecting would fail again, with the errors that `Worker.run` raises for
+them."""
 
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
@@ -178,9 +178,9 @@ class Worker:
 
     @contextmanager
     def in_thread(self, *, seconds: float | None = 30.0) -> Iterator[Self]:
-        """Serve in a thread with its own event loop, for the length of the block. The block begins when the service
-        has accepted the worker, or at once with `seconds` None. Raises ServiceError if the service has not accepted
-        the worker within `seconds`."""
+        """Serve in a thread with its own event loop while the block runs. The block begins when the service has
+        accepted the worker, or at once if `seconds` is None. Raises ServiceError if the service has not accepted the
+        worker within `seconds`."""
         with LoopThread(f"relay {self.name}") as loop, loop.open(self):
             if seconds is not None:
                 try:
@@ -193,14 +193,15 @@ class Worker:
             yield self
 
     def set_version(self, version: int) -> None:
-        """Mark tokens with this policy version from now on, and report the version to the service. Callable from any
-        thread. Only for a worker over a function: an engine of another kind has its own `set_version`."""
+        """Mark tokens with this policy version from now on, and report the version to the service. Can be called from
+        any thread. Raises TypeError unless the engine is a `FunctionEngine`: another engine has its own
+        `set_version`."""
         if not isinstance(self.engine, FunctionEngine):
             raise TypeError("the engine of this worker has versions of its own: call its set_version")
         self.engine.version = version
         loop = self._loop
         if loop is not None:
-            with suppress(RuntimeError):  # the loop was closed meanwhile
+            with suppress(RuntimeError):  # the loop may have been closed by now
                 loop.call_soon_threadsafe(self._tell_version, version)
 
     def _tell_version(self, version: int) -> None:
@@ -239,7 +240,8 @@ class Worker:
             if self.connections > before:
                 if code != Close.SILENT:  # a worker that the service drops each time must wait longer and longer
                     failed = 0
-                # After these seconds the service no longer waits, and the kept messages have no receiver.
+                # After these seconds the service no longer waits for the worker, so its generations are ended and their
+                # messages dropped.
                 seconds = self._welcome.resume if self._welcome is not None else 0
                 self._forget = asyncio.get_running_loop().call_later(seconds, self._generations.abort_all)
             log.info("worker %s has no connection to %s: %s", self.name, self.url, end)
@@ -247,13 +249,13 @@ class Worker:
             failed += 1
 
     async def _serve(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> Disconnected:
-        """Run one connection, from the first message to the end."""
+        """Run one connection, from the first message to the end. Returns how the connection ended."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
         async with asyncio.timeout(CONNECT_SECONDS):
             websocket = await session.ws_connect(self.url, headers=headers, max_msg_size=MAX_TO_WORKER, timeout=closing)
         socket = ClientSocket(websocket)
-        code = Close.SILENT  # after this close code the service expects the worker back
+        code = Close.SILENT  # after this close code the service expects the worker to reconnect
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await socket.send(encode(await self._hello()))
@@ -301,7 +303,8 @@ class Worker:
         elif isinstance(message, AbortGeneration):
             self._generations.abort(message.generation)
         elif isinstance(message, WorkerCall):
-            # The service repeats a call when the connection broke before the reply: the call may be done or running.
+            # The service repeats a call if the connection broke before the reply: the call may be done or still running
+            # here.
             if message.call not in self._answers:
                 self._answers[message.call] = None
                 while len(self._answers) > REMEMBERED_ANSWERS:

@@ -134,7 +134,7 @@ class ArtifactCollection:
                     yield path
 
     async def keep(self, path: str) -> None:
-        """Store a file's bytes, or leave the file out."""
+        """Store a file's bytes, or list the file as left out with the reason."""
         limit = min(self.limits.file_bytes, self._bytes_left)
         try:
             path.encode()

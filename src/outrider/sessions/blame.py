@@ -30,7 +30,7 @@ class Stage(StrEnum):
     NEXT_STEP = "next step"
     """A sandbox in which an agent has worked is prepared for the task's next step."""
     GRADE = "grade"
-    """The outcome is carried and evaluated."""
+    """The agent's outcome is evaluated, after carried files have been copied to a new sandbox."""
     CONFIRM = "confirm"
     """After the agent's sandbox or its grading failed, a sandbox that no agent has touched is graded."""
 
@@ -46,23 +46,23 @@ class End(StrEnum):
     """A TimeoutError from no clock of the session. Either a plugin raised it, or the run was cut off, because a limit
     was reached or a turn could not be stored."""
     LIMIT = "a limit"
-    """`LimitReached` came out of an in-process agent."""
+    """An in-process agent raised `LimitReached`."""
     REFUSED = "a refusal"
-    """`ModelRefused` of a frozen model came out of an in-process agent."""
+    """An in-process agent raised `ModelRefused`, because a frozen model refused a call."""
     EXITED = "an exit code"
     """The agent's program exited non-zero: `ProgramExit`."""
     PROGRAM = "the program"
-    """Any other HarnessError, or ContextOverflow out of an in-process agent."""
+    """The stage raised any other HarnessError, or an in-process agent raised ContextOverflow."""
     SANDBOX = "the sandbox"
-    """RuntimeFailure."""
+    """The stage raised RuntimeFailure."""
     EVALUATOR = "the evaluator"
-    """EvaluatorError."""
+    """The stage raised EvaluatorError."""
     ERROR = "another error"
-    """Any other exception: of an engine, the store or the service, or a bug in a plugin."""
+    """The stage raised any other exception: an error of an engine, the store or the service, or a bug in a plugin."""
 
 
 def end_of(error: BaseException) -> End:
-    """Return how a stage ended that raised `error`. Timeouts of the session's own clocks are handled by the caller."""
+    """Return the end of a stage that raised `error`. Timeouts of the session's own clocks are handled by the caller."""
     kinds = (
         (TimeoutError, End.TIMEOUT),
         (LimitReached, End.LIMIT),
@@ -84,15 +84,15 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """A turn could not be stored."""
     engine_failed: bool = False
     """A model call failed, and no later call has made up for the failure (see `FailedCalls`). A prompt that was too
-    long is no such failure."""
+    long does not count as a failure."""
     stalled: bool = False
-    """The service stood still for HARMFUL_SECONDS or more at once while the agent ran."""
+    """The service was stalled for HARMFUL_SECONDS or more at once while the agent ran."""
     overdue: bool = False
     """The run's waits for an engine or the store were overdue by HARMFUL_SECONDS or more in all."""
     in_vain: bool = False
-    """The agent gave a call up because of an engine, the store or a pause of the policy."""
+    """The agent gave up a call, and an engine, the store or a pause of the policy was at fault."""
     hung_up: bool = False
-    """The agent's client gave a call up."""
+    """The agent's client gave up a call before the run ended."""
     limit: bool = False
     """The newest model call was refused because the session had used up its turns or tokens."""
     overflow: bool = False
@@ -104,8 +104,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     inside: bool = False
     """The failure came from inside a sandbox in which the agent had worked."""
     sandbox_failed: bool = False
-    """In the stage CONFIRM: the failure to be confirmed is not the evaluator's, but that of the sandbox or the
-    program."""
+    """In the stage CONFIRM, the failure to be confirmed is a failure of the sandbox or the program, not of the
+    evaluator."""
 
     @property
     def ended_badly(self) -> bool:
@@ -344,7 +344,7 @@ RULES = (
         why="what failed fails without an agent, too",
     ),
 )
-"""The first rule that fits decides."""
+"""The rules in order of precedence: the first rule that fits decides."""
 
 
 class Ruling(msgspec.Struct, frozen=True, kw_only=True):

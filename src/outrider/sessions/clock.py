@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 LOOK_AGAIN = 0.02
-"""Minimum seconds between two checks of a budget. A pause of the policy may last for minutes, and begin when next to
+"""Minimum seconds between two checks of a budget. A pause of the policy may last for minutes, and begin when almost
 nothing is left of the budget. Without a minimum the timer would then fire all the time."""
 
 
@@ -20,8 +20,8 @@ class Budget:
     """Seconds left to spend. `async with budget.spend():` raises TimeoutError when the seconds run out inside the
     block.
 
-    `exhausted` is true once the seconds have run out. `stalled_seconds` returns the total seconds for which the clock
-    has stood still until now.
+    `exhausted` is true once the seconds have run out. `stalled_seconds` returns the total seconds, up to now, in which
+    the clock was stopped.
     """
 
     def __init__(self, seconds: float, stalled_seconds: Callable[[], float]) -> None:
@@ -41,9 +41,9 @@ class Budget:
 
 
 class _Spending:
-    """One `spend` block. A deadline set on entering would come too early after a stall. So a timer checks the budget,
-    and is set again while seconds are left. No object here is in a cycle once the timer is cancelled (see
-    concurrency/garbage.py)."""
+    """One `spend` block. A deadline set at the start of the block would expire too early after a stall. So a timer
+    checks the budget, and is set again while seconds are left. No object here is in a cycle once the timer is cancelled
+    (see concurrency/garbage.py)."""
 
     def __init__(self, budget: Budget, seconds: float, stalled_seconds: Callable[[], float]) -> None:
         self.timeout = asyncio.timeout(None)

@@ -64,4 +64,4 @@ MATCHES: Mapping[FilterKind, Callable[[EndedRun, Filter], bool]] = {
     "malformed_calls": lambda run, each: any(turn.malformed_calls for turn in run.turns),
     "no_patch": lambda run, each: not run.patch,
 }
-"""Tests of a run, by kind of filter."""
+"""For each kind of filter, a function that returns True if the filter matches a run."""

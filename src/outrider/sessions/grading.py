@@ -1,9 +1,9 @@
 """Grades the outcome of an agent's run. If grading is impossible, decides whether the agent is to blame.
 
 An outcome is graded in the agent's own sandbox or, if the task carries files, in a new sandbox that no agent has
-touched, of the agent's runtime or of the evaluator's own. If the task carries paths or a diff, the new sandbox gets
-only these, and may start while the agent still runs. If the task carries `all`, the new sandbox starts from all files
-that the agent wrote. Tokens, and the lanes of the session itself, are handled elsewhere.
+touched. The new sandbox has the agent's runtime, or the evaluator's own if there is one. If the task carries paths or a
+diff, the new sandbox gets only these, and may start while the agent still runs. If the task carries `all`, the new
+sandbox starts from all files that the agent wrote. Tokens, and the lanes of the session itself, are handled elsewhere.
 
 Invariants:
 
@@ -138,7 +138,8 @@ class Grading:
         has stopped, because the session's own resources then suffice."""
         self._ahead: GraderSandbox | None = None
         self._gpus: tuple[str, ...] = ()
-        """The session's GPUs, set once the agent's sandbox has stopped. Later sandboxes use them one after another."""
+        """The session's GPUs, set once the agent's sandbox has stopped. Later sandboxes use these GPUs one after
+        another."""
         self._numbers = numbers
         self._undo = AsyncExitStack()
 
@@ -252,8 +253,8 @@ class Grading:
         else:
             if isinstance(self._carry, DiffSpec):
                 self._paths = await carried_paths(runtime, self._repository)
-            # `alone` ends the programs that the agent left running, which could change the files during the copy. The
-            # next step may need these programs, so they go on if another step follows.
+            # `alone` ends the programs that the agent left running, which could change the files during the copy. If
+            # another step follows, these programs keep running, because the step may need them.
             await runtime.snapshot(self._paths, self._archive, alone=not self._goes_on)
         if self._task.evaluator.keep and not isinstance(self._carry, DiffSpec):
             await self._keep(self._archive, CARRIED)
@@ -263,7 +264,8 @@ class Grading:
         await asyncio.to_thread(self._folder.mkdir, mode=0o700)
 
     async def _verdict(self, outcome: Outcome) -> Verdict:
-        """Evaluate up to the task's `max_attempts` times, so that one failed evaluation does not cost the agent's work.
+        """Evaluate up to the task's `max_attempts` times, so that the agent's work is not lost because one evaluation
+        failed.
 
         If a failure comes from inside the sandbox, there are at least TRIES_BEFORE_BLAME tries. With carried files each
         try has a new sandbox, so a retryable RuntimeFailure is tried again, too. Any other RuntimeFailure is raised at
@@ -357,7 +359,7 @@ class Grading:
         if ahead is not None:
             try:
                 await ahead.ready()
-            except RuntimeFailure as error:  # the failure of one start costs no verdict
+            except RuntimeFailure as error:  # one failed start must not cost the verdict
                 log.warning("%s: a sandbox for grading failed, and is started again: %s", self._attempt.name, error)
                 await shielded(ahead.close)
                 ahead = None
@@ -449,7 +451,7 @@ async def started(sandbox: GraderSandbox) -> AsyncIterator[Runtime]:
 
 
 async def probe(runtime: Runtime, shell: ShellKind | None) -> None:
-    """Raise RuntimeFailure unless the sandbox takes a file, runs a command and opens `shell`, if it is given."""
+    """Raise RuntimeFailure unless the sandbox takes a file, runs a command and opens `shell`, if `shell` is given."""
     await runtime.write(f"{runtime.scratch}/outrider-try", b"x")
     done = await runtime.exec("true", seconds=PROBE_SECONDS)
     if done.exit_code != 0:
@@ -482,7 +484,7 @@ class GraderSandbox:
 
     async def ready(self) -> Runtime:
         """Wait until the sandbox has started. Raises RuntimeFailure, or any other error of a plugin. If the wait is
-        cancelled, the start goes on."""
+        cancelled, the start continues."""
         await asyncio.wait({self._task})
         if self._failure is not None:
             raise self._failure
@@ -505,7 +507,7 @@ class GraderSandbox:
                 sandbox = await make()
                 await sandbox.ready()
                 self._sandbox = sandbox
-        except Exception as error:  # `ready` raises it: raised here, it would end all background tasks of the node
+        except Exception as error:  # raised by `ready`, because raising here would end the node's background tasks
             late = f"a sandbox for grading was not ready within {seconds:g} s"
             self._failure = RuntimeFailure(late) if limit.expired() else error
 

@@ -21,7 +21,7 @@ class Lane:
         self._slots = PrioritySemaphore(size)
 
     async def take(self, priority: int = 0, tenant: str = "") -> Slot:
-        """Wait for a slot, in the order of `PrioritySemaphore`. A cancelled wait takes none."""
+        """Wait for a slot, in the order of `PrioritySemaphore`. A cancelled wait takes no slot."""
         return await self._slots.take((1,), priority, tenant)
 
     def stats(self) -> LaneStats:

@@ -1,7 +1,7 @@
 """A node: the process that hosts sessions, with their sandboxes, model endpoints and lanes.
 
 A node receives attempts and returns results. Nodes in other processes are in `nodes/`. Invariant: a session's
-credential works from the start of the attempt to the end of the run, and never again.
+credential works from the start of the attempt to the end of the run, and at no other time.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class LocalNode:
         return self._models.get(key)
 
     def note_stall(self, seconds: float) -> None:
-        """Record that the service, another process, has stood still for `seconds`."""
+        """Record that the service, which runs in another process, was stalled for `seconds`."""
         self._services.watchdog.note(seconds)
 
     def stats(self) -> NodeStats:
@@ -175,7 +175,7 @@ class LocalNode:
         return await pull(reference, name, ImageStore())
 
     async def run(self, attempt: Attempt) -> SessionResult:
-        """Run an attempt to its result, whatever fails. Raises only CancelledError."""
+        """Run an attempt and return its result, which has the error if something fails. Raises only CancelledError."""
         # The look-up in `_models` compares hashes, to which Python gives a random seed. So the time of a look-up
         # reveals nothing about the key.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"

@@ -1,9 +1,9 @@
 """Makes a patch of the agent's changes to a git repository, and applies the patch in an untouched sandbox.
 
 The patch is made in a new sandbox, whose git compares the new repository with the files that the agent left. So the
-agent's own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and commits make no difference.
-Invariant: after `make_patch` and `apply_patch` the repository is as the sandbox's preparation left it, with the patch
-and nothing else of the agent.
+agent's own `.git` has no effect: none of its hooks, filters or attribute drivers runs, and the patch is the same
+whether or not the agent has committed its changes. Invariant: after `make_patch` and `apply_patch` the repository is as
+the sandbox's preparation left it, with the patch applied and without anything else from the agent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.sandbox.runtimes.base import Runtime
 from outrider.spec import DiffSpec
 
 MAX_PATCH = 16 << 20
-"""Maximum bytes of a patch."""
+"""Maximum size of a patch in bytes."""
 SECONDS = 300.0
 """Time limit in seconds of one git step."""
 GIT = """set -e
@@ -33,13 +33,13 @@ BASE = """test -d .git || {{ echo 'it has no folder .git' >&2; exit 3; }}
 git read-tree HEAD
 git add -A --ignore-errors . || true
 """
-# The old files are moved to a folder in `.git`, which is surely on the same file system.
+# The old files are moved to a folder in `.git`, because this folder is on the same file system: a move copies nothing.
 MAKE_ROOM = """git write-tree
 mkdir .git/outrider-aside
 find . -mindepth 1 -maxdepth 1 ! -name .git -exec mv -- {{}} .git/outrider-aside/ \\;
 """
-# The `.git` of each repository within the repository is removed. Otherwise git would add the inner repository as a link
-# to a commit that exists nowhere else.
+# The `.git` of each nested repository is removed. Otherwise git would add the inner repository as a link to a commit
+# that exists nowhere else.
 MAKE = """find . -path ./.git -prune -o -name .git -prune -exec rm -rf -- {{}} +
 git add -A --ignore-errors . || true
 git diff --binary --full-index --no-renames --no-color --no-ext-diff --no-textconv \
@@ -50,8 +50,8 @@ rm -r .git/outrider-aside
 """
 LIST = """git apply --numstat -z .git/outrider-patch > .git/outrider-paths
 """
-# Untracked files at the paths of the patch are removed first. The preparation may have left a file there that git
-# ignores, and the agent may have added the same file: then the patch would not apply.
+# Untracked files at the paths of the patch are removed first. The preparation may have left a file at such a path that
+# git ignores, and the agent may have added the same file: then the patch would not apply.
 CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq --
 """
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch

@@ -5,9 +5,9 @@ served least recently. Requests of one owner are served by priority, first come 
 has no effect on the requests of other owners. URGENT requests come before all others.
 
 A request waiting for a kind of resource keeps all requests behind it from taking any of this kind, so that small
-requests cannot starve a large request. A request that needs none of this kind may pass, as long as the first in line
-still finds the rest of its needs. Invariants: no more is taken than exists, no owner takes more than its share, and no
-passing request delays the first in line.
+requests cannot starve a large request. A request that needs none of this kind may pass, as long as enough of the other
+kinds is left for the first request in line. Invariants: no more is taken than exists, no owner takes more than its
+share, and no passing request delays the first in line.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 Quantities = tuple[int, ...]
-"""An amount of each kind, in whole numbers, because their sums are exact."""
+"""An amount of each kind, as integers, because sums of integers are exact."""
 
 
 URGENT = 1 << 20
-"""The lowest priority of an URGENT request. URGENT requests come before all others."""
+"""Requests with at least this priority are URGENT: they come before all other requests."""
 
 
 def fits(needs: Quantities, room: Quantities) -> bool:
@@ -36,8 +36,8 @@ def fits(needs: Quantities, room: Quantities) -> bool:
 
 def room_behind(needs: Quantities, room: Quantities, *, first: bool) -> Quantities:
     """Return the part of `room` that is left for the requests behind a waiting request. If the waiting request needs
-    more of a kind than there is, nothing of this kind is left. Of the other kinds everything is left, except what the
-    waiting request needs if it is the first in line."""
+    more of a kind than there is, nothing of this kind is left. Of each other kind everything is left or, if the waiting
+    request is the first in line, everything except its needs."""
     return tuple(0 if need > have else have - need if first else have for need, have in zip(needs, room, strict=True))
 
 
@@ -79,7 +79,7 @@ class PrioritySemaphore:
         self._owners: dict[str, _Owner] = {}
         """Owners that hold an amount or wait for one."""
         self._urgent = _Owner(len(capacity))
-        """The line of all URGENT requests. Amounts given to them count as their owners'."""
+        """The line of all URGENT requests. An amount given to an URGENT request counts as taken by its owner."""
         self._order = count()
 
     @property
@@ -87,7 +87,7 @@ class PrioritySemaphore:
         return sum(len(line.waiters) for line in self._lines())
 
     async def take(self, quantities: Quantities, priority: int = 0, owner: str = "") -> Slot:
-        """Wait in line. A cancelled wait takes nothing."""
+        """Wait in line, and take the quantities all at once. A cancelled wait takes nothing."""
         started = time.monotonic()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         line = self._urgent if priority >= URGENT else self._owners.setdefault(owner, _Owner(len(self.capacity)))
@@ -159,7 +159,7 @@ class PrioritySemaphore:
         self._drop_idle_owner(owner)
 
     def _drop_idle_owner(self, owner: str) -> None:
-        """Drop an owner that neither holds nor waits for anything: the number of owners is unbounded."""
+        """Drop an owner that neither holds nor waits for anything, because the number of owners is unbounded."""
         known = self._owners.get(owner)
         if known is not None and not known.waiters and not any(known.taken):
             del self._owners[owner]

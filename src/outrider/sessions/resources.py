@@ -27,7 +27,7 @@ CORES_EACH = 4
 too."""
 MILLI = 1000
 MAX_CPUS, MAX_MEMORY_MB, MAX_GPUS, MAX_GPU_NAME = 1 << 16, 1 << 40, 1 << 10, 256
-"""Upper bounds, above those of any machine, for the amounts that nodes on other machines report."""
+"""Upper bounds for the amounts that nodes on other machines report. No machine has as much."""
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -79,8 +79,8 @@ class ResourceShare(Slot):
 
 
 def session_needs(task: TaskSpec) -> ResourceAmount:
-    """Return the amount set aside for a session. It suffices for the agent's sandbox together with the sandbox that
-    grades an earlier step, and for the sandbox that grades the last step, after the agent's sandbox has stopped.
+    """Return the amount set aside for a session. This amount suffices for the agent's sandbox together with the sandbox
+    that grades an earlier step, and for the sandbox that grades the last step, after the agent's sandbox has stopped.
 
     The whole amount is taken at once. If sessions requested the second sandbox's part later, each could wait for
     resources held by the others. A sandbox beside the agent's has no GPUs.
@@ -133,7 +133,7 @@ class NodeResources:
         self._free_gpus.difference_update(gpus)
 
         def give_back() -> None:
-            self._free_gpus.update(gpus)  # before `release`, which serves the next in line, perhaps with these GPUs
+            self._free_gpus.update(gpus)  # before `release`, which may give these GPUs to the next in line
             slot.release()
 
         return ResourceShare(give_back, gpus)
@@ -193,7 +193,7 @@ def free_of(stats: ResourceStats) -> ResourceAmount:
 
 def machine_capacity(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> ResourceAmount:
     """Return the processors and memory available to this process: those of the machine, or less if control groups (v1
-    or v2) limit the process. An unreadable limit counts as none."""
+    or v2) limit the process. An unreadable limit counts as no limit."""
     try:
         processors = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS does not have the function

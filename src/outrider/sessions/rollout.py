@@ -1,4 +1,5 @@
-"""One attempt of a session, from the wait for resources to its result, as one coroutine over the lanes.
+"""One attempt of a session, from the wait for resources to its result, as one coroutine that takes a slot of each lane
+in turn.
 
     resources set aside → ready slot → init slot → sandbox started and prepared (then the init slot is released)
     → READY → run slot (then the ready slot is released) → harness runs → artifacts collected
@@ -8,8 +9,8 @@ The steps of a task with several steps run one after another in the same sandbox
 slot. An attempt that grades an earlier session's run again runs no agent: it takes resources and an eval slot, and
 grades.
 
-To cancel the session is to cancel this coroutine. The scheduler and HTTP are handled elsewhere. Invariant: whatever
-happens, the sandbox is stopped exactly once and every slot is given back, the resources last.
+A session is cancelled by cancelling this coroutine. The scheduler and HTTP are handled elsewhere. Invariant: whatever
+happens, the sandbox is stopped exactly once, and every slot and then the resources are released.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageS
 log = logging.getLogger("outrider.session")
 
 HARMFUL_SECONDS = 2.0
-"""An agent's client may have given up if the service stood still for this many seconds or more at once, or if the run's
+"""An agent's client may have given up if the service was stalled for this many seconds or more at once, or if the run's
 waits for an engine or the store were overdue by as many seconds in all. A shorter delay is no longer than a slow model
 call."""
 
@@ -96,11 +97,12 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     watchdog: Watchdog
     endpoints: Endpoints
     service_silence: Callable[[], float] = lambda: 0.0
-    """Returns the seconds for which a service in another process has stood still until now."""
+    """Returns the total seconds, up to now, in which a service in another process was stalled."""
 
     def stalled_seconds(self) -> float:
-        """The total seconds until now in which no session could go on: the event loop was blocked, or the service stood
-        still, or the policy was paused. Overlapping stops count twice, in the sessions' favour."""
+        """Return the total seconds, up to now, in which no session could make progress, because the event loop was
+        blocked, the service was stalled or the policy was paused. Overlapping stops count twice, in the sessions'
+        favour."""
         return self.watchdog.stalled_seconds() + self.service_silence() + self.model.pool.policy.gate.paused_seconds()
 
 
@@ -143,7 +145,7 @@ class Rollout:
         self._overdue = Overdue()
         overdue = self._overdue  # the lambda must not refer to this rollout: see `on_limit` below
         self._stalled_seconds: Callable[[], float] = lambda: node.stalled_seconds() + overdue.seconds()
-        """Returns the seconds that are charged to no clock of the session."""
+        """Returns the total seconds, up to now, that no clock of the session counts."""
         self._budget = Budget(attempt.task.limits.session_seconds, self._stalled_seconds)
         self._stopwatch = Stopwatch()
         self._cutoff = Cutoff()
@@ -158,7 +160,7 @@ class Rollout:
         self._grading_sandboxes = count()
         self._steps = steps_of(attempt.task)
         self._step = self._steps[0]
-        """The step that is under way, as a task by itself."""
+        """The current step, in the form of a task with one step."""
         self._verdicts: list[Verdict] = []
         """Verdicts on the steps before `_step`."""
         self.conversation = Conversation(
@@ -244,7 +246,7 @@ class Rollout:
                 async with self._budget.spend(), preparing.spend():
                     sandbox = await self._sandbox(mounts)
                     held.push_async_callback(sandbox.stop)
-                    held.push_async_callback(self.models.close)  # no call outlives the agent's sandbox
+                    held.push_async_callback(self.models.close)  # so that no call outlives the agent's sandbox
                     context = await self._ready(sandbox, harness)
             except TimeoutError:
                 return self._timed_out(Stage.PREPARE, preparing)
@@ -329,7 +331,8 @@ class Rollout:
         """Prepare the sandbox and the agent for the next step. Returns None, or the ending of the session if the time
         has run out or the agent is to blame. Raises the failure if the agent is not to blame.
 
-        The agent is to blame for a command that fails here, where an agent has worked, but succeeds in a new sandbox.
+        The agent is to blame if a prepare command fails in this sandbox, where the agent has worked, but succeeds in a
+        new sandbox.
         """
         before = len(self._verdicts) - 1  # the index in `then` of the step that begins: the first step is not in `then`
         self._step = self._steps[before + 1]
@@ -388,7 +391,8 @@ class Rollout:
         return context
 
     async def _run_and_collect(self, sandbox: Sandbox, harness: Harness, context: HarnessContext) -> AgentRun:
-        """Run the agent and collect its artifacts, also after a failure, when the artifacts are needed most.
+        """Run the agent and collect its artifacts. The artifacts are also collected after a failure, because they show
+        its cause.
 
         Raises an error if `blame.decide` rules that the attempt has failed and the agent is not to blame.
         """
@@ -397,7 +401,7 @@ class Rollout:
         with self._node.watchdog.witness() as stalls:
             end, error, outcome = await self._run_agent(sandbox, harness, context)
             # These facts are taken before `_collect` ends the calls in flight. Turns of such calls do not count,
-            # because the program got no reply to them.
+            # because the program got no reply to these calls.
             called, failure, unanswered = conversation.step_turns > 0, models.failure, conversation.failure
             try:
                 await self._collect(sandbox)
@@ -505,7 +509,7 @@ class Rollout:
     async def _fault_of_waits(self) -> OutriderError | None:
         """Check the calls that the agent gave up. Returns the error of the engine, the store or the pause of the policy
         that was at fault, if any. The calls are also checked after a run without errors, because an agent that gave a
-        call up may have ended as if all were well."""
+        call up may still have ended without an error."""
         try:
             for pending in self._overdue.pending_checks:
                 await pending()
@@ -545,8 +549,8 @@ class Rollout:
         return _graded(ended, grade)
 
     async def _grade_again(self, grading: Grading, stored: SessionResult) -> Ending:
-        """Grade an earlier session's run again, once resources and an eval slot are free. A verdict that blames the
-        agent stays, and is returned at once."""
+        """Grade an earlier session's run again, once resources and an eval slot are free. A stored verdict that blames
+        the agent is returned unchanged, without grading."""
         code, log_tail = 0, ""
         if stored.harness_exit is not None:
             code, log_tail = stored.harness_exit.code, stored.harness_exit.log_tail
@@ -590,12 +594,12 @@ class Rollout:
     async def _call_frozen(
         self, model: str, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int | None
     ) -> FrozenReply:
-        """See `evaluators.base.CallFrozen`. Each call is a conversation of its own, and is stored nowhere. Special
-        tokens are removed from the messages, so that the judged text cannot open or end a turn."""
+        """See `evaluators.base.CallFrozen`. Each call is a separate conversation, which is not stored. Special tokens
+        are removed from the messages, so that the judged text cannot open or end a turn."""
         [frozen] = [one for one in self._node.frozen if one.backend.model == model]
 
         async def forget(turn: Turn) -> None:
-            """Store nothing: the verdict keeps the relevant part."""
+            """Store nothing, because the verdict contains the relevant part."""
 
         conversation = Conversation(
             frozen.backend,
@@ -639,8 +643,8 @@ def _graded(ended: AgentRun, grade: Grade) -> Ending:
 def _frozen_conversation(
     model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue: Overdue, cutoff: Cutoff
 ) -> Conversation:
-    """Make an attempt's conversation with a frozen model. The agent's sampling applies, because the task's sampling is
-    only for the policy."""
+    """Make an attempt's conversation with a frozen model. The sampling parameters of the agent's calls apply, because
+    those of the task are only for the policy."""
     session, name = attempt.session, model.backend.model
     return Conversation(
         model.backend,

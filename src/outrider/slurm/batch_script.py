@@ -22,11 +22,11 @@ START_SECONDS = 600
 """Maximum seconds until the service is ready. The service first loads a tokenizer, and its embedded model if it has
 one."""
 END_SECONDS = 90
-"""Seconds kept for a job's end in addition to the service's own `stop_seconds`. In this time, sessions are interrupted,
-nodes end, unfinished sessions are counted, and the job is queued again."""
+"""Seconds reserved for a job's end in addition to the service's own `stop_seconds`. In this time, sessions are
+interrupted, nodes end, unfinished sessions are counted, and the job is queued again."""
 LEAST_SECONDS = 30
-"""Minimum seconds of a useful run of the nodes. After a shorter run, a job that has come back three times is not queued
-again."""
+"""Minimum seconds of a useful run of the nodes. After a shorter run, a job that was already queued again three times is
+not queued again."""
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -34,12 +34,12 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """A job.
+    """The settings of a job.
 
     `python` is the command of an interpreter that has Outrider, on every node. `serve` and `join` are the arguments of
     `outrider serve` and `outrider nodes join`. The job writes its logs and the service's address to `folder`, and reads
-    its token there. Relative paths are relative to `directory`. `options` are further options of sbatch, as
-    `--name=value`. No field may contain a secret, because others can read a batch script.
+    the service's token from `folder`. Relative paths are relative to `directory`. `options` are further options of
+    sbatch, as `--name=value`. No field may contain a secret, because others can read a batch script.
     """
 
     python: Sequence[str]
@@ -56,7 +56,7 @@ class BatchJob:
     options: Sequence[str] = ()
     stop_seconds: float = 20.0
     fully_qualified: bool = False
-    """True if the service's address has the whole name of its machine, as most certificates do."""
+    """True if the service's address has the fully qualified name of its machine, as most certificates do."""
 
     @property
     def warning_seconds(self) -> int:
@@ -97,8 +97,8 @@ def _options(job: BatchJob) -> list[str]:
         "cpus-per-task": None if job.cpus_per_node is None else str(job.cpus_per_node),
         "chdir": str(job.directory),
         "output": str(job.folder).replace("%", "%%") + "/job-%j.log",
-        # Slurm sends this signal before the time limit, to this script alone. It ends a job with another signal, TERM,
-        # which it sends to every process of the job.
+        # Slurm sends this signal before the time limit, to this script alone. At the limit Slurm ends the job with
+        # another signal, TERM, which goes to every process of the job.
         "signal": f"B:USR1@{job.warning_seconds}",
     }
     words = [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -146,7 +146,8 @@ def _one_line(words: Sequence[str]) -> Sequence[str]:
 
 
 def _seconds(text: str) -> int | None:
-    """Return the seconds of a Slurm time limit, as sbatch reads its option --time. None for no limit."""
+    """Return the seconds of a Slurm time limit in the format of sbatch's option --time, or None for no limit. Raises
+    InvalidField."""
     if text.upper() in ("0", "UNLIMITED", "INFINITE"):
         return None
     found = _TIME.fullmatch(text)

@@ -52,7 +52,7 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Limits of a worker's connection.
 
     `heartbeat_seconds`: maximum time between two messages. `silence_seconds`: a connection without messages for so long
-    is cut. `resume_seconds`: time for a worker to come back after losing its connection; its generations wait. `window`
+    is cut. `resume_seconds`: time for a worker to reconnect after losing its connection; its generations wait. `window`
     and `total_window`: maximum number of unacknowledged chunks of one generation, and of a worker's generations in
     total. A generation without unacknowledged chunks may always send a chunk, so that slow readers do not stop the
     others.
@@ -67,8 +67,8 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class _Generation:
     """One generation on a worker. `received` and `consumed` are the numbers of the last message received, and of the
-    last passed on. `ended` is True once no more messages are to come. `news` is set when a chunk or the end can be
-    passed on."""
+    last passed on. `ended` is True once the last message was received or the generation has failed. `news` is set when
+    a chunk or the end can be passed on."""
 
     def __init__(self, number: int, message: StartGeneration, check: TokenCheck) -> None:
         self.number = number
@@ -84,8 +84,8 @@ class _Generation:
 class AttachedWorker:
     """A worker's generations and calls, over all its connections.
 
-    `engine` is the engine's name for error messages. `gone` is the reason why the worker will not come back, None until
-    then. The class has the part of `Engine` that a tokenizer check needs.
+    `engine` is the engine's name for error messages. `gone` is the reason why the worker was dropped for good, or None
+    if the worker is connected or may reconnect. The class has the part of `Engine` that a tokenizer check needs.
     """
 
     mode = TokenMode.TOKENS
@@ -100,9 +100,10 @@ class AttachedWorker:
         self.gone: str | None = None
         self.failing = False
         """True after a generation failed with EngineUnavailable, until a generation succeeds or the worker reports that
-        it is healthy. Other workers are preferred meanwhile."""
+        it is healthy. Until then other workers are preferred."""
         self.deadline: asyncio.TimerHandle | None = None
-        """The timer that gives the worker up unless it connects again. It is started when the connection is lost."""
+        """The timer that drops the worker. The timer starts when the connection is lost, and is cancelled when the
+        worker reconnects."""
         self._engine = engine
         self._options = options
         self._numbers = numbers
@@ -118,12 +119,14 @@ class AttachedWorker:
 
     @property
     def _scarce(self) -> int:
-        """From this number of unacknowledged messages on, every chunk is acknowledged separately."""
+        """While at least this many messages are unacknowledged, every chunk is acknowledged as soon as it is
+        consumed."""
         return max(1, self._options.total_window // 2)
 
     @property
     def _patience(self) -> float:
-        """Timeout in seconds of a call. A worker without a connection receives the call only when it is back."""
+        """Timeout in seconds of a call. A worker without a connection receives the call only after it has
+        reconnected."""
         return self._options.resume_seconds + CALL_SECONDS
 
     @property
@@ -255,7 +258,7 @@ class AttachedWorker:
         return EngineUnavailable(f"worker {self.name!r} is gone: {self.gone}")
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause the worker. This may take as long as the generations in flight do."""
+        """Pause the worker. This may take until the generations in flight have ended."""
         await self._call("pause", mode=mode, seconds=None)
 
     async def resume(self) -> None:
@@ -320,7 +323,7 @@ class AttachedWorker:
         if generation.received - generation.acknowledged >= self._options.window:
             raise Nonsense(f"more than {self._options.window} unacknowledged chunks of one generation")
         # Each generation may have one chunk beyond the total window. After a resend the order of arrival no longer
-        # shows which chunks these are, so only their number is checked.
+        # shows which chunks are the extra ones, so only their number is checked.
         if self._unacknowledged >= self._options.total_window + len(self._generations):
             raise Nonsense(f"more than {self._options.total_window} unacknowledged chunks")
         if isinstance(message, Failed):
@@ -340,8 +343,9 @@ class AttachedWorker:
         generation.news.set()
 
     def _received(self, generation: _Generation) -> None:
-        """Count a message. When the worker has little room left, every consumed message is acknowledged at once: a
-        reader that has consumed everything must not wait for a worker that itself waits for the acknowledgement."""
+        """Count a message. When the number of unacknowledged messages reaches `_scarce`, all consumed messages are
+        acknowledged. Otherwise a reader that has consumed everything could wait for the worker while the worker waits
+        for acknowledgements."""
         generation.received += 1
         self._unacknowledged += 1
         if self._unacknowledged == self._scarce:
@@ -349,8 +353,8 @@ class AttachedWorker:
                 self._acknowledge(each)
 
     def _fail(self, generation: _Generation, error: EngineError) -> None:
-        """End a generation with an error. Chunks received before the error are passed on first. If none was passed on
-        so far, they are dropped after an EngineUnavailable, because another worker can then run the whole
+        """End a generation with an error. Chunks received before the error are passed on first. If no chunk was passed
+        on before an EngineUnavailable, all chunks are dropped, because another worker can then run the whole
         generation."""
         if not generation.consumed and isinstance(error, EngineUnavailable):
             generation.chunks.clear()
@@ -358,7 +362,8 @@ class AttachedWorker:
         generation.news.set()
 
     def _next(self, generation: _Generation) -> Chunk:
-        """Take the next chunk, and acknowledge after every quarter of the window, which keeps the worker going."""
+        """Take the next chunk. Acknowledges the consumed chunks after every quarter of the window, so that the worker
+        can continue."""
         chunk = generation.chunks.popleft()
         generation.consumed += 1
         few = generation.consumed - generation.acknowledged < self._options.window // 4

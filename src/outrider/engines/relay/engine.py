@@ -1,4 +1,4 @@
-"""The relay engine: workers attach to it from outside, and it assigns each generation to a worker.
+"""The relay engine assigns each generation to one of its workers, which connect to the service from outside.
 
 Invariants: a generation moves to another worker only while no chunk of it has been passed on. All workers of an engine
 report the same kind of log-probabilities, and name the same model. A worker whose version is older than the version set
@@ -34,8 +34,8 @@ STAY = 4
 """A session keeps its own worker, which may have the session's prefix cached, while this worker has at most this many
 generations more in flight than the least loaded worker."""
 FINAL = frozenset({Close.LEFT, Close.NONSENSE, Close.CONFLICT, Close.REMOVED, Close.PROTOCOL})
-"""Close codes after which a worker is not expected back. After any other end the worker has `resume_seconds` to come
-back."""
+"""Close codes after which a worker is not expected back. After any other end of a connection the worker has
+`resume_seconds` to reconnect."""
 NO_WORKERS = "no worker is attached"
 HINT = "run one where the model is: outrider.relay.Worker(URL, generate, engine={!r})"
 LOADS = "give the worker a function that loads them: outrider.relay.Worker(..., update_weights=...)"
@@ -72,7 +72,8 @@ class RelayEngine:
         """The version set on the engine."""
         self._weights: str | None = None
         """The location from which workers can load the weights of `_version`; None if there is none."""
-        # Generation numbers of an earlier service, which a worker may still hold, are not used again.
+        # The numbers start at random, because a worker may still hold generations of an earlier service under their
+        # numbers.
         self._numbers = itertools.count(secrets.randbits(48))
         self._closed = False
         self._context: int | None = None
@@ -142,7 +143,7 @@ class RelayEngine:
             good.append(answer)
         if not good:
             return next((answer for answer in answers if not answer.ok), self._unhealthy())
-        # A worker that is behind gets no work, so its version is not the engine's.
+        # A worker with an older version than the engine's gets no work, so its version does not count.
         fresh = [answer for answer in good if answer.version >= self._version] or good
         return EngineHealth(
             ok=True,
@@ -170,9 +171,9 @@ class RelayEngine:
         _raise_first(await self._each(lambda worker: worker.set_version(version)))
 
     async def update_weights(self, weights: str, version: int) -> None:
-        """Load weights on every worker. A worker without a connection gets the order when it is back. A worker that
-        fails, or has attached meanwhile, is disconnected. When such a worker is back, it loads the weights before it
-        gets work, as any new worker does. Raises a worker's error if no worker has loaded the weights."""
+        """Load weights on every worker. A worker without a connection gets the order when it has reconnected. A worker
+        that fails, or attached during the update, is disconnected. After reconnecting, such a worker loads the weights
+        before it gets work, as any new worker does. Raises a worker's error if no worker has loaded the weights."""
         if unable := [worker.name for worker in self._workers.values() if not worker.hello.loads]:
             raise EngineRejected(f"{', '.join(unable)} cannot load weights", hint=LOADS)
         asked = list(self._workers.values())
@@ -242,7 +243,7 @@ class RelayEngine:
 
         def handle(message: ToService) -> None:
             worker.handle(message)
-            if isinstance(message, Version):  # with this version the worker may get work
+            if isinstance(message, Version):  # the new version may allow the worker to get work
                 news()
 
         worker.connect(link, hello)
@@ -269,7 +270,7 @@ class RelayEngine:
             await self._bring_up(worker)
         except OutriderError as error:
             log.warning("relay %s refused worker %s: %s", self.name, worker.name, error.message)
-            # A worker that was only too slow, or failed to carry out an order, may come back.
+            # A worker that was only too slow, or failed to carry out an order, may reconnect.
             comes_back = fits or isinstance(error, EngineUnavailable)
             worker.cut_off(Close.SILENT if comes_back else Close.CONFLICT, error.message)
             worker.give_up(error.message)
@@ -279,7 +280,7 @@ class RelayEngine:
                 del self._arriving[worker.hello.instance]
         if worker.gone is not None:
             return
-        # Other workers may have attached meanwhile.
+        # Check again, because other workers may have attached during the check.
         conflict = self._conflict(worker.hello)
         if conflict is not None:
             worker.cut_off(Close.CONFLICT, conflict)
@@ -293,8 +294,8 @@ class RelayEngine:
         attached()
 
     async def _bring_up(self, worker: AttachedWorker) -> None:
-        """Apply the engine's pause and weights to a new worker, and repeat this until neither has changed meanwhile.
-        Raises the worker's errors."""
+        """Apply the engine's pause and weights to a new worker, and repeat this until both are up to date. Raises the
+        worker's errors."""
         paused: PauseMode | None = "finish" if worker.hello.paused else None
         while True:
             if paused != (wanted := self._paused):
@@ -306,7 +307,7 @@ class RelayEngine:
                 return
 
     def _disconnected(self, worker: AttachedWorker, end: Disconnected | None) -> None:
-        """Give a worker whose connection broke time to come back, and drop a worker that has left or was cut off."""
+        """Give a worker whose connection broke time to reconnect, and drop a worker that has left or was cut off."""
         if worker.gone is not None:
             return
         if end is not None and end.code == Close.NONSENSE:

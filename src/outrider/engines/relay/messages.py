@@ -17,18 +17,18 @@ from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
 from outrider.wire.frames import Beat, Nonsense
 
 PROTOCOL = 1
-"""The protocol's version, incremented when either side would misread the other. A new field of `SamplingParams` is such
-a change, because an older worker would ignore the field silently."""
+"""The protocol's version, incremented after any change that would make one side misread the other. A new field of
+`SamplingParams` requires a new version, too, because an older worker would ignore the field silently."""
 
 MAX_TO_SERVICE = 8 << 20
 """Maximum bytes of a message from a worker: a chunk of 8 MiB has more than half a million tokens. A WebSocket's frame
-is unmasked in one call, which takes the event loop 20 ms for as many bytes."""
+is unmasked in one call, which blocks the event loop for 20 ms at this size."""
 MAX_HELLO = 256 << 10
 """Maximum bytes of a worker's first message."""
 MAX_HOLDS = 16_384
 """Maximum number of generations that a worker may list in its hello."""
 MAX_DETAIL = 1000
-"""Characters of a worker's health detail that are kept."""
+"""Maximum characters of a worker's health detail. The rest is cut off."""
 MAX_TO_WORKER = 64 << 20
 """Maximum bytes of a message to a worker, such as a prompt of 16 million tokens."""
 MAX_VERSION = (1 << 31) - 1
@@ -103,7 +103,7 @@ class WorkerCall(msgspec.Struct, tag="call", frozen=True, kw_only=True):
 
 
 class WorkerTokens(msgspec.Struct, tag="tokens", frozen=True, kw_only=True, omit_defaults=True):
-    """A `Chunk`. `number` counts the messages of its generation, from 1."""
+    """A `Chunk` as a message. `number` counts the messages of its generation, from 1."""
 
     generation: int
     number: int
@@ -133,7 +133,7 @@ class WorkerReply(msgspec.Struct, tag="answer", frozen=True, kw_only=True, omit_
 
 
 class Version(msgspec.Struct, tag="version", frozen=True):
-    """The worker's weights have changed without an order: it now serves this policy version."""
+    """The worker now serves this policy version, because its weights were changed without an order of the service."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
