@@ -45,6 +45,8 @@ import msgspec
 
 MAX_TEXT = 8192
 """Maximum characters of an error's message, hint or field in a record."""
+LOG_TAIL = 4096
+"""Maximum bytes of a failed program's output that the error includes."""
 MAX_LOG_TAIL = 65_536
 """Maximum characters of a log's end in a record."""
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -1,4 +1,5 @@
-"""Access control of the control API: the role that each route requires. The gateway checks its own keys.
+"""Access control of the control API: the role that each route requires, and the addresses on which the
+service may listen. The gateway checks its own keys.
 
 Invariant: every control route except OPEN_PATHS refuses callers without a role. A call that may change data is in the
 audit log before the reply is sent, unless the call was refused because it had no valid token.

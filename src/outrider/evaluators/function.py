@@ -13,11 +13,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from outrider.errors import EvaluatorError, InvalidField, OutriderError
+from outrider.errors import LOG_TAIL, EvaluatorError, InvalidField, OutriderError
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.verdict import read_verdict
 from outrider.plugins import plugin_code, resolve
-from outrider.sandbox.runtimes.base import LOG_TAIL
 from outrider.spec import EvaluatorSpec
 from outrider.trajectory import Verdict
 

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from outrider.errors import HarnessError, InvalidField, RuntimeFailure
+from outrider.errors import LOG_TAIL, HarnessError, InvalidField, RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome, ProgramExit
 from outrider.harnesses.endpoint_variables import endpoint_environment
 from outrider.harnesses.install import installation, unavailable
@@ -19,7 +19,7 @@ from outrider.harnesses.missing_program import SYSTEM_PATH, find_missing
 from outrider.harnesses.placeholders import fill, fill_file
 from outrider.harnesses.presets import DIALECT, OptionValue, Preset
 from outrider.harnesses.venv import COMPILE_SECONDS, compile_modules, read_venv
-from outrider.sandbox.runtimes.base import LOG_TAIL, Availability
+from outrider.sandbox.runtimes.base import Availability
 
 LOOKUP_SECONDS = 60.0
 """Time limit of a short lookup command in the sandbox."""

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from outrider.errors import HarnessError, OutriderError
+from outrider.errors import LOG_TAIL, HarnessError, OutriderError
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.plugins import plugin_code
-from outrider.sandbox.runtimes.base import LOG_TAIL, Availability
+from outrider.sandbox.runtimes.base import Availability
 
 
 class Agent(Protocol):

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.environment import cache_home, environment
-from outrider.errors import HarnessUnavailable, InvalidField
+from outrider.errors import LOG_TAIL, HarnessUnavailable, InvalidField
 from outrider.harnesses.build_in_place import BuildInputs, build_in_place, invalidate, is_complete
 from outrider.harnesses.interpreters import find_python
 from outrider.harnesses.placeholders import fill
@@ -109,7 +109,7 @@ def check(name: str) -> str:
         raise HarnessUnavailable(
             f"{name} does not report version {preset.install.version}, which the preset pins",
             hint=f"delete {found.prefix} and run: outrider harness install {name}",
-            log_tail=output[-4096:],
+            log_tail=output[-LOG_TAIL:],
         )
     return preset.install.version
 
@@ -224,5 +224,5 @@ def _run(
     output = done.stdout.decode("utf-8", errors="replace")
     if done.returncode != 0:
         shown = " ".join(command[:4])
-        raise HarnessUnavailable(f"{shown} ... exited with {done.returncode}", log_tail=output[-4096:])
+        raise HarnessUnavailable(f"{shown} ... exited with {done.returncode}", log_tail=output[-LOG_TAIL:])
     return output

@@ -33,12 +33,12 @@ import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
-from outrider.errors import EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
+from outrider.errors import LOG_TAIL, EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
 from outrider.evaluators.base import Evaluator, OffTheClock, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
 from outrider.sandbox.node_folder import remove_tree
-from outrider.sandbox.runtimes.base import LOG_TAIL, NoShell, Runtime, SavesLayers, ShellKind, TellsCause
+from outrider.sandbox.runtimes.base import NoShell, Runtime, SavesLayers, ShellKind, TellsCause
 from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.blame import Blame, Facts, Stage, decide, end_of

@@ -1,4 +1,5 @@
-"""The common parts of engine servers' APIs: finish reasons, log-probabilities, penalties, the list of models.
+"""The common parts of engine servers' APIs: finish reasons, log-probabilities, penalties, structured outputs,
+the list of models.
 
 Invariant: no function of this module returns a placeholder for a missing log-probability.
 """

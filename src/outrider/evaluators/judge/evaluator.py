@@ -1,4 +1,5 @@
 """The judge: a language model grades the agent's answer by a reference, by criteria, or against another answer.
+The judge sees the agent's last reply only, up to `answer_chars`.
 
 The operator configures the model: an OpenAI-compatible endpoint in the setting `graders`, or a frozen model of the
 service. Invariants: an unreachable judge, or a reply without a grade, is an error, never a grade; the verdict's metrics

@@ -20,13 +20,13 @@ import msgspec
 
 from outrider.concurrency.build_once import build_once
 from outrider.environment import cache_home
+from outrider.errors import LOG_TAIL
 from outrider.sandbox.rootfs.apptainer import apptainer_program
 from outrider.sandbox.rootfs.recipe import Definition, Recipe, definition_of, local_base
 from outrider.sandbox.rootfs.store import ImageStore
 from outrider.sandbox.rootfs.unpack import BadImage
 
 BUILD_SECONDS = 6 * 3600
-LOG_TAIL = 4000
 SIF = "image.sif"
 
 

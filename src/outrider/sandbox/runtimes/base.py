@@ -13,7 +13,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from outrider.errors import RuntimeFailure
+from outrider.errors import LOG_TAIL, RuntimeFailure
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
 
@@ -36,9 +36,6 @@ GIT_ENVIRONMENT = {
     "LC_ALL": "C",
 }
 """Variables that make git apply a patch to the files of a folder, whether or not the folder is in a repository."""
-
-LOG_TAIL = 4096
-"""Maximum bytes of a failed program's output that the error includes."""
 
 
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from outrider.errors import RuntimeFailure
+from outrider.errors import LOG_TAIL, RuntimeFailure
 from outrider.sandbox.pythons.portable import portable_command
 from outrider.sandbox.runtimes.kernel.child import readable
 from outrider.sandbox.runtimes.tool_server.bundle import BOOT, FLAGS, confined, delivery
@@ -22,7 +22,6 @@ from outrider.sandbox.runtimes.tool_server.launch import START_SECONDS, ToolServ
 
 TOOLS_AT = "/run/outrider/tools"
 SOCKET = "sock"
-LOG_TAIL = 4096
 LOOK_SECONDS = 1.0
 BACKLOG = 16
 

@@ -16,9 +16,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from outrider.errors import RuntimeFailure
+from outrider.errors import LOG_TAIL, RuntimeFailure
 
-LOG_TAIL = 4096
 END_SECONDS = 5.0
 """Time limit for the descendants of a child to exit by themselves."""
 
