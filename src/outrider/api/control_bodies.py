@@ -38,7 +38,7 @@ Receive = Callable[[int | None, AsyncIterator[bytes]], Awaitable[bytes]]
 
 
 class BodyRoom:
-    """The memory for request bodies, which all callers share."""
+    """The memory for request bodies. All callers share it."""
 
     def __init__(self) -> None:
         self._room = PrioritySemaphore(ALL, share=EACH / ALL)

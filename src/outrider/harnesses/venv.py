@@ -84,7 +84,8 @@ def read_venv(path: str) -> Venv:
     editable = [place for folder in packages for place in _outside(folder)]
     # Python finds its library by following the links from `home`, so the folders of these links are also needed.
     wanted = [prefix, *(link.parent for link in links), base, *([home] if home.is_dir() else []), *editable]
-    # `named` has each path as named and as resolved. `outermost` has no path below another path.
+    # `named` has each path twice: as given, and with symbolic links resolved. `outermost` has the paths of `named` that
+    # are not below another path of `named`.
     named = list(dict.fromkeys(place for path in wanted for place in (path, Path(os.path.realpath(path)))))
     outermost = [path for path in named if not any(path != other and path.is_relative_to(other) for other in named)]
     libraries = [] if _of_system(base) else _libraries(base)

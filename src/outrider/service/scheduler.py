@@ -231,7 +231,7 @@ class Scheduler:
                         continue
                     if not await self._start(chores, session, reserved=evaluations):
                         passed.add(session.bucket)
-        # No `wake` follows when a session becomes due, so the caller must not wait beyond this time.
+        # Nothing calls `wake` when a session becomes due, so the caller must look again at the returned time.
         return await self._store.next_due(after=looked)
 
     async def _start(self, chores: Chores, session: SessionRow, *, reserved: bool) -> bool:

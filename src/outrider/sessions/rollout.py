@@ -171,8 +171,8 @@ class Rollout:
             sampling=attempt.task.sampling,
             history=attempt.task.history,
             record=partial(node.store.add_turn, attempt.session.id, attempt.session.attempt),
-            # A reference to this rollout would make a cycle, and the token tree, which may have megabytes, would be
-            # freed only by the garbage collector.
+            # The callbacks refer to the cutoff and not to this rollout: such a reference would make a cycle, and only
+            # the garbage collector would free the token tree, which may take megabytes.
             on_limit=self._cutoff.cut,
             on_broken=self._cutoff.cut,
             overdue=overdue,

@@ -261,7 +261,8 @@ class Store:
         return [self._group(row) for row in found]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
-        """List the sessions that are to end and are not done yet, of one group or of all groups, in sample order."""
+        """List the sessions with `ending` set that are not done, in sample order. `group_id` selects one group; None
+        means all groups."""
         where, values = ("", ()) if group_id is None else ("AND group_id = ?", (group_id,))
         where = f"ending IS NOT NULL AND state <> 'done' {where} ORDER BY group_id, sample_index"
         return await self._db.read(lambda tx: _find_sessions(tx, where, *values))

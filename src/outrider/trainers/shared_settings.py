@@ -44,7 +44,8 @@ WITHOUT_EFFECT_ON_IDS = frozenset(
 """Sampling parameters that change only what an engine reports, or how the engine makes text from the ids. These
 parameters are dropped, because the gateway itself makes the text from the ids."""
 NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n": (1,), "ignore_eos": (False,)}
-"""Sampling parameters that a task cannot have, each with the values that have no effect. Any other value is refused."""
+"""Sampling parameters that tasks do not have. A value listed here has no effect, and is accepted and ignored; any other
+value of the parameter is refused."""
 
 
 class BridgeSettings(Spec):

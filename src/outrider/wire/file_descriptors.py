@@ -21,8 +21,9 @@ model calls two more."""
 FEWEST = 64
 """With fewer descriptors the event loop or the store cannot be opened."""
 SESSIONS = 8
-"""If this number of sessions use their maximum of connections at the same time, no connection is left for other
-sessions. The same holds for tokens."""
+"""A session may use at most one part in SESSIONS of the sandboxes' connections, within the bounds below. So this number
+of sessions at their maximum leaves no connection for another session. An access token has the same share of the control
+connections."""
 EACH_LEAST, EACH_MOST = 8, 256
 """Lower and upper bound of the maximum number of connections of one session. The lower bound also applies to one
 token."""

@@ -70,8 +70,8 @@ def chunk_object(completion: Completion, parts: list[dict[str, Any]]) -> dict[st
 
 
 def call_part(call: ToolCall) -> dict[str, Any]:
-    """Return the part of a call. Its signature repeats the call's id, because many clients send signatures back and
-    drop ids."""
+    """Return the reply's part for a tool call. The part's signature repeats the call's id, because many clients return
+    signatures and drop ids."""
     function = {"id": call.id, "name": call.name, "args": msgspec.Raw(arguments_on_wire(call.arguments))}
     return {"functionCall": function, "thoughtSignature": signature(call.id)}
 

@@ -41,8 +41,8 @@ SLOW_PREFILL_TOKENS_PER_SECOND = 200
 """Prompt tokens that a slow engine, such as an engine without a GPU, computes in a second. A slow engine must not count
 as failed."""
 FIXED_COST_TOKENS = 1024
-"""Shorter prompts count as prompts of this number of tokens, because the time to their first chunk is mostly a fixed
-cost."""
+"""A prompt with fewer tokens counts as a prompt of this many tokens, because the time to its first chunk is mostly a
+fixed cost."""
 WHOLE_TOKENS = 32
 """If the first chunks of an engine usually have more tokens, the engine counts as not streaming: the first chunk is the
 whole reply."""

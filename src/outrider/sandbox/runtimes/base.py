@@ -205,8 +205,9 @@ class Runtime(Protocol):
         ...
 
     async def patch(self, text: str | bytes, *, cwd: str | None = None) -> None:
-        """Apply a unified diff to the files below `cwd` by `git apply`: completely or not at all. Raises PatchConflict,
-        and RuntimeFailure, with a hint, when the sandbox has no git."""
+        """Apply a unified diff to the files below `cwd` by `git apply`: completely or not at all. Raises PatchConflict
+        if the patch does not apply or is too large, and RuntimeFailure if git fails. If the sandbox has no git, the
+        error has a hint."""
         ...
 
     async def upload(self, source: Path, target: str) -> None:

@@ -213,8 +213,8 @@ class Signals:
             self._main_line.append(segment)
 
     def used_instead(self, turn: Turn) -> int | None:
-        """Return the turn whose reply to the same request the agent used instead of this turn's reply. Returns None if
-        the agent used this turn's reply."""
+        """Return the turn whose reply the agent used in place of this turn's reply. Both turns answer the same
+        request. Returns None if the agent used this turn's reply."""
         used = self._used_answers.get(request_key(turn), turn.index)
         return None if used == turn.index or turn.index in self.session.continued else used
 

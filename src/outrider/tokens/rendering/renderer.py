@@ -82,8 +82,8 @@ error."""
 
 
 class ThinkingSwitch(msgspec.Struct, frozen=True):
-    """The end of a prompt that switches thinking to `thinking`: the ids `switched_end`. They replace `usual_end`, the
-    family's default end."""
+    """One end for the prompts of a family, which switches thinking on or off (`thinking`). The ids `switched_end`
+    replace `usual_end`, the family's default end."""
 
     thinking: bool
     usual_end: list[int]

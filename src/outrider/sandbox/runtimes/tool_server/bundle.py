@@ -69,8 +69,8 @@ MODULES = (
 """The tool server's modules, each after the modules that it imports."""
 
 COMPILING = threading.Lock()
-"""A lock, held while compiling. Of sandboxes that start together, only the first compiles. `ast.parse` of Python 3.11
-also fails when several threads use it at once."""
+"""A lock that is held while compiling. When sandboxes start together, the first compiles and the others wait for its
+cached result. The lock also prevents parallel calls of `ast.parse`, which fail in Python 3.11."""
 
 
 def source(name: str) -> str:

@@ -34,7 +34,7 @@ BRIDGE_PORT = 61080
 """Port of the gateway inside a sandbox: above Linux's dynamic ports and the ports that programs commonly choose."""
 BRIDGE_URL = f"http://127.0.0.1:{BRIDGE_PORT}"
 HOME = "/root"
-"""The home folder in a sandbox with its own root."""
+"""The home folder in a sandbox that has its own root file system."""
 GATEWAY = "gateway"
 """Name of the gateway's socket in a folder that is mounted in a sandbox."""
 START_SECONDS = 30.0

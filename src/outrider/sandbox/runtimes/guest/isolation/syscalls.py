@@ -129,9 +129,9 @@ def clone_plain(path: str, attributes: int) -> int:
 
 
 def clone_bare(path: str, attributes: int) -> int:
-    """Copy the mount at a path like `clone_tree`, but without the mounts below: the copy has the files under these
-    mounts. From most processes the kernel hides such files. The calling process must have privileges over its mount
-    namespace, and the mounts must be in that namespace."""
+    """Copy the mount at a path like `clone_tree`, but without the mounts below it, so that the files hidden by these
+    mounts are visible in the copy. The kernel permits such a copy only to a process with privileges over its mount
+    namespace, and only for mounts in that namespace."""
     flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_NO_AUTOMOUNT
     tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
     try:
