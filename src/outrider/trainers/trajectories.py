@@ -1,5 +1,5 @@
-"""Selects the rows of a finished group that a trainer may train on, and cuts them to `max_row_tokens`. This is the output
-side of all trainers' modules.
+"""Selects the rows of a finished group that a trainer may train on, and cuts them to `max_row_tokens`. This is the
+output side of all trainers' modules.
 
 Nothing here awaits or depends on a trainer. Invariant: for a session without a verdict, or without a token to train on,
 the `Trajectory` has an error and no rows.
