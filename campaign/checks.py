@@ -1,5 +1,5 @@
-"""The checks after a run, which must hold whatever was broken. The checks compare the clients' replies, the engine's
-log, and the store.
+"""Checks the results of a run, in which services and engines were broken at random. The checks compare the clients'
+replies, the engine's log, and the store.
 
 The rules are independent of the code that they judge: training rows are counted by their masks. The store is read
 after the service has ended. Invariant: a run without a finding has lost and doubled nothing.

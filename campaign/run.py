@@ -127,7 +127,7 @@ class Progress:
 
     @property
     def all_but_last(self) -> bool:
-        """True if all groups are delivered but the one that is submitted after the last fault."""
+        """True if all groups are delivered, except the group that is submitted after the last fault."""
         return self._done >= self._all - 4
 
     async def until(self, share: float) -> None:

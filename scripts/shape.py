@@ -124,7 +124,7 @@ class Module:
 
     @cached_property
     def attributes(self) -> Counter[str]:
-        """The number of uses of each attribute name, whatever the object."""
+        """The number of uses of each attribute name. Uses on all objects are counted together."""
         return Counter(node.attr for node in self.nodes if isinstance(node, ast.Attribute))
 
     @cached_property
@@ -187,8 +187,7 @@ class Shape:
     comments_per_100_code_lines: float
     helpers_used_once_percent: float
     unique_helpers_used_once_percent: float
-    """As the percentage of helpers used once, but counts only helpers whose name is used nowhere else in the
-    package."""
+    """The percentage of helpers that are used once and whose name is used nowhere else in the package."""
     longest_import_chain: int
 
     @property

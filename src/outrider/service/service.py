@@ -263,7 +263,7 @@ class Service:
         return await self.reader.view(stored)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
-        """Cancel a group, whatever the states of its sessions. Cancelling a group that is cancelled or done changes
+        """Cancel a group with all its unfinished sessions. Cancelling a group that is cancelled or done changes
         nothing."""
         await self.scheduler.end(await self.store.cancel_group(group_id, tenant=caller.sees))
         return await self.reader.group(group_id, tenant=caller.sees)

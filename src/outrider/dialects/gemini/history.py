@@ -2,8 +2,8 @@
 dropped.
 
 A content is read once per session. If a user's content has no tool results, only its role is decoded at this point.
-Invariants: a call from one of our replies keeps its original id, whatever the client does to ids; `raw(i)` contains the
-ids with which message `i` is parsed.
+Invariants: a call from one of our replies keeps its original id, even if the client changes or drops the id; `raw(i)`
+contains the ids with which message `i` is parsed.
 
 One content can become several messages, because each tool result becomes a message. Adjacent contents of role `model`
 become one message, because some clients store the chunks of a stream as separate contents and send them back in this

@@ -135,8 +135,8 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def call_item(context: ResponsesContext, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
-    """Return the item of a call, with the client's name for the tool. For an unknown tool, the name is the one that the
-    model wrote."""
+    """Return the item of a tool call. The item has the client's name of the tool, or the name that the model wrote if
+    the tool is unknown."""
     tool = context.table.get(call.name)
     if tool is not None and tool.custom:
         sent = custom_call(call)

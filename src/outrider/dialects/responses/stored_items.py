@@ -61,7 +61,7 @@ class ResponseStore:
 
     def __init__(self) -> None:
         self._responses: dict[str, StoredConversation] = {}
-        """By response id, the conversation up to the response, which is included."""
+        """The conversation up to and including a response, by response id."""
         self._references: dict[str, Item] = {}
         self._items: dict[bytes, Item] = {}
         self._conversations: dict[bytes, StoredConversation] = {}

@@ -15,7 +15,7 @@ from outrider.trajectory import VersionSpan
 
 MAX_DIGITS = 10
 UNLABELLED = "default"
-"""The label that vLLM and SGLang report for weights that nobody has labelled. It stands for policy version 0, unless
+"""The label that vLLM and SGLang report for weights that nobody has labelled. The label means policy version 0, unless
 another version was set."""
 
 

@@ -19,7 +19,8 @@ BYTES_PER_FILE = 4096
 """Bytes of the disk limit per allowed file. The number of files is bounded too, because each takes kernel memory."""
 FILES_SHARE_OF_MEMORY = 0.75
 MIN_OPEN_FILES = 1024
-"""Minimum number of open files of a sandbox, if the node's hard limit allows it. Many programs need so many."""
+"""Minimum number of open files of a sandbox, if the node's hard limit allows this number. Many programs need as
+many."""
 MAX_OPEN_FILES = 1 << 16
 SHARES = {"RLIMIT_SIGPENDING": (16, 64), "RLIMIT_MSGQUEUE": (8, 0)}
 """A sandbox's part of the resources that the kernel bounds per user: the divisor of the user's limit, and the minimum.

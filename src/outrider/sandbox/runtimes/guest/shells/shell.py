@@ -36,7 +36,7 @@ else:
 INTERRUPT_EVERY = 0.1
 """Seconds between two interrupts of an input that keeps running."""
 KILL_AFTER = 3
-"""From this interrupt of an input on (the first is number 1), the programs started by the input are killed, too."""
+"""The interrupt of this number (the first is 1), and each later one, also kills the programs started by the input."""
 RESTART_AFTER = 20
 """After this many interrupts (two seconds) the shell itself is killed and restarted. The sh of busybox hangs if SIGINT
 arrives inside its memory allocator, because it then waits for a lock that is never released."""
