@@ -200,7 +200,7 @@ def _calls(is_it: Callable[[ast.Call], bool]) -> list[tuple[str, ast.Call]]:
 
 OTHER_TASKS = {
     "api/gateway.py": "pings of one reply, within its request",
-    "api/server.py": "the HTTP servers: they are what is served",
+    "api/gateway_server.py": "the HTTP servers: they are what is served",
     "trainers/shared_client.py": "the trainer's process",
     "trainers/trl.py": "the trainer's process",
     "lab/certify/gateway_tap.py": "one connection of a check",

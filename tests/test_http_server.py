@@ -583,7 +583,7 @@ UNDOCUMENTED = {
     "protocol.server_state": {"connections", "tasks", "total_requests"},
     "server": {"startup", "main_loop", "on_tick", "shutdown", "capture_signals", "should_exit", "server_state"},
 }
-"""What wire/http_server.py and api/server.py use or override of uvicorn, and uvicorn does not document."""
+"""What wire/http_server.py and api/gateway_server.py use or override of uvicorn, and uvicorn does not document."""
 
 
 async def test_uvicorn_has_every_undocumented_part_that_we_use() -> None:
@@ -611,7 +611,8 @@ async def test_uvicorn_has_every_undocumented_part_that_we_use() -> None:
         assert (await rest(reader)).startswith(b"HTTP/1.1 200 ")
     parts = [(owner, name) for owner, names in UNDOCUMENTED.items() for name in names]
     missing = [f"{owner}.{name}" for owner, name in parts if not hasattr(found[owner], name)]
-    assert not missing, f"uvicorn {version('uvicorn')} has changed: adapt wire/http_server.py and api/server.py to it"
+    changed = f"uvicorn {version('uvicorn')} has changed"
+    assert not missing, f"{changed}: adapt wire/http_server.py and api/gateway_server.py to it"
 
 
 def test_the_installed_uvicorn_is_among_the_tested_ones() -> None:

@@ -1,5 +1,5 @@
-"""The HTTP application and two servers: one for everything, on a TCP address; one for the model gateway alone, on a
-Unix socket and on a port of this machine.
+"""The HTTP application of a service and its two servers: one for everything, on a TCP address; one for the model
+gateway alone (`gateway_server.py`), on a Unix socket and on a port of this machine.
 
 Invariant: a sandbox gets only the gateway's socket and port, so a program confined to them cannot call the control
 API.
@@ -8,15 +8,12 @@ API.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from importlib.metadata import version
 
 import msgspec
-import uvicorn
 from fastapi import Depends, FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIWebSocketRoute
@@ -25,26 +22,17 @@ from outrider.api import delivery, engines, files, groups, nodes, policy, relay,
 from outrider.api.access import AccessControl, check_address, check_role
 from outrider.api.control_replies import bad_query, outrider_error, unknown_route
 from outrider.api.gateway import Gateway
+from outrider.api.gateway_server import HttpServer, listener_at, running, serving_gateway, url_of
 from outrider.api.openapi import describe
 from outrider.config import TlsConfig
 from outrider.engines.relay.messages import MAX_TO_SERVICE
-from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceError, ServiceStopping
+from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceStopping
 from outrider.service.readiness import StoreReadiness
 from outrider.service.service import Service
 from outrider.sessions.node import LocalNode
 from outrider.spec import Role
 from outrider.wire.file_descriptors import raise_limit, shares
-from outrider.wire.http_server import (
-    BACKLOG,
-    TIMEOUTS,
-    Application,
-    Receive,
-    Scope,
-    Send,
-    Timeouts,
-    noting_refusals,
-    server_settings,
-)
+from outrider.wire.http_server import TIMEOUTS, Receive, Scope, Send, noting_refusals
 from outrider.wire.tls import presenting
 
 ROUTERS = tuple(part.ROUTES for part in (groups, files, delivery, engines, nodes, policy, relay, tokens))
@@ -57,8 +45,6 @@ WEBSOCKETS = tuple(
 
 OUTSIDE = TIMEOUTS._replace(unread=60)
 """Timeouts for outside clients. `unread` is shorter than for clients in sandboxes, which may be suspended for long."""
-LAST_REPLIES_SECONDS = 0.1
-"""Seconds that a stopping server waits for requests under way before it cuts them off."""
 
 
 @asynccontextmanager
@@ -73,8 +59,8 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
     check_address(config, has_token=await service.tokens.required())
     tls = _tls(config.tls)
     with ExitStack() as sockets:
-        outside = sockets.enter_context(_listener(config.host, config.port))
-        url = _url(outside, tls=tls is not None)
+        outside = sockets.enter_context(listener_at(config.host, config.port))
+        url = url_of(outside, tls=tls is not None)
         share = shares(raise_limit())
         gateway = Gateway(_NoSessions() if node is None else node, calls=share.session)
         # The application is made in a thread, because FastAPI takes 50 ms to make the routes. The event loop must not
@@ -90,45 +76,14 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
             else:
                 await control(scope, receive, send)
 
-        server = _Server(root, share.control, timeouts=OUTSIDE, websockets=MAX_TO_SERVICE, tls=tls)
+        server = HttpServer(root, share.control, timeouts=OUTSIDE, websockets=MAX_TO_SERVICE, tls=tls)
         async with AsyncExitStack() as stack:
             if node is not None:
                 await stack.enter_async_context(serving_gateway(node))
             stack.enter_context(noting_refusals(service.failures))
-            await stack.enter_async_context(_running(server, outside))
+            await stack.enter_async_context(running(server, outside))
             await stack.enter_async_context(service.running())
             yield url
-
-
-@asynccontextmanager
-async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
-    """Serve a node's model gateway alone, on its socket and on a free port of this machine."""
-    share = shares(raise_limit())
-    with ExitStack() as sockets:
-        inside = sockets.enter_context(socket.socket(socket.AF_UNIX))
-        inside.bind(str(node.gateway_socket))
-        port = sockets.enter_context(_listener("127.0.0.1", 0))
-        server = _Server(Gateway(node, calls=share.session), share.sandboxes)
-        with noting_refusals(node.failures), node.gateway_at(_url(port, tls=False)):
-            async with _running(server, inside, port):
-                yield
-
-
-@asynccontextmanager
-async def _running(server: _Server, *sockets: socket.socket) -> AsyncIterator[None]:
-    """Run the server on its sockets while the block runs."""
-    failure: Exception | None = None
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.serve(sockets=list(sockets)), name="http server")
-        await server.ready.wait()
-        try:
-            yield
-        except Exception as error:  # the caller's error, which the task group would wrap
-            failure = error
-        finally:
-            server.stop()
-    if failure is not None:
-        raise failure
 
 
 class _NoSessions:
@@ -193,96 +148,9 @@ def _description(app: FastAPI) -> bytes:
     return msgspec.json.encode(describe(app, replies, requests))
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handling: the program that runs the service handles signals.
-
-    `ready` is set once the server listens. A server that shuts down cuts off the requests that are still under way
-    after LAST_REPLIES_SECONDS.
-    """
-
-    def __init__(
-        self,
-        app: Application,
-        connections: int,
-        *,
-        timeouts: Timeouts = TIMEOUTS,
-        websockets: int = 0,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        async def until_cut_off(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                await app(scope, receive, send)
-            except asyncio.CancelledError:
-                if not self.should_exit:
-                    raise
-
-        super().__init__(
-            server_settings(until_cut_off, timeouts, connections=connections, websockets=websockets, tls=tls)
-        )
-        self.ready = asyncio.Event()
-        self._stopping = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(BACKLOG)  # asyncio has set the backlog to ACCEPTED_AT_ONCE
-        self.ready.set()
-
-    def stop(self) -> None:
-        """Make `serve` shut down and return."""
-        self.should_exit = True
-        self._stopping.set()
-
-    async def main_loop(self) -> None:
-        """Wait for `stop`. uvicorn's own loop would poll `should_exit` ten times a second."""
-        while not await self.on_tick(0):  # tick 0 updates the Date header of replies
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), timeout=1)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
-        for listening in sockets or ():
-            listening.close()
-        for connection in tuple(self.server_state.connections):
-            connection.shutdown()
-        if under_way := tuple(self.server_state.tasks):
-            await asyncio.wait(under_way, timeout=LAST_REPLIES_SECONDS)
-        for connection in tuple(self.server_state.connections):
-            connection.transport.abort()
-        if cut_off := tuple(self.server_state.tasks):
-            for task in cut_off:
-                task.cancel()
-            await asyncio.wait(cut_off)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def _tls(settings: TlsConfig) -> ssl.SSLContext | None:
     if settings.certificate is not None:
         return presenting(settings.certificate, settings.key)
     if settings.key is not None:
         raise InvalidField("a key without a certificate", field="tls.key", hint="give --tls-certificate, too")
     return None
-
-
-def _url(listener: socket.socket, *, tls: bool) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # If the protocol is given explicitly, asyncio turns off Nagle's algorithm, which would delay streamed replies.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ServiceError(
-            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --port, or 0 for any"
-        ) from error
-    return listener

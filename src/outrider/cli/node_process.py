@@ -187,10 +187,10 @@ async def _work(setup: NodeSetup, socket: Socket, starter: Starter | None = None
 
 async def _run(setup: NodeSetup, service: ServiceProxy, hung_up: asyncio.Task[Any], starter: Starter | None) -> None:
     # These imports are here, because they need the service's module search path.
-    from outrider.api.server import serving_gateway
+    from outrider.api.gateway_server import serving_gateway
     from outrider.engines.pool.follower import PoolFollower
     from outrider.sandbox.host_paths import HostPaths
-    from outrider.service.assembly import open_models
+    from outrider.service.model_backends import open_models
     from outrider.sessions.node import LocalNode
     from outrider.store.artifacts import ArtifactStore
 

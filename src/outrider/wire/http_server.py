@@ -575,7 +575,7 @@ def server_settings(
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        backlog=ACCEPTED_AT_ONCE,  # asyncio accepts this many at once; `api.server` sets the kernel's BACKLOG
+        backlog=ACCEPTED_AT_ONCE,  # asyncio accepts this many at once; `api.gateway_server` sets the kernel's BACKLOG
         server_header=False,
         date_header=False,
     )

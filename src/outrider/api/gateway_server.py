@@ -1,0 +1,152 @@
+"""The HTTP server of every Outrider process that answers model calls, and the server of a node's model gateway alone.
+
+The module does not depend on the control API: a node process serves model calls only, and so need not import FastAPI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+
+import uvicorn
+
+from outrider.api.gateway import Gateway
+from outrider.errors import ServiceError
+from outrider.sessions.node import LocalNode
+from outrider.wire.file_descriptors import raise_limit, shares
+from outrider.wire.http_server import (
+    BACKLOG,
+    TIMEOUTS,
+    Application,
+    Receive,
+    Scope,
+    Send,
+    Timeouts,
+    noting_refusals,
+    server_settings,
+)
+
+LAST_REPLIES_SECONDS = 0.1
+"""Seconds that a stopping server waits for requests under way before it cuts them off."""
+
+
+@asynccontextmanager
+async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
+    """Serve a node's model gateway alone, on its socket and on a free port of this machine."""
+    share = shares(raise_limit())
+    with ExitStack() as sockets:
+        inside = sockets.enter_context(socket.socket(socket.AF_UNIX))
+        inside.bind(str(node.gateway_socket))
+        port = sockets.enter_context(listener_at("127.0.0.1", 0))
+        server = HttpServer(Gateway(node, calls=share.session), share.sandboxes)
+        with noting_refusals(node.failures), node.gateway_at(url_of(port, tls=False)):
+            async with running(server, inside, port):
+                yield
+
+
+@asynccontextmanager
+async def running(server: HttpServer, *sockets: socket.socket) -> AsyncIterator[None]:
+    """Run the server on its sockets while the block runs."""
+    failure: Exception | None = None
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve(sockets=list(sockets)), name="http server")
+        await server.ready.wait()
+        try:
+            yield
+        except Exception as error:  # the caller's error, which the task group would wrap
+            failure = error
+        finally:
+            server.stop()
+    if failure is not None:
+        raise failure
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling: the program that runs the service handles signals.
+
+    `ready` is set once the server listens. A server that shuts down cuts off the requests that are still under way
+    after LAST_REPLIES_SECONDS.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        connections: int,
+        *,
+        timeouts: Timeouts = TIMEOUTS,
+        websockets: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        async def until_cut_off(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:
+                if not self.should_exit:
+                    raise
+
+        super().__init__(
+            server_settings(until_cut_off, timeouts, connections=connections, websockets=websockets, tls=tls)
+        )
+        self.ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)  # asyncio has set the backlog to ACCEPTED_AT_ONCE
+        self.ready.set()
+
+    def stop(self) -> None:
+        """Make `serve` shut down and return."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Wait for `stop`. uvicorn's own loop would poll `should_exit` ten times a second."""
+        while not await self.on_tick(0):  # tick 0 updates the Date header of replies
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), timeout=1)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listening in sockets or ():
+            listening.close()
+        for connection in tuple(self.server_state.connections):
+            connection.shutdown()
+        if under_way := tuple(self.server_state.tasks):
+            await asyncio.wait(under_way, timeout=LAST_REPLIES_SECONDS)
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
+        if cut_off := tuple(self.server_state.tasks):
+            for task in cut_off:
+                task.cancel()
+            await asyncio.wait(cut_off)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def url_of(listener: socket.socket, *, tls: bool) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def listener_at(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # If the protocol is given explicitly, asyncio turns off Nagle's algorithm, which would delay streamed replies.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ServiceError(
+            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another --port, or 0 for any"
+        ) from error
+    return listener

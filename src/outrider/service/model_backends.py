@@ -1,0 +1,121 @@
+"""Opens the backends of the policy and of the frozen models: a renderer and an engine pool for each model.
+
+A service and each of its node processes open the same backends. The module does not depend on the service, so that a
+node process does not import the service's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import NamedTuple
+
+from outrider.concurrency.offload import OffloadThread
+from outrider.config import Config
+from outrider.engines.pool.follower import FollowedPolicy, Leader
+from outrider.engines.pool.pace import RememberedPace
+from outrider.engines.pool.policy import KnownPolicy
+from outrider.engines.pool.pool import EnginePool
+from outrider.errors import InvalidField
+from outrider.service.tokenizer_check import tokenizer_check
+from outrider.sessions.calls.call import FrozenModel, ModelBackend
+from outrider.sessions.calls.limits import Intake
+from outrider.spec import Limits
+from outrider.tokens.rendering.renderer import Renderer, make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
+
+
+class Models(NamedTuple):
+    """The backends of the policy and of the frozen models."""
+
+    policy: ModelBackend
+    frozen: tuple[FrozenModel, ...]
+
+    @property
+    def pools(self) -> dict[str | None, EnginePool]:
+        """Engine pools by model name; None for the policy."""
+        return {None: self.policy.pool} | {model.backend.model: model.backend.pool for model in self.frozen}
+
+
+@asynccontextmanager
+async def open_models(
+    config: Config,
+    *,
+    known: KnownPolicy | None = None,
+    keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
+    paces: Mapping[str, RememberedPace] = {},
+    leader: Callable[[str | None], Leader] | None = None,
+) -> AsyncIterator[Models]:
+    """Open the models of the settings, with engine pools that are still empty. `known` is the policy's version that an
+    earlier service stored, and `keep` stores a new version. `paces` are the engines' paces that an earlier service
+    stored. With `leader`, each pool follows the pool of the same model in another process. Raises InvalidField for a
+    wrong setting of a model."""
+    if config.model.tokenizer is None:
+        raise InvalidField(
+            "no tokenizer is set",
+            field="model.tokenizer",
+            hint="give the model's folder: --tokenizer DIR (the one that holds tokenizer.json)",
+        )
+    renderer = make_renderer(Tokenizer.load(config.model.tokenizer), config.model.renderer)
+    frozen_renderers = _frozen_renderers(config, renderer)
+    intake, offload = Intake(), OffloadThread()
+    engine_names: set[str] = set()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(offload.close)
+
+        async def backend_of(name: str, renderer: Renderer, context: int | None, serves: str | None) -> ModelBackend:
+            tokenizer = renderer.tokenizer
+            pool = EnginePool(
+                serves=serves,
+                claimed=engine_names,
+                tokenizer=tokenizer.name_or_path,
+                vocabulary=tokenizer.vocabulary,
+                context_tokens=context,
+                text=tokenizer.stream,
+                check=tokenizer_check(tokenizer, serves),
+                known=None if serves else known,
+                keep=None if serves else keep,
+                paces=paces,
+                follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
+            )
+            await stack.enter_async_context(pool)
+            return ModelBackend(
+                renderer=renderer, pool=pool, model=name, context_tokens=context, intake=intake, offload=offload
+            )
+
+        policy = await backend_of(config.model.name, renderer, config.model.context_tokens, None)
+        frozen = [
+            FrozenModel(
+                backend=await backend_of(model.name, frozen_renderer, model.context_tokens, model.name),
+                limits=Limits(turns=model.turns, response_tokens=model.response_tokens),
+            )
+            for model, frozen_renderer in zip(config.frozen, frozen_renderers, strict=True)
+        ]
+        yield Models(policy, tuple(frozen))
+
+
+def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
+    """Return the renderer of each frozen model. Raises InvalidField for a name that another model has, and for a
+    tokenizer or renderer that does not work."""
+    names = [config.model.name]
+    renderers = []
+    for at, model in enumerate(config.frozen):
+        if model.name in names:
+            whose = "the policy" if model.name == config.model.name else "another frozen model"
+            raise InvalidField(
+                f"the frozen model's name {model.name!r} is that of {whose}",
+                field=f"frozen.{at}.name",
+                hint="agents choose a model by its name: give each one of its own",
+            )
+        names.append(model.name)
+        if model.tokenizer is None and model.renderer is None:
+            renderers.append(policy)
+            continue
+        try:
+            tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
+            renderers.append(make_renderer(tokenizer, model.renderer))
+        except InvalidField as error:  # the error names a field of `config.model`
+            field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
+            raise InvalidField(error.message, field=field, hint=error.hint) from error
+    return renderers
