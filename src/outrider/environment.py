@@ -7,6 +7,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+DEFAULT_URL = "http://127.0.0.1:8700"
+"""The address of the service for clients that are given no other, not even in the variable OUTRIDER_URL."""
+
 
 def variables() -> Mapping[str, str]:
     return os.environ

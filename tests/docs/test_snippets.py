@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.client.client import DEFAULT_URL
+from outrider.environment import DEFAULT_URL
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from support.service import END, call, running_service, say
 

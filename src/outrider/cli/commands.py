@@ -9,25 +9,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
-from importlib.metadata import version
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from outrider.cli import delivery, engines, harness, image, nodes, policy, task, token
-from outrider.cli.artifacts import artifacts
-from outrider.cli.demo import demo
-from outrider.cli.doctor import doctor
-from outrider.cli.evaluate import eval_
-from outrider.cli.export import export
-from outrider.cli.join import join
-from outrider.cli.regrade import regrade
-from outrider.cli.run import run
-from outrider.cli.serve import serve
-from outrider.cli.show import show
-from outrider.cli.slurm import slurm
-from outrider.cli.status import cancel, status
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.config import unknown_variables
 from outrider.errors import OutriderError, RequestError, ServiceError, described, lacks_means
@@ -54,44 +42,83 @@ HINTS = {
 }
 """Hints for the user by errno of a system error."""
 
-COMMANDS = (serve, run, status, cancel, show, regrade, artifacts, export, delivery.gc, doctor, demo, slurm, eval_)
+COMMANDS = {
+    "serve": "serve:serve",
+    "run": "run:run",
+    "status": "status:status",
+    "cancel": "status:cancel",
+    "show": "show:show",
+    "regrade": "regrade:regrade",
+    "artifacts": "artifacts:artifacts",
+    "export": "export:export",
+    "gc": "delivery:gc",
+    "doctor": "doctor:doctor",
+    "demo": "demo:demo",
+    "slurm": "slurm:slurm",
+    "eval": "evaluate:eval_",
+}
+"""The commands by name: each a module of this package, and a function in the module."""
+
 GROUPS = {
     "consumers": (
         "List, move and remove the named consumers of the results.",
-        {"list": delivery.list_consumers, "ack": delivery.acknowledge, "rm": delivery.remove_consumer},
+        {
+            "list": "delivery:list_consumers",
+            "ack": "delivery:acknowledge",
+            "rm": "delivery:remove_consumer",
+        },
     ),
     "callbacks": (
         "List, redeliver and discard callbacks that were given up.",
-        {"list": delivery.list_callbacks, "redeliver": delivery.redeliver, "discard": delivery.discard},
+        {
+            "list": "delivery:list_callbacks",
+            "redeliver": "delivery:redeliver",
+            "discard": "delivery:discard",
+        },
     ),
     "engines": (
         "List, add, drain and remove the engines of a running service.",
-        {"list": engines.list_engines, "add": engines.add, "drain": engines.drain, "rm": engines.remove},
+        {"list": "engines:list_engines", "add": "engines:add", "drain": "engines:drain", "rm": "engines:remove"},
     ),
     "harness": (
         "List, install and check the agent programs of this machine.",
-        {"list": harness.list_harnesses, "install": harness.install_harness, "check": harness.check_harness},
+        {
+            "list": "harness:list_harnesses",
+            "install": "harness:install_harness",
+            "check": "harness:check_harness",
+        },
     ),
     "image": (
         "Make, list and remove images for sandboxes.",
-        {"import": image.import_image, "pull": image.pull_image, "build": image.build_image}
-        | {"list": image.list_images, "rm": image.remove_image},
+        {
+            "import": "image:import_image",
+            "pull": "image:pull_image",
+            "build": "image:build_image",
+            "list": "image:list_images",
+            "rm": "image:remove_image",
+        },
     ),
     "nodes": (
         "List, drain and resume the nodes that run sessions; join with another one.",
-        {"join": join, "list": nodes.list_nodes, "pull": nodes.pull, "drain": nodes.drain, "resume": nodes.resume},
+        {
+            "join": "join:join",
+            "list": "nodes:list_nodes",
+            "pull": "nodes:pull",
+            "drain": "nodes:drain",
+            "resume": "nodes:resume",
+        },
     ),
     "policy": (
         "Show, pause, resume and update the policy that the engines serve.",
-        {"show": policy.show, "pause": policy.pause, "resume": policy.resume, "update": policy.update},
+        {"show": "policy:show", "pause": "policy:pause", "resume": "policy:resume", "update": "policy:update"},
     ),
     "task": (
         "Look at tasks, and check them, before a model sees them.",
-        {"list": task.list_, "show": task.show, "import": task.import_, "check": task.check},
+        {"list": "task:list_", "show": "task:show", "import": "task:import_", "check": "task:check"},
     ),
     "token": (
         "Make, list and revoke tokens, each with a name and a role.",
-        {"create": token.create, "list": token.list_tokens, "revoke": token.revoke},
+        {"create": "token:create", "list": "token:list_tokens", "revoke": "token:revoke"},
     ),
 }
 """The groups of commands: the help of each, and its commands by name."""
@@ -103,11 +130,10 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 def run_command(argv: Sequence[str] | None) -> int:
     """Run one command and return its exit code, for `outrider.cli.main`. Raises KeyboardInterrupt."""
     terminal = Terminal()
-    command = typer.main.get_command(commands())
+    words = sys.argv[1:] if argv is None else list(argv)
+    command = typer.main.get_command(commands(words[0] if words else None))
     try:
-        code = command.main(
-            args=None if argv is None else list(argv), prog_name="outrider", standalone_mode=False, obj=terminal
-        )
+        code = command.main(args=words, prog_name="outrider", standalone_mode=False, obj=terminal)
     except OutriderError as error:
         return _failed(terminal, error)
     except BaseExceptionGroup as failures:
@@ -133,8 +159,13 @@ def run_command(argv: Sequence[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def commands() -> typer.Typer:
-    """Return the whole command line as a Typer application."""
+def commands(only: str | None = None) -> typer.Typer:
+    """Return the command line as a Typer application: with all commands, or with the command or group `only` if there
+    is one of this name.
+
+    The other commands are then not imported, because their imports took a third of the processor time of most
+    commands. The help, and the error after an unknown name, need all commands.
+    """
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
@@ -157,18 +188,31 @@ def commands() -> typer.Typer:
         for unknown in unknown_variables():
             terminal_of(ctx).note(f"warning: {unknown}")
 
-    for command in COMMANDS:
-        app.command(command.__name__.rstrip("_"))(command)
+    chosen = {only} if only in COMMANDS or only in GROUPS else {*COMMANDS, *GROUPS}
+    for name, place in COMMANDS.items():
+        if name in chosen:
+            app.command(name)(_load(place))
     for name, (help, members) in GROUPS.items():
-        group = typer.Typer(no_args_is_help=True, help=help)
-        for own, command in members.items():
-            group.command(own)(command)
-        app.add_typer(group, name=name)
+        if name in chosen:
+            group = typer.Typer(no_args_is_help=True, help=help)
+            for own, place in members.items():
+                group.command(own)(_load(place))
+            app.add_typer(group, name=name)
     return app
+
+
+def _load(place: str) -> Callable[..., None]:
+    """Import the function of a command."""
+    module, _, function = place.partition(":")
+    loaded: Callable[..., None] = getattr(import_module(f"outrider.cli.{module}"), function)
+    return loaded
 
 
 def _version(given: bool) -> None:
     if given:
+        # The import is here, because it takes 30 ms, and no other command needs it.
+        from importlib.metadata import version
+
         typer.echo(f"outrider {version('outrider')}")
         raise typer.Exit
 

@@ -14,9 +14,8 @@ from outrider.cli.long_running import StopSignals, start_log
 from outrider.cli.options import Ca, Token, command
 from outrider.cli.setting_options import MachineConfig, Verbose
 from outrider.cli.terminal import Terminal
-from outrider.client.client import DEFAULT_URL
 from outrider.config import OWN, Config
-from outrider.environment import environment
+from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
 
 RAY = "Ray"

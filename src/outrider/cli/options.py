@@ -4,7 +4,7 @@ from these options, such as a client, to the function."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, get_type_hints
@@ -13,9 +13,8 @@ import typer
 
 from outrider.cli.setting_options import MACHINE, MachineConfig, read_settings, setting_options
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.client.client import DEFAULT_URL, AsyncClient, Client
 from outrider.config import Config
-from outrider.environment import environment
+from outrider.environment import DEFAULT_URL, environment
 
 
 def _json(ctx: typer.Context, given: bool) -> bool:
@@ -63,14 +62,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     A command also has --json, unless the command takes settings and so runs until a signal ends it.
     """
     hints = get_type_hints(function, include_extras=True)
-    made = {name: hint for name, hint in hints.items() if hint in _MADE}
+    made = {name: hint for name, hint in hints.items() if hint in _MADE or _is_client(hint)}
     options: list[Parameter] = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for name, parameter in signature(function).parameters.items():
         if hints[name] in _SETTINGS:
             options += setting_options(_SETTINGS[hints[name]])
         elif name not in made:
             options.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
-    if {Client, AsyncClient} & {*made.values()}:
+    if any(map(_is_client, made.values())):
         options += [_shared("url", Url), _shared("token", Token), _shared("ca", Ca)]
     if not _SETTINGS.keys() & {*made.values()}:
         options.append(_shared("json", Json))
@@ -80,8 +79,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         passed = {name: value for name, value in given.items() if name in hints}
         with ExitStack() as stack:
             for name, kind in made.items():
-                passed[name] = _MADE[kind](ctx, given)
-                if kind is Client:
+                passed[name] = kind(**_service(given)) if _is_client(kind) else _MADE[kind](ctx, given)
+                if isinstance(passed[name], AbstractContextManager):  # a `Client`
                     stack.enter_context(passed[name])
             function(**passed)
 
@@ -91,6 +90,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 def _shared(name: str, annotation: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _is_client(hint: Any) -> bool:
+    # The module of the clients is compared by its name. Its import takes aiohttp, and a seventh of the processor time
+    # of a service's start, and a service needs no client.
+    return getattr(hint, "__module__", "") == "outrider.client.client"
 
 
 def _service(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,8 +110,6 @@ def _service(given: Mapping[str, Any]) -> dict[str, Any]:
 _SETTINGS: dict[Any, frozenset[str] | None] = {Config: None, MachineConfig: MACHINE}
 _MADE: dict[Any, Callable[[typer.Context, Mapping[str, Any]], Any]] = {
     Terminal: lambda ctx, _: terminal_of(ctx),
-    Client: lambda _, given: Client(**_service(given)),
-    AsyncClient: lambda _, given: AsyncClient(**_service(given)),
     Config: lambda _, given: read_settings(given),
     MachineConfig: lambda _, given: read_settings(given),
 }

@@ -9,8 +9,8 @@ from outrider.cli.long_running import StopSignals, start_log
 from outrider.cli.options import command
 from outrider.cli.setting_options import Verbose
 from outrider.cli.terminal import Terminal
-from outrider.client.client import DEFAULT_URL
 from outrider.config import Config
+from outrider.environment import DEFAULT_URL
 
 
 @command

@@ -29,6 +29,7 @@ import msgspec
 
 from outrider.concurrency.loop_thread import LoopThread
 from outrider.concurrency.retries import RetryPolicy
+from outrider.environment import DEFAULT_URL
 from outrider.errors import Busy, ErrorRecord, InvalidField, NotFound, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
@@ -73,7 +74,6 @@ Watch = Callable[[Sequence[GroupView]], None]
 Query = Mapping[str, str | float | bool | None]
 """The parameters of a request's URL. A parameter that is None is not sent."""
 
-DEFAULT_URL = "http://127.0.0.1:8700"
 TOTAL_SECONDS = 300.0
 """Maximum seconds of a request and its reply."""
 PULL_SECONDS = 3600.0

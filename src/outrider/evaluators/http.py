@@ -21,7 +21,8 @@ from outrider.callbacks import signed_headers
 from outrider.errors import EvaluatorError
 from outrider.evaluators.answers import last_reply
 from outrider.evaluators.base import Outcome
-from outrider.evaluators.endpoints import Endpoints, variable
+from outrider.evaluators.endpoints import Endpoints
+from outrider.evaluators.grader_calls import post, variable
 from outrider.evaluators.options import read_options
 from outrider.evaluators.verdict import read_verdict
 from outrider.messages import Message, Role, with_images
@@ -78,8 +79,13 @@ class HttpEvaluator:
         encoded = json.dumps(msgspec.to_builtins(body), ensure_ascii=False).encode("utf-8", "replace")
         secret = variable(grader.secret_variable, grader.name)
         headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
-        answer = await self._endpoints.post(
-            grader, "/verify" if nemo_gym else "", encoded, seconds=options.call_seconds, headers=headers
+        answer = await post(
+            grader,
+            "/verify" if nemo_gym else "",
+            encoded,
+            seconds=options.call_seconds,
+            headers=headers,
+            pauses=self._endpoints.pauses,
         )
         try:
             return verified(answer) if nemo_gym else graded(answer)

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from pydantic import Field, ValidationError
 
-from outrider.client.client import DEFAULT_URL
-from outrider.environment import environment
+from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
 from outrider.spec import Name, SamplingSpec, Spec
 from outrider.tasks.datasets import filled, known_columns

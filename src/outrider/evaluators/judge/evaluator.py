@@ -17,7 +17,8 @@ from outrider.config import GraderConfig
 from outrider.errors import ContextOverflow, EvaluatorError, OutriderError
 from outrider.evaluators.answers import last_reply
 from outrider.evaluators.base import FrozenReply, Outcome
-from outrider.evaluators.endpoints import TRANSIENT, Endpoints, Refused
+from outrider.evaluators.endpoints import Endpoints
+from outrider.evaluators.grader_calls import TRANSIENT, Refused, post
 from outrider.evaluators.judge.questions import JudgeOptions, Question, combined, questions_of
 from outrider.evaluators.options import read_options
 from outrider.messages import Message, Role
@@ -165,8 +166,13 @@ class Judge:
             "max_tokens": options.max_tokens,
         } | ({} if seed is None else {"seed": seed})
         try:
-            answer = await self._endpoints.post(
-                grader, "/chat/completions", msgspec.json.encode(body), seconds=options.call_seconds, transient=BUSY
+            answer = await post(
+                grader,
+                "/chat/completions",
+                msgspec.json.encode(body),
+                seconds=options.call_seconds,
+                pauses=self._endpoints.pauses,
+                transient=BUSY,
             )
         except Refused as error:
             if error.status == 400 and any(word in (error.log_tail or "") for word in OVERFLOWS):

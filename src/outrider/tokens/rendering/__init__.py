@@ -1,28 +1,33 @@
 """Converts messages to token ids, and sampled ids back to messages, by the rules of each model family.
 
-This package imports `renderers` without the OpenAI SDK, which `renderers` uses only for an HTTP client that Outrider
-never calls. Without this trick, the import of the SDK's 528 modules took 0.75 s of the 1.7 s of processor time that the
-start of a node process needed.
+This package imports `renderers` without the OpenAI SDK and without httpx, which `renderers` uses only for an HTTP
+client that Outrider never calls. Without this trick, the import of the SDK's 528 modules took 0.75 s of the 1.7 s of
+processor time that the start of a node process needed, and httpx took a tenth of the rest: it imports rich and click
+for a command line of its own.
 """
 
 import contextlib
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 
 
 def _import_renderers() -> None:
-    if "openai" in sys.modules:
-        return
-    sys.modules["openai"] = openai = module_from_spec(ModuleSpec("openai", None))
+    openai, httpx = (module_from_spec(ModuleSpec(name, None)) for name in ("openai", "httpx"))
     vars(openai)["AsyncOpenAI"] = object  # enough, because `renderers` uses this class only in annotations
+    # `renderers` keeps this module. If other code of this process calls the HTTP client, it gets the real httpx.
+    vars(httpx)["__getattr__"] = lambda name: getattr(import_module("httpx"), name)
+    stand_ins = {module.__name__: module for module in (openai, httpx) if module.__name__ not in sys.modules}
+    sys.modules.update(stand_ins)
     try:
-        # Another version of `renderers` may need more of the SDK, and then fails to import here. A later import of
-        # `renderers` then imports the real SDK.
-        with contextlib.suppress(ImportError, AttributeError):
+        # Another version of `renderers` may need more of the two packages, and then fails to import here. A later
+        # import of `renderers` then imports the real packages.
+        with contextlib.suppress(ImportError, AttributeError, RecursionError):
             import renderers  # noqa: F401
     finally:
-        del sys.modules["openai"]
+        for name in stand_ins:
+            del sys.modules[name]
 
 
 _import_renderers()

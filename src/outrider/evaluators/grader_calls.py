@@ -1,0 +1,114 @@
+"""The HTTP calls to the external graders.
+
+Only the evaluators that call a grader import the module, because it imports aiohttp. Invariants: a failed call raises
+an error that shows no key; redirects are not followed; a reply is at most MAX_ANSWER bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from outrider.concurrency.retries import RetryPolicy
+from outrider.config import GraderConfig
+from outrider.environment import environment
+from outrider.errors import EvaluatorError
+from outrider.redaction import redacted
+
+MAX_ANSWER = 4 << 20
+TRANSIENT = frozenset({502, 503, 504})
+"""Statuses of an unreachable grader, or of a proxy in front of it."""
+MAX_SAID = 2000
+"""Maximum characters of a refusing reply in an error."""
+
+
+class Refused(EvaluatorError):
+    """A grader replied with a `status` that is neither 2xx nor transient. `log_tail` is the reply's text."""
+
+    status = 0
+
+
+async def post(
+    grader: GraderConfig,
+    path: str,
+    body: bytes,
+    *,
+    seconds: float,
+    headers: Mapping[str, str] = {},
+    pauses: RetryPolicy,
+    transient: frozenset[int] = TRANSIENT,
+) -> dict[str, Any]:
+    """Send a POST request to a grader and return the JSON object of its reply. Raises EvaluatorError.
+
+    A call that cannot connect, exceeds `seconds` or gets a `transient` status is repeated after one of the `pauses`.
+    For any other status except 2xx, raises Refused at once.
+    """
+    key = variable(grader.key_variable, grader.name)
+    sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}
+    if key is not None:
+        sent["Authorization"] = f"Bearer {key}"
+    failure = ""
+    attempts = pauses.attempts or 1
+    for attempt in range(attempts):
+        if attempt:
+            await asyncio.sleep(pauses.wait(attempt - 1))
+        try:
+            # No cookies: one evaluation must not pass data to another. Certificates are verified.
+            async with (
+                aiohttp.ClientSession(
+                    timeout=aiohttp.ClientTimeout(total=seconds), cookie_jar=aiohttp.DummyCookieJar()
+                ) as http,
+                http.post(grader.url.rstrip("/") + path, data=body, headers=sent, allow_redirects=False) as reply,
+            ):
+                content = bytearray()
+                async for part in reply.content.iter_chunked(1 << 16):
+                    content += part
+                    if len(content) > MAX_ANSWER:
+                        raise EvaluatorError(f"grader {grader.name!r} answered more than {MAX_ANSWER} bytes")
+        except TimeoutError:
+            failure = f"did not answer within {seconds:g} s"
+        except (aiohttp.ClientError, OSError) as error:  # the error's text may have the operator's address
+            failure = f"cannot be reached: {type(error).__name__}"
+        else:
+            if 200 <= reply.status < 300:
+                return json_object(grader.name, bytes(content))
+            failure = f"answered {reply.status}"
+            if reply.status not in transient:
+                # The reply is redacted before it is cut, because redaction does not find a key that is cut in two.
+                said = redacted(content.decode("utf-8", "replace"), [key] if key else ())[:MAX_SAID]
+                refused = Refused(
+                    f"grader {grader.name!r} {failure}",
+                    hint="a redirect is not followed: give its address" if reply.status // 100 == 3 else None,
+                    log_tail=said,
+                )
+                refused.status = reply.status
+                raise refused
+    raise EvaluatorError(f"grader {grader.name!r} {failure}, {attempts} times", hint="see whether it runs")
+
+
+def variable(name: str | None, grader: str) -> str | None:
+    """Return the value of a grader's variable, without surrounding blanks. Raises EvaluatorError if the variable is not
+    set."""
+    if name is None:
+        return None
+    if not (value := (environment(name) or "").strip()):  # a value read from a file may end with a newline
+        raise EvaluatorError(
+            f"the variable {name} of grader {grader!r} is not set",
+            hint="set it in the environment of the service and of its nodes",
+        )
+    return value
+
+
+def json_object(name: str, content: bytes) -> dict[str, Any]:
+    """Parse the JSON object in a reply of the grader `name`. Raises EvaluatorError for anything else."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise EvaluatorError(f"grader {name!r} answered something that is not JSON") from error
+    if not isinstance(found, dict):
+        raise EvaluatorError(f"grader {name!r} answered JSON that is no object")
+    return found

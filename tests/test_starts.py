@@ -1,0 +1,71 @@
+"""What the processes of Outrider import at their start. Each library that a process need not import would cost every
+start of it 20 to 300 ms of processor time."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
+
+NEVER = {"asyncpg", "httpx", "openai", "torch", "transformers", "datasets", "ray", "pytest"}
+"""Libraries that no process imports at its start: they belong to a store, an engine or a trainer that few use."""
+SERVER = {"fastapi", "starlette", "uvicorn", "websockets", "renderers", "tokenizers", "jinja2", "cryptography"}
+COMMAND_LINE = {"typer", "rich"}
+DATA = {"numpy", "pydantic", "msgspec", "aiohttp"}
+
+
+def imported_late(file: str, function: str) -> list[str]:
+    """The modules of ours that a function imports."""
+    tree = ast.parse((PACKAGE / file).read_text())
+    found = next(node for node in ast.walk(tree) if getattr(node, "name", "") == function)
+    return [node.module for node in ast.walk(found) if isinstance(node, ast.ImportFrom) and node.module]
+
+
+def modules_after(code: str) -> set[str]:
+    """Every module that is imported when a new Python has run the code, and the packages that these are in."""
+    code = f"import sys\n{code}\nprint(*sys.modules, sep='\\n')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    names = ran.stdout.split()
+    return {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
+
+
+def loading(command: str) -> str:
+    return f"from outrider.cli.commands import commands; commands({command!r})"
+
+
+def importing(*modules: str) -> str:
+    return "\n".join(f"import {module}" for module in modules)
+
+
+STARTS = {
+    "a service": (
+        "\n".join((loading("serve"), importing(*imported_late("cli/serve.py", "_serve")))),
+        NEVER | {"aiohttp", "outrider.client.client", "outrider.tasks", "outrider.lab", "outrider.trainers"},
+    ),
+    "a node": (
+        importing("outrider.cli.node_process", *imported_late("cli/node_process.py", "_run")),
+        NEVER
+        | COMMAND_LINE
+        | {"fastapi", "starlette", "aiohttp", "outrider.api.server", "outrider.client", "outrider.service.service"},
+    ),
+    "a command with a client": (
+        loading("status"),
+        NEVER | SERVER | {"outrider.service", "outrider.sandbox", "outrider.tasks", "outrider.lab"},
+    ),
+    "a command that looks at tasks": (loading("task"), NEVER | SERVER - {"cryptography"} | {"outrider.lab"}),
+    "all commands, for the help": (loading("--help"), NEVER | SERVER - {"cryptography"}),
+    "a trainer's client": ("import outrider; outrider.Client", NEVER | SERVER | COMMAND_LINE | {"outrider.cli"}),
+    "the zygote of checks": ("import outrider.evaluators.checks.zygote", NEVER | SERVER | COMMAND_LINE | DATA),
+    "a check of SWE-bench": ("import outrider.evaluators.checks.swebench_check", NEVER | SERVER | COMMAND_LINE | DATA),
+}
+
+
+@pytest.mark.parametrize("process", STARTS)
+def test_a_start_imports_nothing_that_the_process_does_not_need(process: str) -> None:
+    code, unneeded = STARTS[process]
+    assert not unneeded & modules_after(code)
