@@ -14,9 +14,8 @@ import pytest
 from outrider.engines.base import EngineHealth, GenerateRequest, KnownVersions, SamplingParams
 from outrider.engines.gates import GateReport, PolicyGate
 from outrider.engines.pool.follower import FollowedPolicy, PoolFollower
-from outrider.engines.pool.leader import PoolState
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.record import EngineState
+from outrider.engines.pool.record import EngineState, PoolState
 from outrider.lab.fakes.engine_servers.app import engine_app, serving
 from outrider.lab.fakes.engine_servers.asgi import ServeSettings
 from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,8 +23,8 @@ from outrider.concurrency.events import Feed
 from outrider.config import is_local
 from outrider.engines.base import ChatRequest, GenerateRequest, SamplingParams
 from outrider.engines.pool.checks import MAX_COUNT
-from outrider.engines.pool.leader import PoolState, forwarded, note_uses, pool_state
-from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.leader import forwarded, note_uses, pool_state
+from outrider.engines.pool.record import PoolState
 from outrider.errors import (
     Conflict,
     EngineUnavailable,
@@ -87,6 +87,9 @@ from outrider.trajectory import SessionResult, Turn
 from outrider.wire.frames import Beat, Close, Nonsense
 from outrider.wire.link import Disconnected, Link, Socket
 
+if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+    from outrider.engines.pool.pool import EnginePool
+
 log = logging.getLogger("outrider.node")
 
 HEARTBEAT_SECONDS = 4.0
@@ -107,7 +110,7 @@ SPARE_TAKES = 16
 """A node may have two `Take` calls, waiting or granted, for each of its attempts, and this number of further `Take`
 calls."""
 
-Pools = Mapping[str | None, EnginePool]
+Pools = Mapping[str | None, "EnginePool"]
 """The engine pools of a service by model. The policy's key is None."""
 
 

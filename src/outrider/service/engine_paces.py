@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from outrider.concurrency.chores import Chores, Failures
 from outrider.engines.pool.pace import RememberedPace
-from outrider.engines.pool.pool import EnginePool
 from outrider.store.store import Store
+
+if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+    from outrider.engines.pool.pool import EnginePool
 
 log = logging.getLogger("outrider.engine")
 

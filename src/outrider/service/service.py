@@ -23,7 +23,6 @@ from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
-from outrider.engines.pool.pool import EnginePool
 from outrider.errors import (
     ContextOverflow,
     InvalidField,
@@ -70,6 +69,7 @@ from outrider.store.rows import GroupRow
 from outrider.store.store import Store
 
 if TYPE_CHECKING:
+    from outrider.engines.pool.pool import EnginePool
     from outrider.nodes.joined import JoinedNodes
 
 log = logging.getLogger("outrider.service")

@@ -8,27 +8,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from outrider.engines.base import AnyRequest, ChatChunk, Chunk, GenerateRequest, chunks_of
 from outrider.engines.pool.checks import check_ids, mistake_of
-from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.record import EngineState, EngineUse, state_of
+from outrider.engines.pool.record import EngineUse, PoolState, state_of
 from outrider.errors import EngineUnavailable, OutriderError
-from outrider.spec import PolicyPause
 
-
-class PoolState(msgspec.Struct, frozen=True, kw_only=True):
-    """The leading pool's state, as sent to followers. `closings` counts the changes of the leader's gate, and `paused`
-    is the gate's current mode. `policy_version` is None until a trainer has set a version. `leaving` maps the name of
-    each engine under removal to the time limit, in seconds, for its generations."""
-
-    closings: int
-    paused: PolicyPause | None
-    policy_version: int | None
-    engines: tuple[EngineState, ...]
-    leaving: dict[str, float] = {}
+if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+    from outrider.engines.pool.pool import EnginePool
 
 
 def pool_state(pool: EnginePool) -> PoolState:

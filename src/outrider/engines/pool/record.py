@@ -29,7 +29,7 @@ from outrider.engines.pool.checks import MAX_COUNT
 from outrider.engines.pool.pace import Pace, PaceSummary
 from outrider.redaction import redacted
 from outrider.schemas import EngineStatus
-from outrider.spec import EngineSpec
+from outrider.spec import EngineSpec, PolicyPause
 from outrider.trajectory import LogprobKind, TokenMode
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -116,6 +116,18 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """True if the engine may join before its first worker is connected (`AwaitsWorkers`)."""
     pace: PaceSummary | None = None
     """The engine's pace, for followers that have not measured it yet."""
+
+
+class PoolState(msgspec.Struct, frozen=True, kw_only=True):
+    """The leading pool's state, as sent to followers. `closings` counts the changes of the leader's gate, and `paused`
+    is the gate's current mode. `policy_version` is None until a trainer has set a version. `leaving` maps the name of
+    each engine under removal to the time limit, in seconds, for its generations."""
+
+    closings: int
+    paused: PolicyPause | None
+    policy_version: int | None
+    engines: tuple[EngineState, ...]
+    leaving: dict[str, float] = {}
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -10,13 +10,15 @@ import numpy as np
 from outrider.concurrency.offload import OffloadThread
 from outrider.dialects.base import Completion, Opening
 from outrider.engines.base import ChatChunk, Chunk
-from outrider.engines.pool.call import PoolReply
-from outrider.engines.pool.pool import EnginePool
 from outrider.messages import Delta
 from outrider.sessions.calls.limits import Intake, TokenShare
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.trajectory import Ids, Turn
+
+if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+    from outrider.engines.pool.call import PoolReply
+    from outrider.engines.pool.pool import EnginePool
 
 Step = Opening | Delta | Completion
 

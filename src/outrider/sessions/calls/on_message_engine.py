@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
-from outrider.engines.pool.call import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.calls.call import ModelBackend, Step, count_differences
@@ -35,6 +35,9 @@ from outrider.trajectory import (
     pack_logprobs,
     unpack_ids,
 )
+
+if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+    from outrider.engines.pool.call import PoolReply
 
 
 class MessageCall:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -15,7 +16,6 @@ import numpy as np
 from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
-from outrider.engines.pool.call import PoolReply
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
 from outrider.sessions.calls.call import ModelBackend, Step, count_differences
@@ -24,6 +24,9 @@ from outrider.sessions.calls.request_settings import clamped, recorded
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, pack_logprobs
+
+if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
+    from outrider.engines.pool.call import PoolReply
 
 PROMISED_TOKENS = 2048
 """Maximum tokens of the session's limit that are reserved for a call before it begins. Nearly all replies are shorter,
