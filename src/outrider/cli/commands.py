@@ -163,7 +163,7 @@ def commands(only: str | None = None) -> typer.Typer:
     """Return the command line as a Typer application: with all commands, or with the command or group `only` if there
     is one of this name.
 
-    The other commands are then not imported, because their imports took a third of the processor time of most
+    The other commands are then not imported, because their imports took a sixth of the processor time of most
     commands. The help, and the error after an unknown name, need all commands.
     """
     app = typer.Typer(
