@@ -1,8 +1,7 @@
 """The program `outrider`: its commands, and how their errors are shown.
 
 The commands' work is done in other modules. Invariant: an OutriderError, or a missing resource of the machine (disk,
-descriptors, memory, threads, a file), is shown in one line, never as a traceback. The exit code is 0 for success, 2 for
-an invalid request, 130 for Ctrl-C and 1 for every other failure.
+descriptors, memory, threads, a file), is shown in one line, never as a traceback.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from outrider.cli.artifacts import artifacts
 from outrider.cli.demo import demo
 from outrider.cli.doctor import doctor
 from outrider.cli.evaluate import eval_
+from outrider.cli.exit_codes import FAILURE, SUCCESS, USAGE
 from outrider.cli.export import export
 from outrider.cli.join import join
 from outrider.cli.regrade import regrade
@@ -33,9 +33,6 @@ from outrider.config import unknown_variables
 from outrider.errors import OutriderError, RequestError, ServiceError, described, lacks_means
 
 log = logging.getLogger("outrider.cli")
-
-FAILURE = 1
-USAGE = 2
 
 HINTS = {
     errno.ENOSPC: "free some space, or name another folder; temporary files are in TMPDIR",
@@ -130,7 +127,7 @@ def run_command(argv: Sequence[str] | None) -> int:
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))
-    return code if isinstance(code, int) else 0
+    return code if isinstance(code, int) else SUCCESS
 
 
 def commands() -> typer.Typer:

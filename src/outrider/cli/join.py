@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+from logging import DEBUG, INFO
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -86,7 +87,7 @@ def join(
     if ray is None and ray_resource is not None:
         raise InvalidField("is of a Ray cluster", field="ray_resource", hint="give --ray, too")
     token, ca = (token or environment("OUTRIDER_TOKEN") or "").strip() or None, ca or environment("OUTRIDER_CA")
-    start_log(token, verbose=verbose)
+    start_log(DEBUG if verbose else INFO, token=token)
     run_service(_run(terminal, settings, address, name, token, ca, ray=ray, ray_resource=ray_resource))
 
 

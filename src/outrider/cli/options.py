@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.setting_options import MACHINE, MachineConfig, read_settings, setting_options
+from outrider.cli.setting_options import MACHINE, MachineConfig, option_of, read_settings, setting_options
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.client.client import DEFAULT_URL, AsyncClient, Client
 from outrider.config import Config
@@ -71,9 +71,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         elif name not in made:
             options.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
     if {Client, AsyncClient} & {*made.values()}:
-        options += [_shared("url", Url), _shared("token", Token), _shared("ca", Ca)]
+        options += [option_of("url", Url), option_of("token", Token), option_of("ca", Ca)]
     if not _SETTINGS.keys() & {*made.values()}:
-        options.append(_shared("json", Json))
+        options.append(option_of("json", Json))
 
     @wraps(function)
     def run(ctx: typer.Context, **given: Any) -> None:
@@ -87,10 +87,6 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     run.__dict__["__signature__"] = Signature(options)
     return run
-
-
-def _shared(name: str, annotation: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _service(given: Mapping[str, Any]) -> dict[str, Any]:

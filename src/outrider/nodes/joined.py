@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Collection
 from importlib.metadata import version
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -72,9 +71,7 @@ class JoinedNodes:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for member in self._members.values():
             member.serving.cancel()
         await shielded(lambda: self._tasks.__aexit__(None, None, None))

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import sys
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any, Self
 
 from outrider.concurrency.cancellation import shielded
@@ -55,9 +54,7 @@ class NodeProcesses:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._end()
 
     def _begin(self, work: Coroutine[Any, Any, None], *, name: str) -> None:

@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from math import inf
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -118,9 +117,7 @@ class Store:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._db.close()
 
     async def probe(self) -> None:
