@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine
-from typing import Any, Self
+from typing import Self
 
 from outrider.concurrency.cancellation import shielded
 from outrider.config import Config
@@ -46,7 +45,8 @@ class NodeProcesses:
         for number, node in enumerate(self.nodes):
             started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             starts.append(started)
-            self._begin(self._supervise(node, number, started), name=node.name)
+            supervising = self._tasks.create_task(self._supervise(node, number, started), name=node.name)
+            self._background.append(supervising)
         try:
             await asyncio.gather(*starts)
         except BaseException:
@@ -56,9 +56,6 @@ class NodeProcesses:
 
     async def __aexit__(self, *_: object) -> None:
         await self._end()
-
-    def _begin(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        self._background.append(self._tasks.create_task(work, name=name))
 
     async def _end(self) -> None:
         for task in self._background:

@@ -152,21 +152,17 @@ class RemoteNode:
         *,
         ready: Callable[[ErrorRecord | None], None],
         ended: Callable[[], Awaitable[None]],
-        last_arrival: Callable[[], float] = lambda: 0.0,
-        taken: Callable[[], float] = lambda: 0.0,
     ) -> Disconnected:
         """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
         is called with None when the node is ready to run attempts, or with the error if the node cannot run any.
         `ended` is awaited after the end. `ended` must return only when the node no longer uses its resources, because
-        the resources are given back next. `last_arrival`, `taken`: see `Link`."""
+        the resources are given back next."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
                 TO_SERVICE,
                 heartbeat=HEARTBEAT_SECONDS,
                 silence=START_SECONDS,
-                last_arrival=last_arrival,
-                taken=taken,
                 stranger=self._dialled,
             )
             self._connection = connection = NodeConnection(self.name, link, self._parts, tasks, dialled=self._dialled)

@@ -146,13 +146,17 @@ class ServiceProxy:
         images: frozenset[str] | None = None
         looked = -IMAGES_SECONDS
 
-        async def report() -> None:
+        async def send_report() -> None:
             nonlocal images, looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
                 with suppress(OSError):  # a shared file system may fail, and the last names are then used again
                     images = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
-            self._report(node, pools, images)
+            uses = tuple(ModelUses(model=model, engines=pool.uses()) for model, pool in pools.items())
+            report = Report(stats=node.stats(), uses=uses, images=images)
+            if report != self._reported:
+                self._reported = report
+                self._link.send(report)
 
         async with Chores(node.failures) as attempts:
             self._ready = node, pools, attempts
@@ -161,15 +165,9 @@ class ServiceProxy:
                 self._receive(message)
             self._link.send(Ready())
             try:
-                await attempts.begin("report to the service", report, every=REPORT_SECONDS)
+                await attempts.begin("report to the service", send_report, every=REPORT_SECONDS)
             finally:
                 self._ending = True
-
-    def _receive(self, message: ToNode) -> None:
-        if self._ready is None:
-            self._early.append(message)
-        else:
-            self._apply(*self._ready[:2], message)
 
     def leave(self) -> None:
         """Take no new attempts. The service ends the connection when the running attempts have ended."""
@@ -188,7 +186,11 @@ class ServiceProxy:
     def send(self, message: msgspec.Struct) -> None:
         self._link.send(message)
 
-    def _apply(self, node: LocalNode, pools: Followers, message: ToNode) -> None:
+    def _receive(self, message: ToNode) -> None:
+        if self._ready is None:
+            self._early.append(message)
+            return
+        node, pools, _ = self._ready
         if silent := self.silence():
             node.note_stall(silent)
         self._last_arrival = time.monotonic()
@@ -224,13 +226,6 @@ class ServiceProxy:
     async def _pull_image(self, call: PullImage) -> RootImage:
         assert self._ready is not None
         return await self._ready[0].pull_image(call.reference, call.name)
-
-    def _report(self, node: LocalNode, pools: Followers, images: frozenset[str] | None) -> None:
-        uses = tuple(ModelUses(model=model, engines=pool.uses()) for model, pool in pools.items())
-        report = Report(stats=node.stats(), uses=uses, images=images)
-        if report != self._reported:
-            self._reported = report
-            self._link.send(report)
 
 
 class RemoteStore:
