@@ -111,7 +111,14 @@ class Store:
         await self._db.open()
         try:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
-            self._key = await self._find_key()
+            key = await asyncio.to_thread(self._key_source.load)
+            if key is None:
+                # A new key must not replace a lost key, because queued tasks could not be run any more.
+                any_group = "SELECT 1 FROM groups WHERE state <> ? LIMIT 1"
+                if await self._db.read(lambda tx: tx.fetch(any_group, (REMOVED,))):
+                    raise self._key_source.missing()
+                key = await asyncio.to_thread(self._key_source.make)
+            self._key = key
         except BaseException:  # also when cancelled: the database's threads must not be left running
             await self._db.close()
             raise
@@ -125,17 +132,6 @@ class Store:
         may first retry the write for a while."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
-
-    async def _find_key(self) -> TaskKey:
-        if (key := await asyncio.to_thread(self._key_source.load)) is not None:
-            return key
-        # A new key must not replace a lost key, because queued tasks could not be run any more.
-        if await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM groups WHERE state <> ? LIMIT 1", (REMOVED,))):
-            raise self._key_source.missing()
-        return await asyncio.to_thread(self._key_source.make)
-
-    def _sealed_url(self, url: str, group_id: str) -> str:
-        return self._key.seal_url(url, rows.receiver_of(url), _url_of(group_id))
 
     def _group(self, row: Row) -> GroupRow:
         """Build a group from the values of GROUP_COLUMNS. `callback_url` is None if the URL was sealed with another
@@ -176,7 +172,9 @@ class Store:
 
         key = None if group.idempotency_key is None else rows.stored_key(group.tenant, group.idempotency_key)
         sealed = self._key.seal(spec, _spec_of(group.id))
-        sealed_url = None if group.callback_url is None else self._sealed_url(group.callback_url, group.id)
+        sealed_url = None
+        if (url := group.callback_url) is not None:
+            sealed_url = self._key.seal_url(url, rows.receiver_of(url), _url_of(group.id))
 
         async def body(tx: Connection) -> GroupRow:
             if key is not None:
