@@ -26,7 +26,7 @@ from outrider.nodes.remote_node import ServiceParts, _without_local
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
 from outrider.wire.frames import Close, encode
-from outrider.wire.link import Disconnected
+from outrider.wire.link import Disconnected, Socket
 from outrider.wire.resumable import HEADER
 from support.relay import CuttingProxy
 from support.stamping import StampingEngine
@@ -173,7 +173,7 @@ def test_copies_of_tokenizers_stay_in_their_folder(tmp_path: Path, folder: str) 
     assert [path.name for path in tmp_path.iterdir()] == ["copies"]
 
 
-class Dialling:
+class Dialling(Socket):
     """`Socket` of a node that says hello, and then only what it is made to."""
 
     def __init__(self, instance: str, machine: str = "m" * 16, received: int = 0) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 
 import msgspec
@@ -72,8 +72,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
     config = service.config
     check_address(config, has_token=await service.tokens.required())
     tls = _tls(config.tls)
-    with ExitStack() as sockets:
-        outside = sockets.enter_context(_listener(config.host, config.port))
+    with _listener(config.host, config.port) as outside:
         url = _url(outside, tls=tls is not None)
         share = shares(raise_limit())
         gateway = Gateway(_NoSessions() if node is None else node, calls=share.session)
@@ -104,10 +103,8 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
 async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
     """Serve a node's model gateway alone, on its socket and on a free port of this machine."""
     share = shares(raise_limit())
-    with ExitStack() as sockets:
-        inside = sockets.enter_context(socket.socket(socket.AF_UNIX))
+    with socket.socket(socket.AF_UNIX) as inside, _listener("127.0.0.1", 0) as port:
         inside.bind(str(node.gateway_socket))
-        port = sockets.enter_context(_listener("127.0.0.1", 0))
         server = _Server(Gateway(node, calls=share.session), share.sandboxes)
         with noting_refusals(node.failures), node.gateway_at(_url(port, tls=False)):
             async with _running(server, inside, port):

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outrider.cli.options import command
+from outrider.cli.options import Output, command
 from outrider.cli.terminal import Terminal
 from outrider.client.atif import trajectory
 from outrider.client.client import Client
@@ -73,10 +73,7 @@ def export(
             metavar="REWARD", help="Only samples with at least this reward.", show_default="all, masked ones too"
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
-    ] = None,
+    output: Output = None,
 ) -> None:
     """Write the training samples of done groups.
 

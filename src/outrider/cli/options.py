@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -46,6 +47,10 @@ Ca = Annotated[
 ]
 Offline = Annotated[
     bool, typer.Option("--offline", help="Run Harbor tasks that ask for a network, or leave it open, without one.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
 ]
 Json = Annotated[
     bool, typer.Option("--json", callback=_json, is_eager=True, help="Write one JSON document to standard output.")

@@ -19,15 +19,7 @@ import aiohttp
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.relay.messages import MAX_TO_WORKER
-from outrider.errors import (
-    UNREADABLE,
-    Conflict,
-    EngineMisbehaved,
-    Forbidden,
-    NotFound,
-    OutriderError,
-    Unauthorized,
-)
+from outrider.errors import UNREADABLE, Conflict, EngineMisbehaved, Forbidden, NotFound, OutriderError, Unauthorized
 from outrider.nodes.joined_settings import host_id
 from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
 from outrider.nodes.remote_node import SILENCE_SECONDS

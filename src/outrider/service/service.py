@@ -24,15 +24,7 @@ from outrider.concurrency.offload import Steps
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool
-from outrider.errors import (
-    ContextOverflow,
-    InvalidField,
-    NotFound,
-    OutriderError,
-    TooLarge,
-    record_of,
-    renamed_field,
-)
+from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field
 from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
