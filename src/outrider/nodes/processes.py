@@ -50,14 +50,11 @@ class NodeProcesses:
         try:
             await asyncio.gather(*starts)
         except BaseException:
-            await self._end()
+            await self.__aexit__()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._end()
-
-    async def _end(self) -> None:
         for task in self._background:
             task.cancel()
         await shielded(lambda: self._tasks.__aexit__(None, None, None))

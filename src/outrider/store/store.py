@@ -505,12 +505,8 @@ class Store:
         """Return the turns of one attempt (default: the newest) in the order of their index. The images in the turns
         have bytes only with `images`."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
-
-        async def body(tx: Connection) -> list[bytes]:
-            newest = await _newest_attempt(tx, session_id, tenant)
-            return [row[0] for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
-
-        found = [rows.turn_from(packed) for packed in await self._db.read(body)]
+        stored = await self._db.read(lambda tx: _rows_of_attempt(tx, sql, session_id, attempt, tenant))
+        found = [rows.turn_from(packed) for (packed,) in stored]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
     async def frozen_turns(
@@ -519,13 +515,9 @@ class Store:
         """Return the turns of frozen models in one attempt (default: the newest), by model, in the order of their
         index."""
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
-
-        async def body(tx: Connection) -> list[Row]:
-            newest = await _newest_attempt(tx, session_id, tenant)
-            return await tx.fetch(sql, (session_id, newest if attempt is None else attempt))
-
+        stored = await self._db.read(lambda tx: _rows_of_attempt(tx, sql, session_id, attempt, tenant))
         found: dict[str, list[Turn]] = {}
-        for model, packed in await self._db.read(body):
+        for model, packed in stored:
             found.setdefault(model, []).append(rows.turn_from(packed))
         return found
 
@@ -881,14 +873,16 @@ async def _find_session(tx: Connection, session_id: str, tenant: str | None = No
     return found[0]
 
 
-async def _newest_attempt(tx: Connection, session_id: str, tenant: str | None = None) -> int:
+async def _rows_of_attempt(
+    tx: Connection, sql: str, session_id: str, attempt: int | None, tenant: str | None
+) -> list[Row]:
+    """Return the rows of a query with the placeholders `session_id` and `attempt` (default: the newest)."""
     own = session_of_tenant(tenant)
-    sql = f"SELECT attempt FROM sessions WHERE state <> ? AND id = ?{own.sql}"
-    found = await tx.fetch(sql, (REMOVED, session_id, *own.values))
+    newest = f"SELECT attempt FROM sessions WHERE state <> ? AND id = ?{own.sql}"
+    found = await tx.fetch(newest, (REMOVED, session_id, *own.values))
     if not found:
         raise NotFound(f"no session {session_id!r}")
-    newest: int = found[0][0]
-    return newest
+    return await tx.fetch(sql, (session_id, found[0][0] if attempt is None else attempt))
 
 
 async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:
