@@ -155,13 +155,10 @@ class ServiceProxy:
         self._link.send(messages.Ready(error=error.record()))
 
     def leader(self, model: str | None) -> ModelLeader:
-        return ModelLeader(self, model)
+        return ModelLeader(self.calls, model)
 
     def forwarded(self, model: str | None) -> Callable[[EngineState], ForwardedEngine]:
         return partial(ForwardedEngine, self.calls, model)
-
-    def send(self, message: msgspec.Struct) -> None:
-        self._link.send(message)
 
     def _receive(self, message: messages.ToNode) -> None:
         if self._ready is None:
@@ -271,15 +268,15 @@ class SharedResources(NodeResources):
 class ModelLeader:
     """Sends the reports of one model's engine pool to the service; implements `engines.pool.follower.Leader`."""
 
-    def __init__(self, service: ServiceProxy, model: str | None) -> None:
-        self._service = service
+    def __init__(self, calls: LinkCalls, model: str | None) -> None:
+        self._calls = calls
         self._model = model
 
     def settled(self, report: GateReport) -> None:
-        self._service.send(messages.Gate(model=self._model, report=report))
+        self._calls.send(messages.Gate(model=self._model, report=report))
 
     def engine_failed(self, engine: str) -> None:
-        self._service.send(messages.CheckEngine(model=self._model, engine=engine))
+        self._calls.send(messages.CheckEngine(model=self._model, engine=engine))
 
 
 class ForwardedEngine:
