@@ -67,7 +67,7 @@ test: $(STAMPS)/dev ## the fast tests
 
 test-deep: $(STAMPS)/dev ## what takes long: storms, fuzzers, PostgreSQL, restarts
 	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal -m "(deep or hypothesis) and not real" \
-		--hypothesis-profile deep --timeout 600 $(ARGS)
+		--hypothesis-profile deep --timeout 600 --durations 25 --durations-min 5 $(ARGS)
 
 check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff format --check
@@ -75,7 +75,7 @@ check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/mypy
 
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents, Helm (installs them; 4 GB), container engines that are there
-	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m real \
+	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m real --durations 25 --durations-min 5 \
 		tests/real tests/bench tests/evaluators tests/runtimes tests/rootfs tests/deploy $(ARGS)
 
 # Each trainer has packages of its own, and an environment of its own. The imports of verl warn of much that is not ours.
