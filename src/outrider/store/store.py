@@ -160,7 +160,8 @@ class Store:
         quota: int | None = None,
     ) -> GroupRow:
         """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event of its creation.
-        `expire` marks a session to end if the session has not started by the time `expires`.
+        If a session's first attempt has not started by the time `expires`, the method `expire` sets the session's
+        `ending`.
 
         The stored group is active and not cancelled, whatever the state in `group`. If the tenant already has a group
         with this idempotency key, the existing group is returned, provided that both specs have the same bytes. Raises
