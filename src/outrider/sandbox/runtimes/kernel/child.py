@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import LOG_TAIL, RuntimeFailure
+from outrider.sandbox.runtimes.kernel.process_marks import stat_fields
 
 END_SECONDS = 5.0
 """Time limit for the descendants of a child to exit by themselves."""
@@ -69,11 +70,7 @@ class Child:
 
     def stopped_by_signal(self) -> bool:
         """Return whether a signal or a debugger has stopped the process. Call this method before `close`."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return stat_fields(self.pid)[0] in "Tt"
 
     def runs(self) -> bool:
         ended = select.poll()
