@@ -101,6 +101,44 @@ class Loop:
                 watcher(exit_code(status))
 
 
+class PipeWriter:
+    """Writes data into a pipe as fast as the reader takes the data. `fd` is non-blocking, or -1 for a closed pipe.
+
+    `written(gone)` is called each time when all data is written, and when there is no reader: `gone` is then True, and
+    the rest of the data is dropped."""
+
+    def __init__(self, loop: Loop, fd: int, written: Callable[[bool], object] = lambda gone: None) -> None:
+        self.loop = loop
+        self.fd = fd
+        self.written = written
+        self.left = memoryview(b"")
+
+    def write(self, data: bytes) -> None:
+        self.left = memoryview(bytes(self.left) + data)
+        self._ready(0)
+
+    def close(self) -> None:
+        """Close the pipe. Data not yet written is dropped. Idempotent."""
+        if self.fd >= 0:
+            self.loop.unwatch(self.fd)
+            posix.close(self.fd)
+            self.fd = -1
+
+    def _ready(self, events: int) -> None:
+        gone = False
+        try:
+            while self.left:
+                self.left = self.left[posix.write(self.fd, self.left[:CHUNK]) :]
+        except BlockingIOError:
+            self.loop.watch(self.fd, select.POLLOUT, self._ready)
+            return
+        except OSError:
+            self.left = self.left[:0]
+            gone = True
+        self.loop.unwatch(self.fd)
+        self.written(gone)
+
+
 def read_ready(fd: int) -> bytes | None:
     """Return the data that can be read now: b"" if there is none yet, None at the end. An error counts as the end, such
     as EIO from a terminal whose other end is closed."""

@@ -21,8 +21,9 @@ from outrider.sandbox.runtimes.guest.command import Command
 from outrider.sandbox.runtimes.guest.connection import Calls, HostConnection
 from outrider.sandbox.runtimes.guest.filesystem.files import open_file, write_all, write_file, write_tar
 from outrider.sandbox.runtimes.guest.filesystem.glob import found_paths
-from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, is_link, make_folders, same_file
+from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, is_link, make_folders
 from outrider.sandbox.runtimes.guest.filesystem.restore import Restore
+from outrider.sandbox.runtimes.guest.filesystem.trees import identity
 from outrider.sandbox.runtimes.guest.memory_watch import MemoryWatch
 from outrider.sandbox.runtimes.guest.msgpack import Unpacker
 from outrider.sandbox.runtimes.guest.netlink_watch import NetlinkWatch
@@ -59,7 +60,7 @@ class Server:
         self.restores: dict[int, Restore] = {}
 
     def dispatch(self, frame: bytes) -> None:
-        call, method, args = Unpacker(frame).message()
+        call, method, args = Unpacker(frame).value()
         try:
             getattr(self, "do_" + method)(call, args)
         except FileNotFoundError as error:
@@ -101,7 +102,7 @@ class Server:
         kill_tree({posix.getpid()})
         for call in self.calls.running:
             self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
-        self.loop.stopped = True
+        self.loop.stop()
 
     def do_exec(self, call: int, args: dict[str, Any]) -> None:
         Command(self.calls, call, args)
@@ -225,7 +226,7 @@ def preload() -> None:
 
 def main() -> None:
     """Serve the connection on descriptors 0 and 1 until the loop stops, then kill all remaining processes."""
-    one = same_file(0, 1)
+    one = identity(posix.fstat(0)) == identity(posix.fstat(1))
     fd_in = posix.dup(0)  # the connection moves to other descriptors, because every program would inherit 0 and 1
     fd_out = fd_in if one else posix.dup(1)
     null = posix.open("/dev/null", posix.O_RDWR)

@@ -109,7 +109,5 @@ class ArchiveDownload:
 
 def write_all(fd: int, pieces: list[bytes]) -> None:
     """Write all pieces. Blocks; raises OSError."""
-    for piece in pieces:
-        view = memoryview(piece)
-        while view:
-            view = view[os.write(fd, view) :]  # an almost full disk takes only a part of a piece
+    with open(fd, "wb", closefd=False) as file:  # a loop: an almost full disk takes only a part of a piece at first
+        file.writelines(pieces)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -103,18 +104,14 @@ class Stopped(msgspec.Struct, frozen=True):
     left: Number = 0
 
 
+@dataclass(slots=True)
 class CallInFlight:
     """A call in flight: its outcome, the callback for its parts, and the bytes of parts that may still come
     (`room`)."""
 
-    __slots__ = ("on_part", "outcome", "room")
-
-    def __init__(
-        self, outcome: asyncio.Future[msgspec.Raw], on_part: Callable[[bytes], None] | None = None, room: int = 0
-    ) -> None:
-        self.outcome = outcome
-        self.on_part = on_part
-        self.room = room
+    outcome: asyncio.Future[msgspec.Raw]
+    on_part: Callable[[bytes], None] | None = None
+    room: int = 0
 
 
 class ToolClient(asyncio.Protocol):
@@ -125,7 +122,7 @@ class ToolClient(asyncio.Protocol):
         """`end` is one end of a Unix stream connection to the server; this object closes it."""
         self._end: socket.socket | None = end
         """None after `open` has passed the socket to the transport."""
-        self._log_tail = log_tail
+        self.log_tail = log_tail
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, CallInFlight] = {}
@@ -208,10 +205,9 @@ class ToolClient(asyncio.Protocol):
             raise self._failure("the connection to the tool server is not open")
         self._number += 1
         number = self._number
-        frame = self._frame(number, method, args)
+        self._send(number, method, args)
         outcome: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._calls[number] = CallInFlight(outcome, on_part, room)
-        self._send(frame)
         alarm = self._loop.call_later(
             seconds + GRACE_SECONDS, self._loop.call_later, LAST_LOOK_SECONDS, self._stuck, number, method
         )
@@ -240,7 +236,7 @@ class ToolClient(asyncio.Protocol):
     def send(self, method: str, args: Mapping[str, Any]) -> None:
         """Call a method that sends no reply. Does nothing when the connection is lost."""
         if self._transport is not None and self._lost is None:
-            self._send(self._frame(0, method, args))
+            self._send(0, method, args)
 
     def _stuck(self, number: int, method: str) -> None:
         call = self._calls.get(number)
@@ -257,26 +253,19 @@ class ToolClient(asyncio.Protocol):
                 # asyncio would log it.
                 call.outcome.exception()
 
-    def log_tail(self) -> str:
-        """Return the end of the server's standard error."""
-        return self._log_tail()
-
     async def close(self) -> None:
         """Drop the connection, and wait until it is closed. Calls in flight fail, and the server exits."""
         self._lose("the sandbox was stopped", "closed")
         if self._transport is not None:
             await self._closed.wait()
 
-    def _frame(self, number: int, method: str, args: Mapping[str, Any]) -> bytes:
+    def _send(self, number: int, method: str, args: Mapping[str, Any]) -> None:
         try:
             body = msgspec.msgpack.encode([number, method, args])
         except UNSENDABLE as error:
             raise self._failure(f"cannot send {method} to the sandbox: {error}") from error
-        return len(body).to_bytes(4, "big") + body
-
-    def _send(self, frame: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(frame)
+        self._transport.write(len(body).to_bytes(4, "big") + body)
 
     def _take(self, reply: ToolReply, size: int) -> None:
         """Handle one reply. `size` is the number of bytes counted for its frame."""
@@ -313,7 +302,7 @@ class ToolClient(asyncio.Protocol):
             raise self._failure(self._lost)
 
     def _failure(self, message: str, *, inside: bool = False) -> RuntimeFailure:
-        return RuntimeFailure(message, log_tail=self._log_tail() or None, inside=inside)
+        return RuntimeFailure(message, log_tail=self.log_tail() or None, inside=inside)
 
     def _lose(self, reason: str, loss: Loss) -> None:
         if self._lost is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import posix
 
-from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, make_folders
+from outrider.sandbox.runtimes.guest.filesystem.paths import DIRECTORY, KIND, LINK, REGULAR, folder_of, make_folders
 from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER, Packer, identity, must_be_absent
 
 KERNEL_FOLDERS = ("/proc/", "/sys/")
@@ -22,12 +22,12 @@ def open_file(path: str, follow: bool = True, flags: int = posix.O_RDONLY) -> in
     regular."""
     held = hold(path, 0 if follow else posix.O_NOFOLLOW)
     try:
-        kind = posix.fstat(held).st_mode & 0o170000
-        if kind == 0o040000:
+        kind = posix.fstat(held).st_mode & KIND
+        if kind == DIRECTORY:
             raise IsADirectoryError(errno.EISDIR, posix.strerror(errno.EISDIR), path)
-        if kind == 0o120000:
+        if kind == LINK:
             raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), path)
-        if kind != 0o100000:
+        if kind != REGULAR:
             raise ValueError("not a regular file: " + path)
         # The file is opened by its descriptor, because the path may lead elsewhere by now.
         return posix.open(f"/proc/self/fd/{held}", flags | posix.O_CLOEXEC)

@@ -14,6 +14,7 @@ import resource
 import struct
 
 from outrider.sandbox.runtimes.guest.isolation.syscalls import (
+    LIBC,
     NEWCGROUP,
     NEWIPC,
     NEWNET,
@@ -21,11 +22,12 @@ from outrider.sandbox.runtimes.guest.isolation.syscalls import (
     NEWPID,
     NEWUSER,
     NEWUTS,
+    PR_SET_NO_NEW_PRIVS,
     checked,
     prctl,
 )
 
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
+PR_SET_SECCOMP, MODE_FILTER = 22, 2
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS, EPROTONOSUPPORT = 1, 38, 93
 
@@ -330,5 +332,4 @@ def install(code: bytes) -> None:
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    libc = ctypes.CDLL(None, use_errno=True)
-    checked("seccomp", libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(MODE_FILTER), header, 0, 0))
+    checked("seccomp", LIBC.prctl(PR_SET_SECCOMP, ctypes.c_ulong(MODE_FILTER), header, 0, 0))

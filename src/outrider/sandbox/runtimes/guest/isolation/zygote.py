@@ -44,7 +44,7 @@ class Zygote:
     def _ready(self, events: int) -> None:
         message, ancillary, _, _ = self.control.recvmsg(8, _socket.CMSG_SPACE(12), _socket.MSG_CMSG_CLOEXEC)
         if not message:
-            self.loop.stopped = True
+            self.loop.stop()
             return
         given = array.array("i")
         for _, _, data in ancillary:
