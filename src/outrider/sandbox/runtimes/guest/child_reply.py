@@ -1,6 +1,6 @@
-"""Replies that a forked child writes, and that the server sends to the host in parts.
+"""Replies that a forked child writes into a pipe, and that the server sends to the host in parts.
 
-Searching and archiving may take long and touch many files, so a fork does the work, and other calls do not wait.
+Searching and archiving may take long. A fork does this work, so that other calls do not wait.
 Invariant: a call ends in "ok" only if the child wrote everything, exited with 0, and stayed within its limit of bytes.
 """
 
@@ -89,7 +89,7 @@ class ChildReply:
         if self.code == 0:
             self.calls.reply(self.call, {})
         elif self.left < 0 or self.code == errno.EFBIG:  # EFBIG: the child itself has found the output too large
-            too_large = f"there are more than {self.limit} bytes of it, the most that is taken out of a sandbox"
+            too_large = f"the result is larger than {self.limit} bytes, the maximum taken out of a sandbox"
             self.calls.fail(self.call, "failed", too_large)
         else:
             self.calls.fail(self.call, "failed", self.failed)

@@ -1,5 +1,5 @@
-"""One command: its start, its input and its report. A time limit or a cancellation kills the command with its
-descendants.
+"""One command: its start, its input, its output and its reply. A time limit or a cancellation kills the command with
+its descendants.
 
 Invariant: an output stream takes at most 1.5 times its bound plus one read (256 KiB) of memory, however long the stream
 is.
@@ -25,8 +25,8 @@ the server busy."""
 
 
 class Capture:
-    """Keeps the beginning and the end of a stream, `cap` / 2 bytes each. After `take`, nothing more is kept. The host
-    sends `cap`: `MAX_OUTPUT` of `sandbox/runtimes/base.py`."""
+    """Keeps the beginning and the end of a stream, `cap` / 2 bytes each. After `take`, further data is dropped. The
+    host sends `cap`, which is `MAX_OUTPUT` of `sandbox/runtimes/base.py`."""
 
     def __init__(self, cap: int) -> None:
         self.half = max(1, cap // 2)

@@ -116,9 +116,9 @@ class Calls:
         return env
 
     def mark(self, owner: int) -> bytes:
-        """Return the entry that `environment` adds. When a time limit expires, this entry identifies the descendants
-        that have left their session and their parent. They are reparented to this server, and no other trace leads to
-        their owner."""
+        """Return the entry that `environment` adds. When a time limit expires, this entry identifies the owner's
+        descendants that have left their session and their parent. Such a process becomes a child of this server, and
+        has no other trace of its owner."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:

@@ -30,10 +30,9 @@ take long, and must not take much of the processor's time."""
 
 
 class Loop:
-    """The loop. A handler of `handlers` is called with the events of its descriptor, a watcher of `exits` once with the
-    exit code of its child.
-
-    `timers` maps a key to a deadline, in seconds of the monotonic clock, and an action. A key has at most one timer.
+    """The loop. `handlers` maps a descriptor to the function that is called with its events. `exits` maps the pid of a
+    child to the function that is called once with the child's exit code. `timers` maps a key to a deadline, in seconds
+    of the monotonic clock, and an action. A key has at most one timer.
     """
 
     def __init__(self) -> None:

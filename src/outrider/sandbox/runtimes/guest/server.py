@@ -41,8 +41,8 @@ else:
 PR_SET_CHILD_SUBREAPER = 36
 SEARCH_SECONDS = 60
 SEARCH_BYTES = 64 << 20
-"""Limits of a child that globs, in seconds and in bytes of its result. An agent can make a tree that takes
-forever to search."""
+"""Limits of a child that globs, in seconds and in bytes of its result. An agent can make a tree whose search would take
+forever."""
 SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
 
@@ -113,8 +113,8 @@ class Server:
             cancel()
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
-        # The shell gets the number of the call: no other shell of this connection has it. `LiveShell` replies to the
-        # call.
+        # The number of the call is also the number of the shell, and so is unique on this connection. `LiveShell`
+        # replies to the call.
         self.shells[call] = LiveShell(self.calls, call, args)
 
     def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ class Server:
         """Send an archive of the writable layers. All other processes are killed first, so that nothing changes
         meanwhile."""
         if self.save_layers is None:
-            raise ValueError("this sandbox has no layer of its own")
+            raise ValueError("this sandbox has no writable layer")
         kill_all_below()
         ChildReply(self.calls, call, self.save_layers, limit=args["limit"], failed="snapshot failed")
 

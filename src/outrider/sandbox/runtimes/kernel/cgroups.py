@@ -1,8 +1,8 @@
 """Control groups of a node, with which the kernel enforces the limits of the node's sandboxes.
 
-Making groups requires a delegated unit or container with version 2, and root or folders of this user's own with version
-1. Without these permissions there are no groups. Invariants: a group is named after its node and sandbox, so the
-leftovers of a dead node are identified with certainty; when `remove` returns, the group is gone.
+With version 2, a node can make groups in a delegated unit or container. With version 1, the node must be root or own
+the folders. Otherwise there are no groups. Invariants: a group is named after its node and sandbox, so that a dead
+node's groups can be recognised; when `remove` returns, the group is gone.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow d
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""The group into which this process moves with version 2. A group with members cannot pass controllers on to inner
-groups."""
+"""Name of the group into which this process moves with version 2, because a group with members cannot pass controllers
+on to inner groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
@@ -160,7 +160,7 @@ class ControlGroup:
                 while not _removed(folder):
                     _kill_members(folder)
                     if time.monotonic() > deadline:
-                        left[folder] = "something still runs in it"
+                        left[folder] = "its processes do not exit"
                         break
                     await asyncio.sleep(PAUSE_SECONDS)
             except OSError as error:

@@ -1,4 +1,4 @@
-"""Finding and killing the processes of a sandbox by the mark in their environment, so that no process is left.
+"""Finds and kills the processes of a sandbox by the mark in their environment, so that no process is left.
 
 Every process of a sandbox starts with `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the folder of its node, the sandbox's
 directory in that folder, and the call. Run as a program, `python process_marks.py FOLDER`, this module is a node's
@@ -47,8 +47,7 @@ def kill_marked(mark: str, *, seconds: float = KILL_SECONDS) -> int:
 
 
 def marked(mark: str) -> set[int]:
-    """Return the live processes whose mark begins with `mark`, and their descendants. This
-    process is left out."""
+    """Return the live processes whose mark begins with `mark`, and their descendants. This process is left out."""
     needle = f"\0{VARIABLE}={mark}".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     found = set()
@@ -72,8 +71,8 @@ def marked(mark: str) -> set[int]:
 
 
 def _kill(mark: str) -> None:
-    """SIGKILL all marked processes, but stop all of them by SIGSTOP first. Otherwise processes that are not yet found
-    could start others."""
+    """SIGKILL all marked processes. All of them are stopped by SIGSTOP first, because a process that runs could start
+    another one between the scan and the kill."""
     held: dict[int, int] = {}
     try:
         while new := marked(mark) - held.keys():
@@ -129,9 +128,9 @@ def _bytes(path: str) -> bytes:
 
 
 def keep(folder: str, *, patience: float = PATIENCE_SECONDS) -> None:
-    """Run as the keeper of the folder with this name until the node has exited, which closes standard input, and no
-    process carries the folder's mark. The processes have `patience` seconds to exit by themselves: a tool server that
-    does so also kills processes without a mark, which have cleared their environment."""
+    """Run as the keeper of the node's folder with this name: wait for the node's exit, which closes standard input, and
+    kill all processes with the folder's mark. The processes have `patience` seconds to exit by themselves first,
+    because a tool server that exits also kills the processes that have cleared their environment and so their mark."""
     sys.stdin.buffer.read()
     deadline = time.monotonic() + patience
     while marked(f"{folder}/") and time.monotonic() < deadline:

@@ -44,7 +44,7 @@ async def download_archive(
         if isinstance(download.fault, OSError):
             raise RuntimeFailure(
                 f"the node cannot write {target}: {download.fault.strerror or download.fault}",
-                hint="the disk of the node's own folder needs room for what is carried out of sandboxes",
+                hint="the disk with the node's folder needs room for the archives that are taken out of sandboxes",
             ) from download.fault
         if download.fault is not None:
             raise download.fault

@@ -31,12 +31,12 @@ TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of decoding: bytes of another type, text that is not UTF-8, and deep nesting."""
 UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""Errors of encoding values without a msgpack form: text that is not Unicode, an integer of more than 64 bits."""
+"""Errors of encoding a value that msgpack does not have: text that is not Unicode, an integer of more than 64 bits."""
 GRACE_SECONDS = 30.0
 """Seconds that a call may take past its own time limit before the server counts as stuck."""
 LAST_LOOK_SECONDS = 0.5
-"""Seconds after GRACE_SECONDS in which replies are still read. This event loop itself may have been blocked, with the
-reply unread."""
+"""Seconds after GRACE_SECONDS in which a reply is still read: this event loop may have been blocked, and the reply may
+wait in the socket."""
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -46,8 +46,7 @@ Loss = Literal["gone", "stuck", "wrong", "closed"]
 server would send (wrong); or this end was closed or could not be opened (closed)."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
-"""An exit code, or the number of a shell. A program in a live Python can exit with any integer; integers outside this
-range are refused."""
+"""An exit code, or the number of a shell. A reply with an integer outside of this range is refused."""
 
 
 class ToolReply(msgspec.Struct, frozen=True, array_like=True):
@@ -161,7 +160,7 @@ class ToolClient(asyncio.Protocol):
             try:
                 self._take(msgspec.msgpack.decode(frame, type=ToolReply), max(size, PART_MIN))
             except UNREADABLE:
-                self._lose("the tool server sent something unreadable", "wrong")
+                self._lose("the tool server sent data that cannot be decoded", "wrong")
             if self._lost is not None:
                 received.clear()
         return None
@@ -273,7 +272,7 @@ class ToolClient(asyncio.Protocol):
         if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
             self._stray -= size
             if self._stray < 0:
-                self._lose("the tool server keeps sending what nobody waits for", "wrong")
+                self._lose("the tool server keeps sending data that no call waits for", "wrong")
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)

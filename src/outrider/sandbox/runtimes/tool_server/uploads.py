@@ -96,8 +96,8 @@ def _open(folder: Path, source: Path) -> int:
 
 
 def _look_at(path: Path) -> tuple[os.stat_result, list[str]]:
-    """Return the status of a path and, for a folder, the sorted names of its entries. Only the last part of the path
-    may be a link. Raises RuntimeFailure."""
+    """Return the status of a path, and the sorted names in a folder, [] for anything else. Only the last part of the
+    path may be a link. Raises RuntimeFailure."""
     folder, name = _open(path.parent, path), path.name or "."
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)

@@ -1,9 +1,10 @@
 """Restores the files of another sandbox from an archive, which a forked child reads from a pipe.
 
 An agent may have manipulated the archive, so only the roots are written. Ownership, set-user-id bits, devices, sockets
-and pipes are left out. So are symbolic links that lead out of the roots to anything but the system's own folders:
-through such a link, an agent could make the grader read the grader's own files in place of the agent's. Invariant:
-nothing is written, linked to or removed except at and below the roots, and no link of the archive is ever followed.
+and pipes are left out. A symbolic link that leads out of the roots is left out, unless it leads to one of the system's
+folders: through other links, an agent could make the grader read the grader's own files in place of the agent's.
+Invariant: nothing is written, linked to or removed except at and below the roots, and no link of the archive is ever
+followed.
 """
 
 from __future__ import annotations
@@ -89,10 +90,10 @@ class Restore:
         if self.code == 0:
             self.calls.reply(self.call, {})
         else:
-            why = posix.strerror(self.code) if self.code < FIRST_SIGNAL else "its reader was killed"
+            why = posix.strerror(self.code) if self.code < FIRST_SIGNAL else "the process that reads it was killed"
             if self.code == OTHER_ERROR:
-                why = "it is broken"
-            self.calls.fail(self.call, "failed", "the archive cannot be put back: " + why)
+                why = "it is damaged"
+            self.calls.fail(self.call, "failed", "the archive cannot be restored: " + why)
 
 
 def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:

@@ -1,4 +1,4 @@
-"""Folder trees written, emptied and removed by descriptors, however deep they are.
+"""Writes, empties and removes folder trees of any depth through descriptors.
 
 Invariant: nothing is written, made or removed except in and below the folder whose descriptor is given, and no link is
 followed.

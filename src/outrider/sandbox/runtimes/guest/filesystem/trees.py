@@ -1,9 +1,9 @@
-"""Folder trees, however deep they are and however long their paths: walked through one descriptor, and archived.
+"""Walks folder trees of any depth through one descriptor, and archives them.
 
 Other processes may change a tree during the walk. Invariants: no link is followed, and no file that could block is
-read. A file that is missing or unreadable is left out, and a file that shrinks meanwhile is padded with zeros. Neither
-spoils anything else. All other errors are raised, because a file must not be left out for a reason that does not depend
-on the file (see ABSENT).
+read. A file that is missing or unreadable is left out, and a file that shrinks meanwhile is padded with zeros; the rest
+of the archive is unaffected. All other errors are raised, because a file must not be left out for a reason that does
+not depend on the file (see ABSENT).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""The first number of the x32 interface on x86-64: the same calls under numbers that the filter would miss."""
+"""The first number of the x32 interface of x86-64, which has the same calls under other numbers."""
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
 """The allowed families of sockets. Other families, such as vsock between a virtual machine and its host, ignore network
 namespaces."""
@@ -173,28 +173,28 @@ def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
 
 REFUSED, PASSED = step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)
 SKIPPED = step(RETURN, ERRNO | 0)
-"""The call does nothing and returns success."""
+"""Step that makes the call do nothing and return success."""
 SIZE = len(PASSED)
 
 
 def refuse(at: int, *values: int, test: int = EQUAL) -> bytes:
-    """Steps that refuse a call if the argument at `at` matches a value."""
+    """Return steps that refuse a call if the argument at `at` matches a value."""
     return step(LOAD, at) + b"".join(step(test, value, 0, 1) + REFUSED for value in values)
 
 
 def require(at: int, *values: int, mask: int = 0xFFFFFFFF) -> bytes:
-    """Steps that refuse a call unless the argument at `at` is among the values."""
+    """Return steps that refuse a call unless the argument at `at` is among the values."""
     tests = [step(EQUAL, value, len(values) - place) for place, value in enumerate(values)]
     return b"".join([step(LOAD, at), step(AND, mask), *tests, REFUSED])
 
 
 def accept(at: int, value: int) -> bytes:
-    """Steps that allow a call if the argument at `at` is the value, whatever the other arguments are."""
+    """Return steps that allow a call if the argument at `at` is the value, whatever the other arguments are."""
     return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
 
 
 def when(at: int, value: int, steps: bytes) -> bytes:
-    """The given steps, applied only to a call whose argument at `at` is the value."""
+    """Return the given steps, applied only to a call whose argument at `at` is the value."""
     return step(LOAD, at) + step(EQUAL, value, 0, len(steps) // SIZE) + steps
 
 
@@ -241,9 +241,9 @@ def denied(machine: str) -> dict[str, int]:
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
     """Return the filter, a BPF program, for a machine by its name of `uname -m`.
 
-    Programs cannot slow down or limit process 1 and `server`. `tcp_only` is for programs that run among the host's own.
-    They can slow down and limit only themselves, and cannot make the calls of HOST_WIDE. They can open only pairs of
-    Unix sockets, TCP sockets, and sockets for queries to the kernel. `counted` means that the memory of processes is
+    Programs cannot slow down or limit process 1 and `server`. `tcp_only` is for programs that run beside the host's
+    programs: these can slow down and limit only themselves, cannot make the calls of HOST_WIDE, and can open only pairs
+    of Unix sockets, TCP sockets, and sockets for queries to the kernel. `counted` means that the memory of processes is
     counted and bounded: the calls of UNCOUNTED and a change of a pipe's size are then refused. Without `ipc`, the calls
     of HOST_WIDE are refused. Raises KeyError for a machine without a list.
     """

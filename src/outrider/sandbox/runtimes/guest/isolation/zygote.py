@@ -104,8 +104,8 @@ class Zygote:
 
 def give_users(pid: int, plan: dict[str, Any]) -> None:
     """Map several users into the child's user namespace. A zygote that runs as root writes the maps itself. Otherwise
-    newuidmap and newgidmap write them, as /etc/subuid and /etc/subgid allow. Raises OSError. The child then reads the
-    end of its pipe, and exits."""
+    newuidmap and newgidmap write the maps, as /etc/subuid and /etc/subgid allow. Raises OSError; the caller then closes
+    the pipe of the child, which makes the child exit."""
     for kind in ("uid", "gid"):
         ids = plan[f"{kind}s"]
         if os.geteuid() == 0:
@@ -132,7 +132,7 @@ def become_sandbox(
         if mapped_reader >= 0:
             os.close(mapped_writer)
             if not os.read(mapped_reader, 1):
-                raise OSError("the sandbox was given no users")
+                raise OSError("the users of the sandbox could not be mapped")
         close_others({0, 1, 2, connection, *bare.values()})
         signal.set_wakeup_fd(-1)
         gateway = os.open(plan["gateway"], os.O_PATH) if plan["gateway"] else -1

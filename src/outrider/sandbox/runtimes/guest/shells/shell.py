@@ -163,6 +163,7 @@ class LiveShell:
 
     @property
     def dead(self) -> bool:
+        """Whether no program runs: the descriptors are closed as soon as the program has ended."""
         return not self.descriptors
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
@@ -214,7 +215,7 @@ class LiveShell:
         self.ticks += 1
         self.calls.loop.at(self, INTERRUPT_EVERY, self.cancel)
         if self.ticks > RESTART_AFTER:
-            self.restart(b"the shell did not answer to an interrupt")
+            self.restart(b"the shell did not react to an interrupt")
             return
         table = processes()
         group, members = self.program.victims(table)
