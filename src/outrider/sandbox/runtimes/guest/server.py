@@ -23,7 +23,6 @@ from outrider.sandbox.runtimes.guest.filesystem.files import open_file, write_al
 from outrider.sandbox.runtimes.guest.filesystem.glob import found_paths
 from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, is_link, make_folders
 from outrider.sandbox.runtimes.guest.filesystem.restore import Restore
-from outrider.sandbox.runtimes.guest.filesystem.trees import identity
 from outrider.sandbox.runtimes.guest.memory_watch import MemoryWatch
 from outrider.sandbox.runtimes.guest.msgpack import Unpacker
 from outrider.sandbox.runtimes.guest.netlink_watch import NetlinkWatch
@@ -49,13 +48,11 @@ SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 class Server:
     """The calls of the host: `do_NAME(call, arguments)` carries out the call NAME."""
 
-    def __init__(
-        self, loop: Loop, fd_in: int, fd_out: int, save_layers: Callable[[int], None] | None, gateway: int
-    ) -> None:
+    def __init__(self, loop: Loop, fd: int, save_layers: Callable[[int], None] | None, gateway: int) -> None:
         self.loop = loop
         self.save_layers = save_layers
         self.gateway = gateway
-        self.calls = Calls(loop, HostConnection(loop, fd_in, fd_out, self.dispatch))
+        self.calls = Calls(loop, HostConnection(loop, fd, self.dispatch))
         self.shells: dict[int, LiveShell] = {}
         self.restores: dict[int, Restore] = {}
 
@@ -226,18 +223,16 @@ def preload() -> None:
 
 def main() -> None:
     """Serve the connection on descriptors 0 and 1 until the loop stops, then kill all remaining processes."""
-    one = identity(posix.fstat(0)) == identity(posix.fstat(1))
-    fd_in = posix.dup(0)  # the connection moves to other descriptors, because every program would inherit 0 and 1
-    fd_out = fd_in if one else posix.dup(1)
+    connection = posix.dup(0)  # the connection moves to another descriptor, because every program would inherit 0 and 1
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1):
         posix.dup2(null, fd)
-    close_others({0, 1, 2, fd_in, fd_out})
+    close_others({0, 1, 2, connection})
     posix.umask(0o022)
-    serve(fd_in, fd_out)
+    serve(connection)
 
 
-def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
+def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
     """Serve a connection until it ends or the loop stops otherwise. Then kill all processes below this process.
 
     `save_layers` writes an archive of the sandbox's writable layers to a descriptor, and is None if there are no
@@ -245,7 +240,7 @@ def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None 
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()
     loop = Loop()
-    Server(loop, fd_in, fd_out, save_layers, gateway)
+    Server(loop, fd, save_layers, gateway)
     loop.run()
     kill_tree({posix.getpid()})
 

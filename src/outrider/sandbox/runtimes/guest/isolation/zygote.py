@@ -137,7 +137,7 @@ def become_sandbox(
         signal.set_wakeup_fd(-1)
         gateway = os.open(plan["gateway"], os.O_PATH) if plan["gateway"] else -1
         layers = isolate.enter(plan, bare)
-        serve(connection, connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
+        serve(connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
         code = 0
     except BaseException as error:  # after any error this process must not continue as a second zygote
         os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
