@@ -105,8 +105,8 @@ class BridgedConnection:
 
 
 class Bridge:
-    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. If no gateway listens there, a
-    client is closed."""
+    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. If no gateway listens at
+    `path`, the client's connection is closed."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
         import _socket  # importing `socket` costs as much as starting the interpreter

@@ -340,7 +340,7 @@ class ToolServerSandbox:
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
         tools = self.server.tools
         async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
-            offset, data = 0, b"-"
+            offset, data = 0, b"-"  # any data but b"", which is the end of the archive
             try:
                 while data:
                     data = await asyncio.to_thread(os.pread, fd, PIECE, offset)

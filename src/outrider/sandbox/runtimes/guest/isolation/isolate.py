@@ -235,7 +235,7 @@ def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> Non
     if kind and kind != stat.S_IFDIR and tree is not None:
         kind = stat.S_IFMT(os.fstat(tree).st_mode)
     if kind in (0, stat.S_IFLNK):
-        pass  # the agent had removed the path, or replaced it by a link, before its layer was saved
+        pass  # before the layer was saved, the agent had removed the path or replaced the path by a link
     elif hidden or kind not in (stat.S_IFDIR, stat.S_IFREG):
         if kind == stat.S_IFDIR:
             syscalls.mount("none", target, "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")
