@@ -89,7 +89,7 @@ class ChildReply:
         if self.code == 0:
             self.calls.reply(self.call, {})
         elif self.left < 0 or self.code == errno.EFBIG:  # EFBIG: the child itself has found the output too large
-            too_large = f"the result is larger than {self.limit} bytes, the maximum taken out of a sandbox"
+            too_large = f"the result has more than {self.limit} bytes, the maximum taken out of a sandbox"
             self.calls.fail(self.call, "failed", too_large)
         else:
             self.calls.fail(self.call, "failed", self.failed)

@@ -93,7 +93,7 @@ class Restore:
             why = posix.strerror(self.code) if self.code < FIRST_SIGNAL else "the process that reads it was killed"
             if self.code == OTHER_ERROR:
                 why = "it is damaged"
-            self.calls.fail(self.call, "failed", "the archive cannot be restored: " + why)
+            self.calls.fail(self.call, "failed", "the archive cannot be put back: " + why)
 
 
 def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
