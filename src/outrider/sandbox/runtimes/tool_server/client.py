@@ -272,7 +272,7 @@ class ToolClient(asyncio.Protocol):
         if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
             self._stray -= size
             if self._stray < 0:
-                self._lose("the tool server keeps sending data that no call waits for", "wrong")
+                self._lose("the tool server keeps sending data that nobody waits for", "wrong")
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)

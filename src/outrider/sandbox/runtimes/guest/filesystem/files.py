@@ -96,14 +96,11 @@ def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
                 base, above = ".", path
             try:
                 held = hold(above, posix.O_DIRECTORY)
+                try:
+                    folder = posix.open(".", FOLDER, dir_fd=held)
+                finally:
+                    posix.close(held)
             except OSError as error:
                 must_be_absent(error)
                 continue
-            try:
-                folder = posix.open(".", FOLDER, dir_fd=held)
-            except OSError as error:
-                must_be_absent(error)
-                continue
-            finally:
-                posix.close(held)
             packer.add_tree(folder, base, name)

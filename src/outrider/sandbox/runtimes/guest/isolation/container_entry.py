@@ -33,7 +33,6 @@ def enter(arguments: list[str]) -> None:
     if by_apptainer:
         syscalls.keep_capabilities(frozenset())
     seccomp.confine(counted=memory != 0, ipc=ipc)
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
 def limit_apptainer(options: dict[str, str], memory: int) -> bool:

@@ -122,8 +122,6 @@ def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
         resource.setrlimit(getattr(resource, name), (value, value))
     syscalls.keep_capabilities(USER_CAPABILITIES if len(plan["uids"]) > 1 else frozenset())
     seccomp.confine(counted=bool(plan["memory"]), ipc=ipc)
-    # Otherwise programs of the same user could read and change this process's memory and descriptors through /proc.
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
     return uppers
 
 

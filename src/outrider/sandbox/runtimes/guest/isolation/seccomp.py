@@ -23,6 +23,7 @@ from outrider.sandbox.runtimes.guest.isolation.syscalls import (
     NEWPID,
     NEWUSER,
     NEWUTS,
+    PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     checked,
     prctl,
@@ -275,9 +276,11 @@ def core_limit() -> int:
 
 
 def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
-    """Install the filter on this process, the tool server, and on all its descendants, for good. Raises OSError, and
-    KeyError as `program` does."""
+    """Install the filter on this process, the tool server, and on all its descendants, for good, and protect this
+    process from its descendants. Raises OSError, and KeyError as `program` does."""
     install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
+    # Otherwise programs of the same user could read and change this process's memory and descriptors through /proc.
+    prctl(PR_SET_DUMPABLE, 0)
 
 
 def install(code: bytes) -> None:
