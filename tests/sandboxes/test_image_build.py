@@ -149,7 +149,7 @@ def test_a_base_that_is_replaced_meanwhile(store: ImageStore, context: Path) -> 
     other = build_image(written(context, "FROM small\nRUN echo > /other\n"), store)
 
     def replace(_: str) -> None:
-        store.give("small", other)
+        store.give("small", other.digest)
 
     folder = written(context, "FROM small\nRUN true\n")
     with pytest.raises(BadImage, match="the image 'small' was replaced during the build"):

@@ -103,21 +103,19 @@ HEADERS = (
 
 
 class Room:
-    """The remaining space for an image, which also depends on the size of its archives. The methods raise BadImage."""
+    """The remaining space for an image in `folder`. `archived` is the size of its archives so far, in bytes. The
+    methods raise BadImage."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, archived: int = 0) -> None:
         self._folder = folder
-        self._archived = 0
+        self.archived = archived
         self._bytes = 0
         self._entries = 0
-
-    def add_archive(self, size: int) -> None:
-        self._archived += size
 
     def take(self, size: int) -> None:
         """Reserve `size` bytes. Called before the bytes are written."""
         self._bytes += size
-        self.check(self._bytes)
+        check_expansion(self._bytes, self.archived)
         disk = os.statvfs(self._folder)
         free, kept = disk.f_bavail * disk.f_frsize, min(KEPT_FREE, disk.f_blocks * disk.f_frsize // KEPT_SHARE)
         if size > free - kept:
@@ -126,10 +124,6 @@ class Room:
                 hint=f"free some space: images are in {self._folder}",
             )
 
-    def check(self, size: int) -> None:
-        """Raise BadImage if `size`, the total number of bytes unpacked or read, is too large."""
-        check_expansion(size, self._archived)
-
     def take_entry(self) -> None:
         self._entries += 1
         if self._entries > MAX_ENTRIES:
@@ -137,7 +131,8 @@ class Room:
 
 
 def check_expansion(size: int, archived: int) -> None:
-    """Raise BadImage if `size` unpacked bytes are too many for an image, or for `archived` bytes of archives."""
+    """Raise BadImage if `size` bytes, unpacked or read, are too many for an image, or for `archived` bytes of
+    archives."""
     if size > MAX_BYTES:
         raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
     if size > ANY_RATIO_BYTES and size > RATIO * archived:
@@ -145,12 +140,21 @@ def check_expansion(size: int, archived: int) -> None:
 
 
 class Contents(msgspec.Struct):
-    """The result of unpacking: the number of files, folders and links, the bytes of files, and the number of special
+    """The contents of a root: the number of files, folders and links, the bytes of files, and the number of special
     files left out."""
 
     entries: int = 0
     bytes: int = 0
     left_out: int = 0
+
+
+def contents_of(root: Path) -> Contents:
+    """Count the contents of an unpacked root."""
+    found = Contents()
+    for folder, folders, files in os.walk(root):
+        found.entries += len(folders) + len(files)
+        found.bytes += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
+    return found
 
 
 def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
@@ -161,7 +165,7 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
     for number, layer in enumerate(layers):
         try:
             with layer:
-                room.add_archive(layer.seek(0, os.SEEK_END))
+                room.archived += layer.seek(0, os.SEEK_END)
                 layer.seek(0)
                 with tarfile.open(fileobj=layer, mode="r|*", tarinfo=ArchiveMember) as archive:
                     _Layer(target, contents, room).put(archive)
@@ -187,7 +191,8 @@ class _Layer:
         opaque: set[str] = set()
         for member in archive:
             self._room.take_entry()
-            self._room.check(archive.offset)  # the end of the entry's data: skipped data are read, too
+            # The offset is the end of the entry's data: skipped data are read, too.
+            check_expansion(archive.offset, self._room.archived)
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
                 # Remove files of lower layers: one name, or all content of the folder. A second opaque mark of a folder
