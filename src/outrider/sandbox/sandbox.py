@@ -42,11 +42,9 @@ class Sandbox:
         context: SandboxContext,
         paths: HostPaths,
         *,
-        field: str = RUNTIME,
-        prepared: bool = False,
+        field: str,
     ) -> None:
-        """`field` is the spec's field in the task. If `prepared`, the prepare steps are skipped, because the sandbox
-        starts from the layer of a prepared sandbox."""
+        """`field` is the spec's field in the task."""
         self.runtime = runtime
         self.directory = context.directory
         self.gpus = context.gpus
@@ -54,7 +52,8 @@ class Sandbox:
         self._spec = spec
         self._field = field
         self._paths = paths
-        self._prepared = prepared
+        self._prepared = context.layer is not None
+        """True if the sandbox starts from the layer of a prepared sandbox: its prepare steps are skipped."""
         self._ready = False
         self._stopped = False
         self._locks = ExitStack()
@@ -144,10 +143,9 @@ class Sandboxes:
             layer=layer,
             gpus=gpus,
         )
-        prepared = layer is not None
         try:
             with renamed_field(RUNTIME, field):
-                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field, prepared=prepared)
+                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field)
         except BaseException:
             directory.rmdir()
             raise
@@ -159,7 +157,6 @@ async def prepare(
     *,
     paths: HostPaths,
     field: str = f"{RUNTIME}.prepare",
-    pauses: RetryPolicy = PREPARE_PAUSES,
 ) -> None:
     """Run a task's prepare steps in a started sandbox, in order. `field` is the field of the steps in the request.
 
@@ -168,7 +165,7 @@ async def prepare(
     for number, step in enumerate(steps):
         match step:
             case Run():
-                await run_step(runtime, step, name=f"prepare step {number}", field=f"{field}.{number}", pauses=pauses)
+                await run_step(runtime, step, name=f"prepare step {number}", field=f"{field}.{number}")
             case Upload():
                 source = partial(paths.upload_now, step.upload, field=f"{field}.{number}.upload")
                 try:
@@ -187,9 +184,7 @@ async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
             await runtime.exec(hook.run, seconds=hook.seconds)
 
 
-async def run_step(
-    runtime: Runtime, step: Run, *, name: str, field: str | None = None, pauses: RetryPolicy = PREPARE_PAUSES
-) -> None:
+async def run_step(runtime: Runtime, step: Run, *, name: str, field: str | None = None) -> None:
     """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of the output, when the command has
     failed `attempts` times, not counting the runs begun within the first `grace_seconds`. The error is CommandFailed
     unless the last run exceeded its time limit. A failure of the sandbox is raised at once."""
@@ -206,7 +201,7 @@ async def run_step(
         pause = step.pause_seconds
         if not counts and step.grace_pause_seconds is not None:
             pause = step.grace_pause_seconds
-        await asyncio.sleep(pauses.wait(max(failures - 1, 0)) if pause is None else pause)
+        await asyncio.sleep(PREPARE_PAUSES.wait(max(failures - 1, 0)) if pause is None else pause)
     ended = f"took longer than {step.seconds:g} s" if result.timed_out else f"exited with {result.exit_code}"
     tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
     kind = RuntimeFailure if result.timed_out else CommandFailed
