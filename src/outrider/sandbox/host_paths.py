@@ -289,16 +289,13 @@ def _kept(config: Config) -> Iterator[Kept]:
 
 def _named(config: Config) -> Iterator[Named]:
     """Yield the files and folders that these settings make readable to tasks."""
-    given = [(config.files, "files")] if config.files is not None else []
-    for path, setting in (*given, *((path, "sandboxes.allow") for path in config.sandboxes.allow)):
+    places = [(config.files, "files", False)] if config.files is not None else []
+    places += [(path, "sandboxes.allow", False) for path in config.sandboxes.allow]
+    kinds = [kind for kind in SHOWN if kind in config.sandboxes.runtimes]
+    places += [(Path(path), kind, True) for kind in kinds for path in SHOWN[kind] if os.path.lexists(path)]
+    for path, setting, shown in places:
         below = [place for place, _ in inner_mounts([(path, "/")])]
-        yield Named(path, setting, tuple(map(locate, (path, *below))))
-    for kind, folders in SHOWN.items():
-        if kind in config.sandboxes.runtimes:
-            for folder in folders:
-                if os.path.lexists(folder):
-                    below = [place for place, _ in inner_mounts([(Path(folder), "/")])]
-                    yield Named(Path(folder), kind, tuple(map(locate, (Path(folder), *below))), shown=True)
+        yield Named(path, setting, tuple(map(locate, (path, *below))), shown)
 
 
 def _files_in(path: str) -> Iterator[Id]:
