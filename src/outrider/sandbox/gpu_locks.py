@@ -30,7 +30,13 @@ async def lock_gpus(names: Sequence[str]) -> ExitStack:
             # The lock is an abstract socket name and not a file: the kernel frees the name when this process exits, and
             # any user can take it.
             lock = held.enter_context(socket.socket(socket.AF_UNIX))
-            while not _bound(lock, f"\0outrider/gpu/{name.removeprefix(CDI_KIND)}"):
+            while True:
+                try:
+                    lock.bind(f"\0outrider/gpu/{name.removeprefix(CDI_KIND)}")
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
                 if clock() >= end:
                     raise RuntimeFailure(
                         f"GPU {name} is in use by another program of this machine that gives GPUs to sandboxes",
@@ -39,13 +45,3 @@ async def lock_gpus(names: Sequence[str]) -> ExitStack:
                     )
                 await asyncio.sleep(PAUSE_SECONDS)
         return held.pop_all()
-
-
-def _bound(lock: socket.socket, name: str) -> bool:
-    try:
-        lock.bind(name)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return False
-    return True
