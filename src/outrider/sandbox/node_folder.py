@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +32,7 @@ from outrider.errors import ServiceError
 from outrider.sandbox.runtimes.guest.filesystem.tree_writer import empty_folder
 from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER
 from outrider.sandbox.runtimes.kernel import cgroups, process_marks
-from outrider.sandbox.runtimes.node_host import PREFIX, Host
+from outrider.sandbox.runtimes.node_host import PREFIX, Host, swept
 
 log = logging.getLogger("outrider.node")
 
@@ -188,15 +189,8 @@ async def sweep(host: Host, failures: Failures) -> dict[str, int]:
     Returns the number of things removed, by kind. Failures are recorded and never raised: a failed sweep must not end
     the node's sessions, and the next sweep tries again.
     """
-    ended: dict[str, int] = {}
-    for kind, part in {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}.items():
-        try:
-            if number := await asyncio.to_thread(part):
-                ended[kind] = number
-        except Exception as error:  # any error is noted, so that the other parts are still swept
-            failures.note(f"sweep of {kind}", error)
-        else:
-            failures.note_success(f"sweep of {kind}")
+    own = {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}
+    ended = await swept([(kind, partial(asyncio.to_thread, part)) for kind, part in own.items()], failures)
     ended |= await host.sweep(failures)
     if ended:
         listed = ", ".join(f"{kind} {number}" for kind, number in ended.items())
