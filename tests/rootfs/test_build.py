@@ -130,10 +130,11 @@ def test_bases(workshop: Workshop) -> None:
     store = ImageStore(workshop.folder / "images")
     store.import_(as_tar(oci_files(), workshop.folder / "x.tar"), "tools")
     ours = definition_of(recipe(kind="image", source="tools"), store)
-    assert ours.header.kind == "localimage"
+    assert ours.header[0] == ("Bootstrap", "localimage")
     assert ours.identity == store.image("tools").digest
     debian = definition_of(recipe(kind="debootstrap", source="stable", mirror="http://mirror/debian"), store)
-    assert debian.header.lines == (("OSVersion", "stable"), ("MirrorURL", "http://mirror/debian"))
+    source = (("OSVersion", "stable"), ("MirrorURL", "http://mirror/debian"))
+    assert debian.header == (("Bootstrap", "debootstrap"), *source)
     with pytest.raises(NotFound):
         definition_of(recipe(kind="image", source="missing"), store)
     for wrong in ({"kind": "localimage", "source": "/no/such"}, {"kind": "debootstrap", "source": "stable"}):

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -60,18 +60,12 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     commands: tuple[str, ...] = ()
 
 
-class Header(NamedTuple):
-    """The head of a definition, which names the source of the base."""
-
-    kind: str
-    lines: tuple[tuple[str, str], ...]
-
-
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
-    """One build. `identity` identifies the content of the base: a digest; for debootstrap, the mirror and the suite; or
-    the key of an earlier build. `pip` is the text of a requirements file."""
+    """One build. `header` are the pairs (name, value) that name the source of the base to Apptainer. `identity`
+    identifies the content of the base: a digest; for debootstrap, the mirror and the suite; or the key of an earlier
+    build. `pip` is the text of a requirements file."""
 
-    header: Header
+    header: tuple[tuple[str, str], ...]
     identity: str
     packages: tuple[str, ...] = ()
     pip: str = ""
@@ -108,7 +102,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
             "%post": ["set -eu", *exports, *steps] if steps else [],
             "%labels": [f"outrider.version {version('outrider')}"],
         }
-        head = [f"Bootstrap: {self.header.kind}", *(f"{name}: {value}" for name, value in self.header.lines)]
+        head = [f"{name}: {value}" for name, value in self.header]
         body = [["", title, *(INDENT + line for line in lines)] for title, lines in sections.items() if lines]
         return "\n".join([*head, *(line for lines in body for line in lines), ""])
 
@@ -140,11 +134,11 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     elif base.kind == "debootstrap":
         if base.mirror is None:
             raise InvalidField("debootstrap needs a mirror", field="base.mirror", hint="the address of a Debian mirror")
-        header = Header(base.kind, (("OSVersion", base.source), ("MirrorURL", base.mirror)))
+        header = (("Bootstrap", base.kind), ("OSVersion", base.source), ("MirrorURL", base.mirror))
         identity = f"{base.mirror} {base.source}"
     else:
         path = _existing(base.source, "base.source")
-        header = Header(base.kind, (("From", str(path)),))
+        header = (("Bootstrap", base.kind), ("From", str(path)))
         # The digest of its index covers an OCI layout: the index holds the digests of all other files.
         identity = digest_of(_existing(f"{path}/index.json", "base.source") if base.kind == "oci" else path)
     pip = "".join(f"{line}\n" for line in recipe.pip)
@@ -161,8 +155,9 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     )
 
 
-def local_base(sif: Path) -> Header:
-    return Header("localimage", (("From", str(sif)),))
+def local_base(path: Path) -> tuple[tuple[str, str], ...]:
+    """Return the header for a base that is a SIF file or a root folder."""
+    return (("Bootstrap", "localimage"), ("From", str(path)))
 
 
 def _existing(path: str, field: str) -> Path:

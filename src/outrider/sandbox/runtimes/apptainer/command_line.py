@@ -18,7 +18,7 @@ import msgspec
 from outrider.environment import environment
 from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.pythons.portable import PORTABLE_AT, portable_command, portable_python
-from outrider.sandbox.rootfs.apptainer import apptainer_program
+from outrider.sandbox.rootfs.build import apptainer_program
 from outrider.sandbox.runtimes.namespace.plan import EMPTY_FOLDERS
 from outrider.sandbox.runtimes.probe_cache import ProbeCache
 from outrider.sandbox.runtimes.tool_server.bundle import BOOT, FLAGS
