@@ -363,21 +363,18 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
 
     def value(match: re.Match[str]) -> str:
         nonlocal room
-        found = meant(match)
+        known, operator, word = variables.get(match[1] or match[2]), match[3] or "", match[4]
+        is_set = bool(known) if ":" in operator else known is not None
+        if "+" in operator:
+            found = word if is_set else ""
+        elif "-" in operator and not is_set:
+            found = word
+        else:
+            found = known or ""
         room -= len(found)
         if room < 0:  # checked before the word is built
             raise ValueError(f"its variables have more than {MAX_VALUES} characters")
         return found
-
-    def meant(match: re.Match[str]) -> str:
-        name, how, other = match[1] or match[2], match[3], match[4]
-        known = variables.get(name)
-        there = known is not None and (known != "" or how in ("-", "+", None))
-        if how in ("+", ":+"):
-            return other if there else ""
-        if how in ("-", ":-"):
-            return str(known) if there else other
-        return known or ""
 
     return [VARIABLE.sub(value, word).replace(LITERAL, "$") for word in words]
 
