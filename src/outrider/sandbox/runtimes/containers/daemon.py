@@ -219,7 +219,7 @@ class ContainerDaemon:
     async def runs(self, name: str) -> bool:
         """Return whether the container runs. Raises RuntimeFailure when the daemon does not respond."""
         try:
-            return await self._api.runs(name)
+            return (await self._api.state(name)).runs
         except self._error as error:
             if error.status == 404:
                 return False
@@ -229,7 +229,7 @@ class ContainerDaemon:
         """Return whether a process in the container was killed because the container reached its memory limit. None
         when the daemon does not respond, or the container is missing because somebody has removed it."""
         try:
-            return await self._api.out_of_memory(name)
+            return (await self._api.state(name)).out_of_memory
         except self._error:
             return None
 
@@ -270,15 +270,11 @@ class ContainerDaemon:
             listed = await self._api.labelled(NODE_LABEL)
         except self._error as error:
             raise self._failure("list its containers", error) from error
-        left = [one.name for one in listed if self._is_left(one.name, one.labels[NODE_LABEL])]
+        nodes = {one.name: one.labels[NODE_LABEL] for one in listed if one.name not in self._ours}
+        left = [name for name, node in nodes.items() if node == self.node or not lives(node)]
         for name in left:
             await self.remove(name)
         return len(left)
-
-    def _is_left(self, name: str, node: str) -> bool:
-        """Return whether the container is a leftover: this node does not use it, and its node, `node`, is dead or is
-        this node."""
-        return name not in self._ours and (node == self.node or not lives(node))
 
     def _failure(self, what: str, error: Exception) -> RuntimeFailure:
         return RuntimeFailure(f"{self.engine.name} cannot {what}: {error}")
