@@ -133,6 +133,8 @@ def test_a_name_is_given_without_reading_other_images(store: ImageStore, tmp_pat
         store.give("y", "sha256:00")
     description.unlink()
     assert store.images() == {"x": image}
+    with pytest.raises(OSError, match="not empty"):  # somebody has spoiled the folder: an error, and no endless loop
+        store.import_(tmp_path / "root.tar", "other")
 
 
 def changed(files: dict[str, bytes], suffix: bytes) -> dict[str, bytes]:

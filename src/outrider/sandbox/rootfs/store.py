@@ -107,7 +107,7 @@ class ImageStore:
             (draft / "image.json").write_bytes(msgspec.json.encode(image))
 
         while True:
-            build_once(self._folder / _hex(digest), build)
+            build_once(self._folder / _hex(digest), build, is_built=lambda place: (place / "image.json").exists())
             with suppress(NotFound):  # another process has just removed the image: make it again
                 return self.give(name, digest)
 
