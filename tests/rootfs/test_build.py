@@ -149,10 +149,10 @@ def recipe(**base: str) -> Recipe:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ('"git"', '"git; reboot"', "no Debian package"),
-        ("COLOUR", "'NOT OK'", "no variable"),
-        ('"mkdir /data"', '"true\\n%post\\nreboot"', "own language"),
-        ('"mkdir /data"', '"echo {{ x }}"', "own language"),
+        ('"git"', '"git; reboot"', "not the name of a Debian package"),
+        ("COLOUR", "'NOT OK'", "not the name of a variable"),
+        ('"mkdir /data"', '"true\\n%post\\nreboot"', "syntax of Apptainer"),
+        ('"mkdir /data"', '"echo {{ x }}"', "syntax of Apptainer"),
         ("dark 'blue'", "a\\nb", "one line"),
         ('"/opt/tool"', '"opt/tool"', "absolute"),
         ('"/opt/tool"', '"/opt/a tool"', "spaces"),

@@ -169,7 +169,7 @@ def test_what_is_broken_is_refused_and_leaves_nothing(
 
 def test_junk_and_bad_names_are_refused(store: ImageStore, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"junk" * 1000)
-    with pytest.raises(BadImage, match="no tar archive"):
+    with pytest.raises(BadImage, match="not a tar archive"):
         store.import_(tmp_path / "junk", "x")
     with pytest.raises(NotFound):
         store.import_(tmp_path / "nowhere", "x")

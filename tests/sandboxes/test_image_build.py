@@ -193,5 +193,5 @@ def test_the_image_of_a_recipe_needs_a_name(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.deep
 def test_a_name_that_no_image_can_have(store: ImageStore, context: Path) -> None:
-    with pytest.raises(InvalidField, match="no name for an image"):
+    with pytest.raises(InvalidField, match="not a valid name for an image"):
         build_image(written(context, "FROM small"), store, name="../x")

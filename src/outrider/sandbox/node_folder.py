@@ -105,7 +105,7 @@ class NodeFolder:
                     elif entry.name != LOCK:
                         os.unlink(entry.path)
             remove_tree(self.path)
-        finally:  # also if no descriptor is left for reading /proc: the next sweep must get the lock
+        finally:  # also if /proc cannot be read for lack of a descriptor: the next sweep must get the lock
             os.close(self.lock)
             if self.keeper is not None:
                 self.keeper.kill()
@@ -177,7 +177,7 @@ def remove_tree(path: Path) -> None:
     try:
         shutil.rmtree(path, onerror=note)
     except RecursionError:
-        faults.append(f"{path}: it is too deep")
+        faults.append(f"{path}: its folders are nested too deeply")
     if faults:
         log.warning("%s is not removed in full (%d faults): %s", path, len(faults), faults[0])
 

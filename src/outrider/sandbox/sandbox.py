@@ -1,4 +1,4 @@
-"""The sandboxes of a node: how they are made, prepared and stopped. Each has a private folder.
+"""Makes, prepares and stops the sandboxes of a node. Each sandbox has a private folder.
 
 Invariant: whatever happens, a started sandbox is stopped exactly once, and its folder is removed.
 """
@@ -90,8 +90,8 @@ class Sandbox:
 
 
 class Sandboxes:
-    """The maker of a node's sandboxes. `paths` are the files of this machine that tasks may name; `background` runs
-    tasks that start sandboxes ahead of their use; the model gateway listens on `gateway_socket`, and at the URL set by
+    """Makes the sandboxes of a node. `paths` are the files of this machine that tasks may name. `background` runs the
+    tasks that start warm sandboxes. The model gateway listens on `gateway_socket`, and at the URL set by
     `gateway_at`."""
 
     def __init__(self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path) -> None:
@@ -124,8 +124,8 @@ class Sandboxes:
     ) -> Sandbox:
         """Make a sandbox without starting it. No other sandbox of this node has the same `name` and `attempt`. `field`
         is the spec's field in the task. Raises InvalidField if the runtime is no longer installed, or if a path in the
-        spec is not allowed here. A path that was allowed when the task was checked may be refused now: its links may
-        lead elsewhere on this machine, or may have changed."""
+        spec is not allowed here. This can happen to a path that was allowed when the task was checked: the links in
+        the path may lead elsewhere on this machine, or may have changed."""
         kind: RuntimeKind = resolve("runtime", spec.kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
@@ -177,8 +177,8 @@ async def prepare(
 
 
 async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
-    """Run a task's commands that collect the outcome. A failed command raises nothing: the grader finds the outcome
-    missing."""
+    """Run a task's commands that collect the outcome. A failed command raises nothing, because the grader notices a
+    missing outcome."""
     for hook in hooks:
         with suppress(RuntimeFailure):
             await runtime.exec(hook.run, seconds=hook.seconds)

@@ -112,7 +112,7 @@ class Builder:
         recipe, requirements, sif, log = (draft / name for name in ("image.def", "requirements.txt", SIF, "log"))
         requirements.write_text(definition.pip, encoding="utf-8")
         recipe.write_text(definition.render(requirements), encoding="utf-8")
-        self._note(f"building with {program}; this takes minutes where much is installed")
+        self._note(f"building with {program}; this takes minutes if many packages are installed")
         as_user = ["--fakeroot"] if os.geteuid() else []  # apt and pip need root
         with log.open("wb") as out:
             done = subprocess.run(

@@ -38,12 +38,12 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     if tool is None:
         raise RuntimeUnavailable(
             "skopeo is not installed",
-            hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import that",
+            hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import the archive",
         )
     # A reference that begins with "-" would be read as an option.
     if not reference or reference.startswith("-") or any(char.isspace() for char in reference):
         raise InvalidField(
-            f"{reference!r} is no image reference", field="reference", hint="such as docker.io/library/debian"
+            f"{reference!r} is not an image reference", field="reference", hint="such as docker.io/library/debian"
         )
     # The puller locks this file, empties it, and writes the image's digest at the end.
     with store.pull_file(reference).open("a+") as record:

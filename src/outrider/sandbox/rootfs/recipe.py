@@ -167,29 +167,29 @@ def _existing(path: str, field: str) -> Path:
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse texts that would leave their section of a definition: the format has no quoting. Raises InvalidField."""
+    """Raise InvalidField for a text that would leave its section of a definition. The format has no quoting."""
     for name in recipe.packages:
         if not PACKAGE.fullmatch(name):
             raise InvalidField(
-                f"{name!r} is no Debian package", field="packages", hint="such as git, or git=1:2.39.5-0"
+                f"{name!r} is not the name of a Debian package", field="packages", hint="such as git, or git=1:2.39.5-0"
             )
     for name in recipe.env:
         if not VARIABLE.fullmatch(name):
-            raise InvalidField(f"{name!r} is no variable's name", field="env")
+            raise InvalidField(f"{name!r} is not the name of a variable", field="env")
     for file in recipe.files:
         _existing(file.source, "files")
         if not file.target.startswith("/"):
-            raise InvalidField(f"{file.target!r} is no absolute path", field="files")
+            raise InvalidField(f"{file.target!r} is not an absolute path", field="files")
     words = [
         recipe.base.source,
         recipe.base.mirror or "",
         *(path for file in recipe.files for path in (file.source, file.target)),
     ]
     if any(re.search(r"\s", word) for word in words):
-        raise InvalidField("a definition file takes no paths with spaces", field="files")
+        raise InvalidField("a path with spaces cannot be written in a definition file", field="files")
     lines: list[Any] = [*words, *recipe.env.values()]
     if any("\n" in text for text in lines):
-        raise InvalidField("a value of a variable is one line", field="env")
+        raise InvalidField("the value of a variable must be one line", field="env")
     for text in (*lines, *recipe.commands):
         if "{{" in text or SECTION.search(text):
-            raise InvalidField(f"{text!r} would be read as part of the definition's own language", field="commands")
+            raise InvalidField(f"{text!r} would be read as syntax of Apptainer's definition file", field="commands")

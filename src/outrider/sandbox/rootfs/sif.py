@@ -1,4 +1,4 @@
-"""Reads SIF, Apptainer's image file: finds the root file system and unpacks it.
+"""Reads SIF files, Apptainer's images: finds the root file system in a file and unpacks it.
 
 The layout is from the SIF specification: a header of 128 bytes, then descriptors of 585 bytes. Only the system
 partition is used, and only as squashfs, the only kind that Apptainer builds. Invariant: offsets and sizes in the file
@@ -54,7 +54,7 @@ def root_partition(path: Path) -> Partition:
             raise BadImage(f"{path} ends within its header")
         _, _, _, total, at, _, _, _ = HEADER.unpack(header)
         if not (0 < total <= MAX_DESCRIPTORS and HEADER.size <= at <= length):
-            raise BadImage(f"{path} has {total} descriptors at byte {at}, which cannot be")
+            raise BadImage(f"{path} has {total} descriptors at byte {at}, which is impossible")
         file.seek(at)
         for _ in range(total):
             packed = file.read(DESCRIPTOR.size)

@@ -209,9 +209,9 @@ def _write_name(place: Path, digest: str) -> None:
 
 
 def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
-    """Return True if a task's image need not be fetched: there is none, it is a path, or it has been imported under
-    this name. A container engine's own images are not looked up. To check for another machine, pass the `names` of the
-    images imported there."""
+    """Return True if the image of a task need not be fetched: the task has no image, `name` is a path, or an image of
+    this name has been imported. A container engine's own images are not looked up. For another machine, pass the
+    `names` of the images imported there."""
     if name is None or os.path.isabs(name):
         return True
     if names is not None:
@@ -235,7 +235,7 @@ def checked_name(name: str) -> str:
     """Return the name. Raises InvalidField for an invalid name."""
     if not NAME.fullmatch(name) or ".." in name or "//" in name:
         raise InvalidField(
-            f"{name!r} is no name for an image", field="name", hint="such as debian, or tools/python:3.12"
+            f"{name!r} is not a valid name for an image", field="name", hint="such as debian, or tools/python:3.12"
         )
     return name
 

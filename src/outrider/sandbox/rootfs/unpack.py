@@ -2,8 +2,8 @@
 
 archives.py reads the image formats. Ownership, set-user-id bits and extended attributes are left out, because a sandbox
 over the folder has one user. Devices, sockets and pipes are left out and counted. Links in a layer are followed with
-the folder as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive contains: the
-archive is unpacked within its root, or raises BadImage.
+the folder as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive contains. A
+malformed archive raises BadImage.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ArchiveMember(tarfile.TarInfo):
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile's method for extensions
         if self.size < 0 or (self.type in HEADERS and self.size > MAX_HEADER):
-            raise tarfile.ReadError(f"an entry of {self.size} bytes that cannot be")
+            raise tarfile.ReadError(f"an entry has the impossible size of {self.size} bytes")
         member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]  # the stub lacks it
         if member.size < 0:
             raise tarfile.ReadError(f"the entry {member.name!r} has {member.size} bytes")
@@ -136,7 +136,9 @@ def check_expansion(size: int, archived: int) -> None:
     if size > MAX_BYTES:
         raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
     if size > ANY_RATIO_BYTES and size > RATIO * archived:
-        raise BadImage(f"{archived} bytes of archive unpack to {size >> 20} MiB or more: that is no image, but a bomb")
+        raise BadImage(
+            f"{archived} bytes of archive unpack to {size >> 20} MiB or more: no real image compresses that well"
+        )
 
 
 class Contents(msgspec.Struct):
@@ -177,8 +179,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
 
 
 class _Layer:
-    """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above these paths. The layer's
-    whiteouts do not remove them: a whiteout applies only to lower layers, whatever the order of the entries."""
+    """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above these paths. Whiteouts of
+    the layer do not remove these paths: a whiteout applies only to lower layers, whatever the order of the entries."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)
@@ -203,7 +205,7 @@ class _Layer:
                 opaque |= {folder} if name == OPAQUE else set()
                 gone = os.listdir(folder) if name == OPAQUE else [name.removeprefix(WHITEOUT)]
                 if not all(gone) or {".", ".."} & set(gone):
-                    raise BadImage(f"{name!r} takes nothing away")
+                    raise BadImage(f"the whiteout {name!r} names no file")
                 for each in gone:
                     place = os.path.join(folder, each)
                     if place not in self._own:
@@ -215,7 +217,7 @@ class _Layer:
                 self._own.add(above)
                 above = os.path.dirname(above)
             if not name and not member.isdir():
-                raise BadImage(f"the entry {member.name!r} would take the place of the root")
+                raise BadImage(f"the entry {member.name!r} would replace the root")
             if member.isdir():
                 self._make_folder(place)
                 folders.append((place, member.mode, member.mtime))
@@ -233,7 +235,7 @@ class _Layer:
         """Write an entry other than a folder. Returns False for a special file."""
         if member.issym():
             if "\0" in member.linkname:
-                raise BadImage(f"the link {member.name!r} leads to {member.linkname!r:.200}")
+                raise BadImage(f"the target of the link {member.name!r} has a NUL: {member.linkname!r:.200}")
             _clear(place)
             os.symlink(member.linkname, place)
         elif member.islnk():
@@ -270,7 +272,7 @@ class _Layer:
         itself."""
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name:
-            raise BadImage(f"the entry {name!r:.200} points out of the image")
+            raise BadImage(f"the entry {name!r:.200} leads out of the image")
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:

@@ -85,8 +85,8 @@ async def swept(
 def lives(name: str) -> bool:
     """Return whether the process of the node with this name still runs.
 
-    True if the state cannot be determined: for a name that is not a node's, and for a node in another pid namespace,
-    such as a container's, whose process ids mean nothing here."""
+    Returns True if the state cannot be determined: for a name that is not a node's, and for a node in another pid
+    namespace, such as a container's, whose process ids mean nothing here."""
     try:
         namespace, pid, since, _ = name.removeprefix(PREFIX).split("-")
         return namespace != _pid_namespace() or started(int(pid)) == since

@@ -128,7 +128,7 @@ def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mappi
 
 
 def program_environment(folder: Path) -> dict[str, str]:
-    """The environment of Apptainer itself. Apptainer finds its helpers in PATH, and writes its files below
+    """Return the environment of Apptainer itself. Apptainer finds its helpers in PATH, and writes its files below
     `folder`."""
     cache = environment("APPTAINER_CACHEDIR")
     return {

@@ -1,4 +1,4 @@
-"""A container engine of this machine, docker or podman, and its daemon, shared by the sandboxes of one node.
+"""The container engines, docker and podman, and the daemon of an engine, which all sandboxes of a node share.
 
 This module handles names and labels of containers, not the programs inside. Invariant: a container of this node is in
 `_ours` from before the request for its creation until `remove` has ended. The next `sweep` removes every other
@@ -129,7 +129,7 @@ PODMAN_ENGINE = ContainerEngine(
     name="podman",
     variable="CONTAINER_HOST",
     hint="systemctl --user start podman.socket (as root: without --user), or podman system service --time=0 &",
-    gpu_hint="it needs Podman 4.1 or newer and a description of the machine's GPUs: "
+    gpu_hint="this needs Podman 4.1 or newer and a description of the machine's GPUs: "
     "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
     libpod=True,
     places=podman_places,
@@ -139,7 +139,7 @@ PODMAN_ENGINE = ContainerEngine(
 class ContainerDaemon:
     """The part of a node's host (see node_host.py) that runs containers. `limits` is true if the daemon can limit the
     resources of a container. `sized` is true until the daemon has refused to bound the size of a container's file
-    system. For a rootless daemon it is always false."""
+    system, and always false for a rootless daemon."""
 
     def __init__(self, engine: ContainerEngine, host: Host) -> None:
         self.engine = engine
@@ -171,7 +171,7 @@ class ContainerDaemon:
         try:
             await self.sweep()
         except RuntimeFailure as failure:
-            log.warning("what sandboxes may have left is for the next node to remove: %s", failure)
+            log.warning("containers may be left for the next node to remove: %s", failure)
         finally:
             await self._api.close()
 
@@ -186,7 +186,7 @@ class ContainerDaemon:
                     f"{self.engine.name} has no image {name!r}",
                     hint=f"{self.engine.name} pull {name}, on this machine",
                 ) from error
-            raise self._failure("look for the image", error) from error
+            raise self._failure("find the image", error) from error
 
     async def run(self, name: str, plan: ContainerRequest) -> None:
         """Create and start a container. `remove` must follow, even when this method raises or is cancelled. A request
@@ -223,7 +223,7 @@ class ContainerDaemon:
         except self._error as error:
             if error.status == 404:
                 return False
-            raise self._failure("look at a container", error) from error
+            raise self._failure("inspect a container", error) from error
 
     async def out_of_memory(self, name: str) -> bool | None:
         """Return whether a process in the container was killed because the container reached its memory limit. None

@@ -146,9 +146,8 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # A layer that cannot be unpacked was spoiled by the agent that wrote it, except in two cases. The host
-            # failed meanwhile. Or a file system has since been mounted below /usr, so that no writable layer can be
-            # mounted there.
+            # A layer that cannot be unpacked was spoiled by the agent that wrote it, unless the host failed meanwhile,
+            # or a file system has since been mounted below /usr: then no writable layer can be mounted there.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise
@@ -196,8 +195,8 @@ def _root(spec: RuntimeSpec, host_root: Root) -> tuple[Root, dict[str, str]]:
         )
     if mounted := inner_mounts([(folder, "/")]):
         raise RuntimeUnavailable(
-            f"something is mounted in rootfs {folder}: {mounted[0][0]}",
-            hint="unmount it: a sandbox has /proc and /dev of its own, and task.runtime.mounts shows it other folders",
+            f"a file system is mounted in rootfs {folder}: {mounted[0][0]}",
+            hint="unmount it: a sandbox has its own /proc and /dev, and gets other folders by task.runtime.mounts",
         )
     return image_root(folder), {}
 
@@ -228,7 +227,7 @@ def probe_user_namespaces() -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeUnavailable(f"cannot see whether user namespaces work: {error}") from error
+        raise RuntimeUnavailable(f"cannot find out whether user namespaces work: {error}") from error
     if done.returncode != 0:
         raise RuntimeUnavailable(
             f"user namespaces do not work here: {done.stderr.strip() or f'exit code {done.returncode}'}",
