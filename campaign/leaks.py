@@ -15,7 +15,6 @@ from campaign.checks import Finding, Harm
 from campaign.starter import descendants
 from outrider.client.client import AsyncClient
 from outrider.errors import OutriderError
-from outrider.nodes import joined_settings
 from outrider.sandbox.runtimes.kernel import cgroups, process_marks
 from outrider.sandbox.runtimes.node_host import PREFIX
 
@@ -94,8 +93,7 @@ async def _held(client: AsyncClient, homes: Collection[Home]) -> list[str]:
 def _sandboxes(home: Home) -> list[str]:
     found = []
     folders = sorted(home.temporary.iterdir())
-    copies = [folder for folder in folders if folder.name.startswith(joined_settings.PREFIX)]
-    if (len(folders) - len(copies), len(copies)) != (home.nodes, home.nodes * home.joined):
+    if len(folders) != home.nodes * (1 + home.joined):  # a joined node has another folder, with the tokenizers
         found.append(f"the folders {', '.join(folder.name for folder in folders)} in {home.temporary}")
     for folder in folders:
         found += [f"the sandbox {path.name}" for path in folder.glob("s-*")]

@@ -4,6 +4,7 @@ the environment."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,19 @@ def variables() -> Mapping[str, str]:
 def environment(name: str) -> str | None:
     """Return the value of a variable, such as PATH or XDG_DATA_HOME, or None if the variable is not set."""
     return os.environ.get(name)
+
+
+def installer_variables() -> dict[str, str]:
+    """Return the variables for pip, uv, npm and interpreters that Outrider runs to install a program: the basics, and
+    how to reach a package registry. Secrets of this process, such as OUTRIDER_* or AWS_*, are not among them."""
+    return {name: value for name, value in os.environ.items() if _INSTALLER_NAME.fullmatch(name)}
+
+
+_INSTALLER_NAME = re.compile(
+    r"PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|XDG_\w+|PYENV_ROOT|LD_LIBRARY_PATH"
+    r"|(?i:PIP|UV|NPM_CONFIG)_\w+|(?i:(?:HTTPS?|ALL|NO)_PROXY)|NETRC"
+    r"|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|NODE_EXTRA_CA_CERTS"
+)
 
 
 def cache_home() -> Path:

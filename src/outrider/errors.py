@@ -322,8 +322,8 @@ class Busy(ServiceError):
     code = "busy"
     http_status = 429
 
-    def __init__(self, message: str, *, retry_after: float = 1.0, **about: str | None) -> None:
-        super().__init__(message, hint=about.get("hint"), field=about.get("field"), log_tail=about.get("log_tail"))
+    def __init__(self, message: str, *, retry_after: float = 1.0, **about: Any) -> None:
+        super().__init__(message, **about)
         self.retry_after = retry_after
 
 

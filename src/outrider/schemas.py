@@ -168,10 +168,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
     result: SessionResult | None
 
 
-class GroupView(msgspec.Struct, frozen=True, kw_only=True):
-    """A group with its sessions in sample order. `cursor` is the group's position in the results, once the group is
-    done; `samples` are its training rows, if requested; `submitted_by` is the name of the token that submitted the
-    group, `tenant` its owner."""
+class GroupFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a group alone and of a group in a list."""
 
     id: str
     state: GroupState
@@ -184,6 +182,13 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str]
     submitted_by: str | None = None
     tenant: str | None = None
+
+
+class GroupView(GroupFields, frozen=True, kw_only=True):
+    """A group with its sessions in sample order. `cursor` is the group's position in the results, once the group is
+    done; `samples` are its training rows, if requested; `submitted_by` is the name of the token that submitted the
+    group, `tenant` its owner."""
+
     sessions: tuple[SessionView, ...]
     samples: tuple[Sample, ...] | None = None
 
@@ -205,21 +210,10 @@ class Regraded(msgspec.Struct, frozen=True):
     sessions: tuple[RegradedSession, ...]
 
 
-class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
+class GroupSummary(GroupFields, frozen=True, kw_only=True):
     """A group in a list: how many of its `n` sessions are `done`, how many of the done sessions have an error, and the
     mean reward of the sessions with a reward."""
 
-    id: str
-    state: GroupState
-    cancelled: bool
-    n: int
-    priority: int
-    created: float
-    finished: float | None
-    cursor: int | None
-    labels: dict[str, str]
-    submitted_by: str | None = None
-    tenant: str | None = None
     done: int
     errors: int
     mean_reward: float | None

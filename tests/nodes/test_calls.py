@@ -32,14 +32,14 @@ from outrider.nodes.remote_node import NodeConnection
 from outrider.nodes.service_proxy import ServiceProxy
 from outrider.sessions.resources import Capacity, ResourceAmount
 from outrider.wire.frames import Nonsense, encode
-from outrider.wire.link import Disconnected, Link
+from outrider.wire.link import Disconnected, Link, Socket
 
 READ = ReadCarried("s", 1)
 TAKE = Take(ResourceAmount(cpus=1.0), 0)
 
 
 @dataclass
-class End:
+class End(Socket):
     """A `Socket` whose frames another end receives."""
 
     received: asyncio.Queue[bytes | Disconnected] = field(default_factory=asyncio.Queue)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import fcntl
 import os
 import signal
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -21,7 +18,7 @@ from outrider.engines.pool.leader import pool_state
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
-from outrider.nodes.joined_settings import PREFIX, _copies, own_folder, settings_for_node
+from outrider.nodes.joined_settings import _copies, settings_for_node
 from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import NodeHello, Ready
 from outrider.nodes.pool_publisher import PoolPublisher
@@ -29,7 +26,7 @@ from outrider.nodes.remote_node import ServiceParts, _without_local
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
 from outrider.wire.frames import Close, encode
-from outrider.wire.link import Disconnected
+from outrider.wire.link import Disconnected, Socket
 from outrider.wire.resumable import HEADER
 from support.relay import CuttingProxy
 from support.stamping import StampingEngine
@@ -176,34 +173,7 @@ def test_copies_of_tokenizers_stay_in_their_folder(tmp_path: Path, folder: str) 
     assert [path.name for path in tmp_path.iterdir()] == ["copies"]
 
 
-def test_only_folders_of_dead_nodes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead, elsewhere = tmp_path / f"{PREFIX}a", tmp_path / "elsewhere"
-    for folder in (dead, elsewhere):
-        folder.mkdir()
-        (folder / "file").touch()
-    (tmp_path / f"{PREFIX}link").symlink_to(elsewhere)
-    with own_folder() as living, own_folder() as other:
-        assert (living.is_dir(), other.is_dir(), dead.exists()) == (True, True, False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", f"{PREFIX}link"]
-    assert (elsewhere / "file").exists()
-
-
-def test_a_folder_that_cannot_be_locked_is_used_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with own_folder() as folder, own_folder():
-        assert folder.is_dir()
-    assert list(tmp_path.iterdir()) == []
-    assert "No locks available" in caplog.text
-
-
-class Dialling:
+class Dialling(Socket):
     """`Socket` of a node that says hello, and then only what it is made to."""
 
     def __init__(self, instance: str, machine: str = "m" * 16, received: int = 0) -> None:

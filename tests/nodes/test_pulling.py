@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,16 @@ from .test_joined import Machine, known
 async def test_each_machine_gets_it_once(start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "host_id", lambda: "another machine")
     pulls = fake_skopeo(tmp_path, monkeypatch)
-    async with start(processes=2) as running, Machine("far").at(running.url, tmp_path, processes=2):
+    async with AsyncExitStack() as stack:
+        running = await stack.enter_async_context(start(processes=2))
+        near = ImageStore()
+        monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "far home"))  # of the processes that start from here on
+        await stack.enter_async_context(Machine("far").at(running.url, tmp_path, processes=2))
         await known(running, "local-0", "local-1", "far-0", "far-1")
         pulled = await running.service.pull_image(PullSpec(reference="registry/x", name="tools"))
         assert len(pulled.machines) == 2
-        image = ImageStore().image("tools")
+        image, far = near.image("tools"), ImageStore().image("tools")
+        assert (image.digest, image.bytes) == (far.digest, far.bytes)
         assert {(each.digest, each.bytes, each.error) for each in pulled.machines} == {
             (image.digest, image.bytes, None)
         }

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.wire import resumable
 from outrider.wire.frames import Close
-from outrider.wire.link import Disconnected
+from outrider.wire.link import Disconnected, Socket
 from outrider.wire.resumable import ResumableSocket
 
 MOST = 1 << 20
@@ -42,7 +42,7 @@ class Wire:
         return message
 
 
-class End:
+class End(Socket):
     """`Socket` of one side. A message arrives one step of the event loop later, or is lost with the connection."""
 
     def __init__(self, wire: Wire, side: int) -> None:
@@ -161,16 +161,15 @@ async def test_a_peer_that_has_what_was_never_sent_gets_no_connection() -> None:
     assert (await one.carry(Wire(100).ends[0], 1, one.take_over())).code == Close.NONSENSE
 
 
-class Counting:
+class Counting(Socket):
     """`Socket` of a peer that sends the same piece without end, and takes whatever it is sent."""
 
     def __init__(self, data: bytes) -> None:
-        self.given = self.taken = 0
+        self.given = 0
         self._data = data
 
     async def send(self, frame: bytes) -> None:
         await asyncio.sleep(0)
-        self.taken += 1
 
     async def receive(self) -> bytes:
         await asyncio.sleep(0)
@@ -232,7 +231,7 @@ async def test_an_end_is_told_when_all_that_came_before_was_read() -> None:
             task.cancel()
 
 
-class Dead:
+class Dead(Socket):
     """`Socket` of a connection whose loss nobody has noticed: what is sent is gone, and nothing comes."""
 
     async def send(self, frame: bytes) -> None:

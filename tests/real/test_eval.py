@@ -27,7 +27,7 @@ SETS = (
     *("basic_arithmetic", "caesar_cipher", "chain_sum", "countdown", "gcd"),
     *("lcm", "leg_counting", "letter_counting", "number_filtering", "spell_backward"),
 )
-EACH = 5
+EACH = 3
 TASKS = EACH * len(SETS)
 SOURCES = [f"reasoning-gym:{name}" for name in SETS]
 

@@ -130,10 +130,11 @@ def test_bases(workshop: Workshop) -> None:
     store = ImageStore(workshop.folder / "images")
     store.import_(as_tar(oci_files(), workshop.folder / "x.tar"), "tools")
     ours = definition_of(recipe(kind="image", source="tools"), store)
-    assert ours.header.kind == "localimage"
+    assert ours.header[0] == ("Bootstrap", "localimage")
     assert ours.identity == store.image("tools").digest
     debian = definition_of(recipe(kind="debootstrap", source="stable", mirror="http://mirror/debian"), store)
-    assert debian.header.lines == (("OSVersion", "stable"), ("MirrorURL", "http://mirror/debian"))
+    source = (("OSVersion", "stable"), ("MirrorURL", "http://mirror/debian"))
+    assert debian.header == (("Bootstrap", "debootstrap"), *source)
     with pytest.raises(NotFound):
         definition_of(recipe(kind="image", source="missing"), store)
     for wrong in ({"kind": "localimage", "source": "/no/such"}, {"kind": "debootstrap", "source": "stable"}):
@@ -148,10 +149,10 @@ def recipe(**base: str) -> Recipe:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ('"git"', '"git; reboot"', "no Debian package"),
-        ("COLOUR", "'NOT OK'", "no variable"),
-        ('"mkdir /data"', '"true\\n%post\\nreboot"', "own language"),
-        ('"mkdir /data"', '"echo {{ x }}"', "own language"),
+        ('"git"', '"git; reboot"', "not the name of a Debian package"),
+        ("COLOUR", "'NOT OK'", "not the name of a variable"),
+        ('"mkdir /data"', '"true\\n%post\\nreboot"', "syntax of Apptainer"),
+        ('"mkdir /data"', '"echo {{ x }}"', "syntax of Apptainer"),
         ("dark 'blue'", "a\\nb", "one line"),
         ('"/opt/tool"', '"opt/tool"', "absolute"),
         ('"/opt/tool"', '"/opt/a tool"', "spaces"),

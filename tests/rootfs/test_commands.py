@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from outrider.cli import main
 from outrider.errors import InvalidField
 from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.rootfs.pull import pull
 from outrider.sandbox.rootfs.store import ImageStore
 from outrider.service.admission import check_group, parse_body
 from outrider.spec import GroupSpec
+from support.skopeo import fake_skopeo
 
 from .archives import as_folder, as_tar, oci_files
 
@@ -65,6 +68,33 @@ def test_a_pull_goes_through_skopeo(
     assert main(["image", "pull", "registry/y", "other"]) == 2
     assert "no such image" in capsys.readouterr().err
     assert main(["image", "pull", "--", "-x", "other"]) == 2
+
+
+async def test_pulls_of_one_reference_at_once_download_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.5)
+    store = ImageStore(tmp_path / "images")
+    images = await asyncio.gather(*(pull("registry/x", f"tools/{number}", store) for number in range(4)))
+    assert pulls() == ["docker://registry/x"]
+    assert all(image == images[0] for image in images)
+    assert store.names() == {f"tools/{number}" for number in range(4)}
+    await pull("registry/x", "tools/0", store)  # later: the registry may have another image by now
+    assert len(pulls()) == 2
+
+
+async def test_a_pull_whose_forerunner_was_cancelled_downloads_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.5)
+    store = ImageStore(tmp_path / "images")
+    first = asyncio.create_task(pull("registry/x", "one", store))
+    while not pulls():  # noqa: ASYNC110  # another process writes it
+        await asyncio.sleep(0.01)
+    second = asyncio.create_task(pull("registry/x", "two", store))
+    await asyncio.sleep(0)  # the second has found the first
+    first.cancel()
+    assert (await second).workdir == "/srv"
+    assert (first.cancelled(), len(pulls())) == (True, 2)
+    assert store.names() == {"two"}
 
 
 def test_a_task_may_name_an_image_that_is_there(tmp_path: Path) -> None:

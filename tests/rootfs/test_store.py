@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
 
+from outrider.concurrency.build_once import locked
 from outrider.errors import InvalidField, NotFound, RuntimeUnavailable
 from outrider.sandbox.rootfs.sif import Partition, root_partition
 from outrider.sandbox.rootfs.store import ImageStore
@@ -89,6 +90,53 @@ def test_many_at_once_unpack_it_once(store: ImageStore, tmp_path: Path) -> None:
     assert len(store.images()) == 64
 
 
+def test_an_image_that_is_named_during_its_removal_is_kept_or_made_again(store: ImageStore, tmp_path: Path) -> None:
+    """The removal stands between its look for other names and the removal of the folder, which is locked here."""
+    source = as_tar(oci_files(), tmp_path / "x.tar")
+    first = store.import_(source, "one")
+    with ThreadPoolExecutor(2) as pool:
+        with locked(store.root(first).parent):
+            removing = pool.submit(store.remove, "one")
+            while "one" in store.names():
+                assert not removing.done()
+            importing = pool.submit(store.import_, source, "two")
+            wait([importing], timeout=0.3)  # an import that does not wait for the removal ends here
+        assert removing.result()
+        assert importing.result().digest == first.digest
+    assert files_of(store.root(store.image("two"))) == {"bin/tool": b"1", "etc/name": b"2"}
+
+
+def test_names_that_come_and_go_at_once_leave_only_whole_images(store: ImageStore, tmp_path: Path) -> None:
+    source = as_tar(oci_files(), tmp_path / "x.tar")
+
+    def come_and_go(number: int) -> None:
+        for _ in range(10):
+            image = store.import_(source, f"n{number}")
+            assert store.image(f"n{number}").digest == image.digest
+            assert store.root(image).is_dir()
+            store.remove(f"n{number}")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(come_and_go, range(8)))
+    assert store.images() == {}
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == [".locks", "names"]
+
+
+def test_a_name_is_given_without_reading_other_images(store: ImageStore, tmp_path: Path) -> None:
+    (tmp_path / "root.tar").write_bytes(LOWER)
+    other = store.import_(tmp_path / "root.tar", "other")
+    description = store.root(other).parent / "image.json"
+    description.rename(tmp_path / "whole")
+    description.write_bytes(b"{")
+    image = store.import_(as_tar(oci_files(), tmp_path / "x.tar"), "x")
+    with pytest.raises(NotFound, match="no image of digest"):
+        store.give("y", "sha256:00")
+    description.unlink()
+    assert store.images() == {"x": image}
+    with pytest.raises(OSError, match="not empty"):  # somebody has spoiled the folder: an error, and no endless loop
+        store.import_(tmp_path / "root.tar", "other")
+
+
 def changed(files: dict[str, bytes], suffix: bytes) -> dict[str, bytes]:
     """One blob has other content than its name says."""
     blob = next(name for name, data in files.items() if data == LOWER)
@@ -121,7 +169,7 @@ def test_what_is_broken_is_refused_and_leaves_nothing(
 
 def test_junk_and_bad_names_are_refused(store: ImageStore, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"junk" * 1000)
-    with pytest.raises(BadImage, match="no tar archive"):
+    with pytest.raises(BadImage, match="not a tar archive"):
         store.import_(tmp_path / "junk", "x")
     with pytest.raises(NotFound):
         store.import_(tmp_path / "nowhere", "x")

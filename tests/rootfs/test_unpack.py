@@ -304,15 +304,13 @@ def test_entries_that_are_left_out_count_too(tmp_path: Path) -> None:
 
 
 def test_room_for_an_image_is_counted_over_its_layers(tmp_path: Path) -> None:
-    room = Room(tmp_path)
-    room.add_archive(20 << 20)
+    room = Room(tmp_path, 20 << 20)
     room.take(1500 << 20)
     with pytest.raises(BadImage, match="unpack to 2500 MiB"):
         room.take(1000 << 20)
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     if free < 60 << 30:
-        room = Room(tmp_path)
-        room.add_archive(64 << 30)
+        room = Room(tmp_path, 64 << 30)
         with pytest.raises(BadImage, match="leaves too little of the"):
             room.take(free)
 

@@ -76,7 +76,7 @@ async def test_a_layer_is_carried_on(world: World, tmp_path: Path) -> None:
 
 
 async def test_a_root_of_ones_own_must_not_have_any(world: World) -> None:
-    with pytest.raises(RuntimeUnavailable, match=rf"something is mounted in rootfs /usr: {BELOW}/") as refused:
+    with pytest.raises(RuntimeUnavailable, match=rf"a file system is mounted in rootfs /usr: {BELOW}/") as refused:
         await world.start("namespace", rootfs="/usr")
     assert "unmount it" in (refused.value.hint or "")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.sandbox.runtimes.kernel.child import Child, _status
+from outrider.sandbox.runtimes.kernel.process_marks import started, stat_fields
 
 from .test_leaks import Traces
 
@@ -47,5 +48,17 @@ def test_a_programs_name_is_no_line_of_its_status() -> None:
     try:
         name.write_bytes(b"\rPPid:\t1")
         assert _status(os.getpid(), "PPid") == [os.getppid()]
+    finally:
+        name.write_bytes(own.removesuffix(b"\n"))
+
+
+def test_a_programs_name_may_have_any_bytes() -> None:
+    """Every process of the host is looked at when a sandbox's processes are killed."""
+    name = Path(f"/proc/self/task/{os.getpid()}/comm")
+    own, begun = name.read_bytes(), started(os.getpid())
+    try:
+        name.write_bytes(b"\xff) Z 1 (\xfe")
+        assert stat_fields(os.getpid())[:2] == ["R", str(os.getppid())]
+        assert started(os.getpid()) == begun != ""
     finally:
         name.write_bytes(own.removesuffix(b"\n"))

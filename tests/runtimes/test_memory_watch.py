@@ -11,6 +11,7 @@ import pytest
 
 from outrider.sandbox.runtimes.base import ExecResult, Runtime
 from outrider.sandbox.runtimes.guest import memory_watch
+from outrider.sandbox.runtimes.guest.processes import read_of_process
 from outrider.sandbox.runtimes.kernel import cgroups
 from outrider.spec import Resources
 
@@ -253,4 +254,4 @@ def test_a_mapped_file_may_have_any_name(tmp_path: Path) -> None:
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ):
         memory = memory_watch.ProcessMemory(os.getpid())
         memory.find_areas()
-        assert b"\r" in memory_watch.read_of_process(os.getpid(), "maps")
+        assert b"\r" in read_of_process(os.getpid(), "maps")

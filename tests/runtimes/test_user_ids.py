@@ -26,7 +26,8 @@ def set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_range_of_this_user_that_is_large_enough(set_aside: Path) -> None:
-    assert user_ids.user_ids(1) is None
+    own = user_ids.UserIds(((0, os.geteuid(), 1),), ((0, os.getegid(), 1),), {})
+    assert user_ids.user_ids(1) == own
     few, many = user_ids._range("uid", 10), user_ids._range("gid", 11)
     assert (few, many) == (300000, 400000)
 

@@ -8,14 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.runtimes.base import ExecResult, Runtime
 from outrider.sandbox.sandbox import prepare
 from outrider.spec import PrepareStep, Run, Upload, Write
-
-AT_ONCE = RetryPolicy(first=0.0, longest=0.0)
 
 
 class Noting:
@@ -41,7 +38,7 @@ class Noting:
 
 
 async def prepared(sandbox: Noting, *steps: PrepareStep, files: Path | None = None) -> list[Any]:
-    await prepare(cast(Runtime, sandbox), list(steps), paths=HostPaths.of(files), pauses=AT_ONCE)
+    await prepare(cast(Runtime, sandbox), list(steps), paths=HostPaths.of(files))
     return sandbox.done
 
 
@@ -61,7 +58,7 @@ async def test_steps_are_done_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("codes", "runs"), [((0,), 1), ((1, None, 0), 3), ((1, 1, 0), 3)])
 async def test_a_command_is_run_again_until_it_succeeds(codes: tuple[int | None, ...], runs: int) -> None:
-    assert len(await prepared(Noting(*codes), Run(run="fetch", attempts=3))) == runs
+    assert len(await prepared(Noting(*codes), Run(run="fetch", attempts=3, pause_seconds=0.0))) == runs
 
 
 @pytest.mark.parametrize(
@@ -77,7 +74,7 @@ async def test_a_command_that_never_succeeds_fails_the_step(
 ) -> None:
     sandbox = Noting(*codes, 0)
     with pytest.raises(RuntimeFailure) as failed:
-        await prepared(sandbox, Run(run="fetch", attempts=attempts))
+        await prepared(sandbox, Run(run="fetch", attempts=attempts, pause_seconds=0.0))
     assert (failed.value.message, failed.value.field, failed.value.log_tail) == (
         message,
         "task.runtime.prepare.0",
@@ -89,5 +86,5 @@ async def test_a_command_that_never_succeeds_fails_the_step(
 async def test_a_broken_sandbox_is_not_tried_again() -> None:
     sandbox = Noting(breaks=True)
     with pytest.raises(RuntimeFailure, match="gone"):
-        await prepared(sandbox, Run(run="fetch", attempts=3))
+        await prepared(sandbox, Run(run="fetch", attempts=3, pause_seconds=0.0))
     assert len(sandbox.done) == 1

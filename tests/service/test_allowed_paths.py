@@ -130,7 +130,7 @@ def test_an_environment_shows_no_more_than_is_allowed(folder: Path) -> None:
         InvalidField, match=f"does not work without {folder}/inner, which tasks may not name"
     ) as refused:
         check_venv(folder, made)
-    assert refused.value.hint == f"its operator allows it with `outrider serve --allow-path {folder}/inner`"
+    assert refused.value.hint == f"the operator allows it with `outrider serve --allow-path {folder}/inner`"
     packages = made / "lib/python3.11/site-packages"
     (packages / "all.pth").write_text("/\n/etc\n")
     with pytest.raises(InvalidField, match="does not work without"):

@@ -10,7 +10,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import uvicorn
 
@@ -38,10 +38,8 @@ LAST_REPLIES_SECONDS = 0.1
 async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
     """Serve a node's model gateway alone, on its socket and on a free port of this machine."""
     share = shares(raise_limit())
-    with ExitStack() as sockets:
-        inside = sockets.enter_context(socket.socket(socket.AF_UNIX))
+    with socket.socket(socket.AF_UNIX) as inside, listener_at("127.0.0.1", 0) as port:
         inside.bind(str(node.gateway_socket))
-        port = sockets.enter_context(listener_at("127.0.0.1", 0))
         server = HttpServer(Gateway(node, calls=share.session), share.sandboxes)
         with noting_refusals(node.failures), node.gateway_at(url_of(port, tls=False)):
             async with running(server, inside, port):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 
 import msgspec
@@ -58,8 +58,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
     config = service.config
     check_address(config, has_token=await service.tokens.required())
     tls = _tls(config.tls)
-    with ExitStack() as sockets:
-        outside = sockets.enter_context(listener_at(config.host, config.port))
+    with listener_at(config.host, config.port) as outside:
         url = url_of(outside, tls=tls is not None)
         share = shares(raise_limit())
         gateway = Gateway(_NoSessions() if node is None else node, calls=share.session)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import sys
 
+from outrider.cli.exit_codes import INTERRUPTED
+
 TYPE_CHECKING = False  # see outrider/__init__.py for the reason
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from outrider.cli.options import command
+from outrider.cli.options import Output, command
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
@@ -33,10 +32,7 @@ def artifacts(
         str | None,
         typer.Argument(metavar="[PATH]", help="One file, by its path in the sandbox.", show_default="list all"),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
-    ] = None,
+    output: Output = None,
     attempt: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Attempt of the session.", show_default="the newest")
     ] = None,

@@ -1,8 +1,7 @@
 """The program `outrider`: its commands, and how their errors are shown.
 
 The commands' work is done in other modules. Invariant: an OutriderError, or a missing resource of the machine (disk,
-descriptors, memory, threads, a file), is shown in one line, never as a traceback. The exit code is 0 for success, 2 for
-an invalid request, 130 for Ctrl-C and 1 for every other failure.
+descriptors, memory, threads, a file), is shown in one line, never as a traceback.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.exit_codes import FAILURE, SUCCESS, USAGE
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.config import unknown_variables
 from outrider.errors import OutriderError, RequestError, ServiceError, described, lacks_means
 
 log = logging.getLogger("outrider.cli")
-
-FAILURE = 1
-USAGE = 2
 
 HINTS = {
     errno.ENOSPC: "free some space, or name another folder; temporary files are in TMPDIR",
@@ -156,7 +153,7 @@ def run_command(argv: Sequence[str] | None) -> int:
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))
-    return code if isinstance(code, int) else 0
+    return code if isinstance(code, int) else SUCCESS
 
 
 def commands(only: str | None = None) -> typer.Typer:

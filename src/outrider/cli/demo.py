@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.event_loop import run_service
+from outrider.cli.exit_codes import FAILURE, SUCCESS
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
@@ -74,7 +75,8 @@ def demo(
     if train:
         from outrider.cli.training import train_policy
 
-        raise typer.Exit(0 if train_policy(terminal, policy, runtime, out, seeds).good else 1)
+        good = train_policy(terminal, policy, runtime, out, seeds).good
+        raise typer.Exit(SUCCESS if good else FAILURE)
     with session_progress(terminal) as watch:
         rollouts = run_service(run_demo(runtime, watch, data=keep, policy=policy))
     found = sample_faults(rollouts, Tokenizer.load(policy))
@@ -85,7 +87,7 @@ def demo(
         _print(terminal, rollouts, summary)
     for fault in found:
         terminal.note(f"fault: {fault}")
-    raise typer.Exit(0 if summary.good else 1)
+    raise typer.Exit(SUCCESS if summary.good else FAILURE)
 
 
 def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import typer
 
+from outrider.cli.exit_codes import FAILURE, SUCCESS
 from outrider.cli.options import command
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
 from outrider.doctor import Finding, diagnose
+
+NAMES = {"gpus": "GPUs"}
+"""Names of parts that differ from the names of the fields."""
 
 
 @command
@@ -27,21 +32,13 @@ def doctor(terminal: Terminal) -> None:
     """
     diagnosis = diagnose()
     versions = [f"{name} {found or '-'}" for name, found in diagnosis.versions.items()]
-    parts: tuple[tuple[str, tuple[Finding, ...]], ...] = (
-        ("runtimes", diagnosis.runtimes),
-        ("harnesses", diagnosis.harnesses),
-        ("engines", diagnosis.engines),
-        ("formats", diagnosis.formats),
-        ("stores", diagnosis.stores),
-        ("ports", diagnosis.ports),
-        ("limits", diagnosis.limits),
-        ("GPUs", diagnosis.gpus),
-    )
+    fields = msgspec.structs.asdict(diagnosis)
+    parts: dict[str, tuple[Finding, ...]] = {name: fields[name] for name in fields if name not in ("ok", "versions")}
     rows = [
-        (part if index == 0 else "", found.name, found.ok, found.detail)
-        for part, findings in parts
+        (NAMES.get(part, part) if index == 0 else "", found.name, found.ok, found.detail)
+        for part, findings in parts.items()
         for index, found in enumerate(findings)
     ]
-    hints = [f"{found.name}: {found.hint}" for _, findings in parts for found in findings if found.hint]
+    hints = [f"{found.name}: {found.hint}" for findings in parts.values() for found in findings if found.hint]
     terminal.show(diagnosis, ", ".join(versions), table(("", "name", "usable", "detail"), rows), *hints)
-    raise typer.Exit(0 if diagnosis.ok else 1)
+    raise typer.Exit(SUCCESS if diagnosis.ok else FAILURE)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,8 +12,8 @@ from outrider.cli.progress import session_progress
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in
 from outrider.cli.terminal import Terminal
-from outrider.client.client import AsyncClient
-from outrider.client.pass_rate import Evaluation, evaluate
+from outrider.client.client import Client
+from outrider.client.pass_rate import evaluate
 
 BUILT_IN = "tools"
 
@@ -22,7 +21,7 @@ BUILT_IN = "tools"
 @command
 def eval_(
     terminal: Terminal,
-    client: AsyncClient,
+    service: Client,
     sources: Annotated[
         list[str],
         typer.Argument(metavar="SOURCE...", help="As of `outrider task list`: files, folders, human-eval, ..."),
@@ -59,7 +58,8 @@ def eval_(
     ]
     run = resume or secrets.token_hex(6)
     terminal.note(f"run {run}: {len(tasks)} tasks, {n} sessions each; go on after an interruption with --resume {run}")
-    found = asyncio.run(_evaluate(terminal, client, tasks, run=run, samples=n, seed=seed))
+    with session_progress(terminal) as watch:
+        found = service.run(evaluate(service.asynchronous, tasks, samples=n, seed=seed, run=run, watch=watch))
     rows: list[tuple[object, ...]] = []
     for name, score in {"reward": found.reward, **found.metrics}.items():
         interval = None if score.interval is None else f"{score.interval[0]:.2f} to {score.interval[1]:.2f}"
@@ -72,11 +72,3 @@ def eval_(
         f"{found.graded} sessions graded in {found.seconds:.0f} s; policy version {found.versions[1]}",
         *(f"{count} not graded: {reason}" for reason, count in sorted(found.failures.items())),
     )
-
-
-async def _evaluate(
-    terminal: Terminal, client: AsyncClient, tasks: list[dict[str, Any]], *, run: str, samples: int, seed: int
-) -> Evaluation:
-    async with client:
-        with session_progress(terminal) as watch:
-            return await evaluate(client, tasks, samples=samples, seed=seed, run=run, watch=watch)

@@ -6,14 +6,14 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from outrider.cli.options import command
+from outrider.cli.options import Output, command
 from outrider.cli.terminal import Terminal
 from outrider.client.atif import trajectory
 from outrider.client.client import Client
@@ -73,10 +73,7 @@ def export(
             metavar="REWARD", help="Only samples with at least this reward.", show_default="all, masked ones too"
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
-    ] = None,
+    output: Output = None,
 ) -> None:
     """Write the training samples of done groups.
 
@@ -101,7 +98,8 @@ def export(
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")
     samples, left_out, groups, evaluations, cursor = 0, 0, 0, 0, after
     images = _Images(output.parent / "images" if output else None)
-    with _writer(output, format) as writer:
+    lines = closing[SampleWriter](JsonLines(sys.stdout.buffer))
+    with lines if output is None else sample_file(output, format) as writer:
         for done in _groups(service, group, after, samples=format is not SampleFormat.CHAT):
             cursor = max(cursor, done.cursor or 0)
             if group is None and EVALUATION_LABEL in done.labels:
@@ -187,14 +185,3 @@ def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> 
     while (page := service.results(after=after, limit=PAGE, samples=samples)).groups:
         yield from page.groups
         after = page.cursor
-
-
-@contextmanager
-def _writer(output: Path | None, kind: SampleFormat) -> Iterator[SampleWriter]:
-    if output is not None:
-        with sample_file(output, kind) as writer:
-            yield writer
-        return
-    lines = JsonLines(sys.stdout.buffer)
-    yield lines
-    lines.close()

@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.cli.event_loop import run_service
+from outrider.cli.exit_codes import FAILURE, SUCCESS
 from outrider.cli.progress import row_progress
 from outrider.cli.tables import number, table, word
 from outrider.cli.task_sources import load_group
@@ -120,7 +121,7 @@ def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str
         terminal.write_json(certificate)
     else:
         print_certificate(terminal, certificate)
-    return 0 if certificate.ok else 1
+    return SUCCESS if certificate.ok else FAILURE
 
 
 def _version_row(name: str) -> RowVerdict:

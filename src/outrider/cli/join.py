@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+from logging import DEBUG, INFO
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ from outrider.cli.long_running import StopSignals, start_log
 from outrider.cli.options import Ca, Token, command
 from outrider.cli.setting_options import MachineConfig, Verbose
 from outrider.cli.terminal import Terminal
-from outrider.config import OWN, Config
+from outrider.config import OWN
 from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
 
@@ -85,61 +86,50 @@ def join(
     if ray is None and ray_resource is not None:
         raise InvalidField("is of a Ray cluster", field="ray_resource", hint="give --ray, too")
     token, ca = (token or environment("OUTRIDER_TOKEN") or "").strip() or None, ca or environment("OUTRIDER_CA")
-    start_log(token, verbose=verbose)
-    run_service(_run(terminal, settings, address, name, token, ca, ray=ray, ray_resource=ray_resource))
+    start_log(DEBUG if verbose else INFO, token=token)
 
+    async def stay_joined() -> None:
+        signals = StopSignals()
 
-async def _run(
-    terminal: Terminal,
-    config: Config,
-    url: str,
-    name: str,
-    token: str | None,
-    ca: str | None,
-    *,
-    ray: str | None,
-    ray_resource: str | None,
-) -> None:
-    """Run sessions on this machine, or on all machines of a Ray cluster, until a signal ends the command."""
-    signals = StopSignals()
+        async def stop() -> None:
+            await signals.first()
+            seconds = f"{settings.stop_seconds:g} s"
+            terminal.note(f"stopping: the sessions that run have {seconds} to end (Ctrl-C again interrupts them)")
 
-    async def stop() -> None:
-        await signals.first()
-        seconds = f"{config.stop_seconds:g} s"
-        terminal.note(f"stopping: the sessions that run have {seconds} to end (Ctrl-C again interrupts them)")
+        # The imports are here, because most commands do not need these modules.
+        try:
+            if ray is None:
+                from outrider.nodes.joining import JoiningMachine
+                from outrider.sessions.resources import capacity_of, with_processes
 
-    # The imports are here, because most commands do not need these modules.
-    try:
-        if ray is None:
-            from outrider.nodes.joining import JoiningMachine
-            from outrider.sessions.resources import capacity_of, with_processes
+                machine = JoiningMachine(
+                    with_processes(settings),
+                    capacity_of(settings.sandboxes),
+                    url=address,
+                    token=token,
+                    ca=ca,
+                    name=name,
+                    joined=lambda node: terminal.out.print(f"node {node} has joined {address}"),
+                )
+                await machine.run(stop, seconds=settings.stop_seconds)
+            else:
+                from outrider.nodes.ray_machines import JoinTarget, RayFleet
 
-            machine = JoiningMachine(
-                with_processes(config),
-                capacity_of(config.sandboxes),
-                url=url,
-                token=token,
-                ca=ca,
-                name=name,
-                joined=lambda node: terminal.out.print(f"node {node} has joined {url}"),
-            )
-            await machine.run(stop, seconds=config.stop_seconds)
-        else:
-            from outrider.nodes.ray_machines import JoinTarget, RayFleet
+                # Settings that are not set are left out, because the default number of processes is different on each
+                # machine.
+                own = settings.model_dump_json(include=set(OWN), exclude_unset=True).encode()
+                file = "" if settings.read_from is None else str(settings.read_from.absolute())
+                fleet = RayFleet(
+                    JoinTarget(url=address, token=token, ca=ca, config=own, file=file),
+                    address=ray,
+                    resource=ray_resource,
+                    stop_seconds=settings.stop_seconds,
+                    note=terminal.out.print,
+                )
+                await fleet.run(stop)
+        except asyncio.CancelledError:
+            if not signals.came:
+                raise
+        terminal.note("stopped")
 
-            # Settings that are not set are left out, because the default number of processes is different on each
-            # machine.
-            settings = config.model_dump_json(include=set(OWN), exclude_unset=True).encode()
-            file = "" if config.read_from is None else str(config.read_from.absolute())
-            fleet = RayFleet(
-                JoinTarget(url=url, token=token, ca=ca, config=settings, file=file),
-                address=ray,
-                resource=ray_resource,
-                stop_seconds=config.stop_seconds,
-                note=terminal.out.print,
-            )
-            await fleet.run(stop)
-    except asyncio.CancelledError:
-        if not signals.came:
-            raise
-    terminal.note("stopped")
+    run_service(stay_joined())

@@ -1,7 +1,4 @@
-"""Logging and signal handling of the commands that run until a signal ends them.
-
-Logging is configured here, except for the processes of nodes, where `node_process.py` does so.
-"""
+"""The log and the signals of programs that run until a signal, or the program that started them, ends them."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from outrider.redaction import SHORTEST, redacted
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def start_log(token: str | None, *, verbose: bool) -> None:
+def start_log(level: int, *, token: str | None = None, process: str = "") -> None:
     log = logging.StreamHandler()
-    log.setFormatter(LogFormatter(token))
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[log])
+    log.setFormatter(LogFormatter(token, process=process))
+    logging.basicConfig(level=level, handlers=[log])
 
 
 class LogFormatter(logging.Formatter):

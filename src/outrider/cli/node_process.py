@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.event_loop import run_service, short_pauses
-from outrider.cli.long_running import LogFormatter
+from outrider.cli.long_running import start_log
 from outrider.concurrency.chores import Failures
 from outrider.config import Config
 from outrider.errors import OutriderError
@@ -68,20 +68,14 @@ async def _serve(end: socket.socket) -> None:
     told = TO_PROCESS.decode(await pipe.receive())
     if isinstance(told, NodeSetup):
         sys.path[:] = told.path
-        _log(told)
+        start_log(told.level, process=told.name)
         with suppress(OutriderError):  # the error has been sent to the service
             await _work(told, pipe)
     else:
         assert isinstance(told, Join)
         sys.path[:] = told.own.path
-        _log(told.own)
+        start_log(told.own.level, process=told.own.name)
         await _join(told, Starter(pipe))
-
-
-def _log(setup: NodeSetup) -> None:
-    log = logging.StreamHandler()
-    log.setFormatter(LogFormatter(process=setup.name))
-    logging.basicConfig(level=setup.level, handlers=[log])
 
 
 class Starter:
@@ -167,12 +161,7 @@ async def _work(setup: NodeSetup, socket: Socket, starter: Starter | None = None
     """Run attempts until the service hangs up. If an error keeps the node from starting, sends the error to the service
     and raises it."""
     images = None if starter is None else ImageStore().names
-    service = ServiceProxy(
-        socket,
-        setup.capacity,
-        images=images,
-        ending=None if starter is None else starter.ending,
-    )
+    service = ServiceProxy(socket, setup.capacity, images=images, ending=None if starter is None else starter.ending)
     async with service.connected() as hung_up:
         failure: OutriderError | None = None
         try:

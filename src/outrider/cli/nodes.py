@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.tables import node_table, table
 from outrider.cli.terminal import Terminal
@@ -54,7 +55,7 @@ def pull(
         rows.append((machine.node, size, machine.error.message if machine.error else "has it"))
     terminal.show(pulled, table(("node", "size>", name), rows) if rows else NO_NODES)
     if not pulled.machines or any(machine.error for machine in pulled.machines):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)
 
 
 @command

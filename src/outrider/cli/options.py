@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.setting_options import MACHINE, MachineConfig, read_settings, setting_options
+from outrider.cli.setting_options import MACHINE, MachineConfig, option_of, read_settings, setting_options
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.config import Config
 from outrider.environment import DEFAULT_URL, environment
@@ -46,6 +47,10 @@ Ca = Annotated[
 Offline = Annotated[
     bool, typer.Option("--offline", help="Run Harbor tasks that ask for a network, or leave it open, without one.")
 ]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
+]
 Json = Annotated[
     bool, typer.Option("--json", callback=_json, is_eager=True, help="Write one JSON document to standard output.")
 ]
@@ -70,9 +75,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         elif name not in made:
             options.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
     if any(map(_is_client, made.values())):
-        options += [_shared("url", Url), _shared("token", Token), _shared("ca", Ca)]
+        options += [option_of("url", Url), option_of("token", Token), option_of("ca", Ca)]
     if not _SETTINGS.keys() & {*made.values()}:
-        options.append(_shared("json", Json))
+        options.append(option_of("json", Json))
 
     @wraps(function)
     def run(ctx: typer.Context, **given: Any) -> None:
@@ -86,10 +91,6 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     run.__dict__["__signature__"] = Signature(options)
     return run
-
-
-def _shared(name: str, annotation: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _is_client(hint: Any) -> bool:

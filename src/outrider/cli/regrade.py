@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import table
@@ -17,8 +18,6 @@ from outrider.client.client import Client
 from outrider.errors import InvalidField
 from outrider.schemas import Regraded, RegradedSession, SessionView
 from outrider.trajectory import Verdict
-
-NOT_GRADED = 1
 
 
 @command
@@ -78,7 +77,7 @@ def regrade(
         rows.append((one.session_id, was, now, one.regraded_as, why))
     terminal.show(regraded, table(("session", "was>", "now>", "graded as", "why"), rows))
     if any(one.now is None for one in regraded.sessions):
-        raise typer.Exit(NOT_GRADED)
+        raise typer.Exit(FAILURE)
 
 
 def _evaluator(path: Path) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.exit_codes import FAILURE, INTERRUPTED, SUCCESS
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import session_table
@@ -18,8 +19,6 @@ from outrider.concurrency.cancellation import shielded
 from outrider.schemas import GroupView
 from outrider.spec import GroupSpec
 
-FAILED = 1
-INTERRUPTED = 130
 ANSWER_SECONDS = 10.0
 """Seconds for which Ctrl-C waits for the reply to the submission, because the service may have accepted the group. The
 time is bounded, because no reply comes while the service's queue is full."""
@@ -86,4 +85,4 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
         terminal.note(f"what went wrong: outrider show {failed[0]}")
     if interrupted:
         return INTERRUPTED
-    return FAILED if failed else 0
+    return FAILURE if failed else SUCCESS

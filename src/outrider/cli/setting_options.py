@@ -40,7 +40,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 def setting_options(only: frozenset[str] | None) -> Iterator[Parameter]:
     """Yield the options of all settings, or of the settings and sections `only`, as parameters of a command."""
-    yield _option("config", ConfigFile)
+    yield option_of("config", ConfigFile)
     for path, field, setting in all_settings():
         section, dot, _ = path.partition(".")
         if setting.option is None or (only is not None and section not in only):
@@ -56,7 +56,7 @@ def setting_options(only: frozenset[str] | None) -> Iterator[Parameter]:
             rich_help_panel=(section.upper() if section == "tls" else section.capitalize()) if dot else None,
         )
         kind = list[str] if many else str if metavar else bool
-        yield _option(_parameter(path), Annotated[kind | None, info])
+        yield option_of(_parameter(path), Annotated[kind | None, info])
 
 
 def read_settings(options: Mapping[str, Any]) -> Config:
@@ -93,7 +93,8 @@ def _parameter(path: str) -> str:
     return path.replace(".", "__")
 
 
-def _option(name: str, annotation: Any) -> Parameter:
+def option_of(name: str, annotation: Any) -> Parameter:
+    """Return an option of a command, None by default."""
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

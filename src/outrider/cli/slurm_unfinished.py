@@ -10,22 +10,18 @@ import asyncio
 import sys
 
 from outrider.cli.slurm import settings_of
-from outrider.config import Config
 from outrider.lifecycle import SessionState
 
 
-def main() -> None:
-    print(asyncio.run(_count(settings_of(sys.argv[1:]))))
-
-
-async def _count(config: Config) -> int:
-    # The import is here, because the command line does not need the service's libraries to parse its flags.
+async def main() -> None:
+    config = settings_of(sys.argv[1:])
+    # The import is here, because a wrong flag is refused without loading the service's libraries.
     from outrider.service.assembly import open_store
 
     async with open_store(config) as store:
         counts = await store.counts()
-    return sum(number for state, number in counts.items() if state is not SessionState.DONE)
+    print(sum(number for state, number in counts.items() if state is not SessionState.DONE))
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

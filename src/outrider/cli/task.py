@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from outrider.cli.event_loop import run_service
+from outrider.cli.exit_codes import FAILURE, SUCCESS
 from outrider.cli.options import Offline, command
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in, write_tasks
@@ -234,4 +235,4 @@ def check(
     checked = CheckedTasks(tasks=len(reports), ok=len(reports) - len(bad), bad=bad)
     tables = (table((one.id,), [(problem,) for problem in one.problems]) for one in bad)
     terminal.show(checked, *tables, f"{checked.ok} of {checked.tasks} tasks are good")
-    raise typer.Exit(1 if bad else 0)
+    raise typer.Exit(FAILURE if bad else SUCCESS)

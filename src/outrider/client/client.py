@@ -19,8 +19,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
-from functools import wraps
-from types import TracebackType
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
@@ -128,9 +127,7 @@ class AsyncClient:
         self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -150,17 +147,8 @@ class AsyncClient:
         return await self._submit(f"/v1/{kind}/{quote(id, safe='')}/regrade", asked or {}, patience)
 
     async def _submit(self, path: str, spec: GroupSpec | RegradeSpec | Mapping[str, Any], patience: float) -> GroupView:
-        body = _encoded(spec)
-        give_up_at = asyncio.get_running_loop().time() + patience
-        while True:
-            try:
-                return await self._call("POST", path, GroupView, body=body)
-            except Busy as busy:
-                wait = busy.retry_after * random.uniform(1.0, SPREAD)
-                if asyncio.get_running_loop().time() + wait > give_up_at:
-                    raise
-                log.info("the group is submitted again in %.0f s: %s", wait, busy.message)
-                await asyncio.sleep(wait)
+        submission = partial(self._call, "POST", path, GroupView, body=_encoded(spec))
+        return await patiently(submission, patience, unreachable=False)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
         """Return a group as soon as it is done, or in its current state after `wait` seconds (at most 60)."""
@@ -452,10 +440,11 @@ class AsyncClient:
         )
 
 
-async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
-    """Call the service. While the service cannot be reached or is busy, retry after a wait, for up to `patience`
-    seconds. The call must be repeatable: a read, or a submission with an idempotency key. A submission that has already
-    waited that long for a busy service is not repeated."""
+async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE, *, unreachable: bool = True) -> T:
+    """Call the service. While the service is busy or, unless `unreachable` is False, cannot be reached, retry after a
+    wait, for up to `patience` seconds. A call that is repeated when the service cannot be reached must be repeatable: a
+    read, or a submission with an idempotency key. A submission that has already waited that long for a busy service is
+    not repeated."""
     clock = asyncio.get_running_loop().time
     give_up_at = clock() + patience
     tries = 0
@@ -465,9 +454,11 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
         except Busy as busy:
             if clock() + busy.retry_after * SPREAD > give_up_at:
                 raise
-            await asyncio.sleep(busy.retry_after * random.uniform(1.0, SPREAD))
+            wait = busy.retry_after * random.uniform(1.0, SPREAD)
+            log.info("the service is asked again in %.0f s: %s", wait, busy.message)
+            await asyncio.sleep(wait)
         except ServiceError as error:
-            if not error.retryable or clock() >= give_up_at:
+            if not unreachable or not error.retryable or clock() >= give_up_at:
                 raise
             await asyncio.sleep(RETRIES.wait(tries))
             tries += 1
@@ -535,9 +526,7 @@ class Client:
         self.run(self.asynchronous.__aenter__())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.run(self.asynchronous.__aexit__(None, None, None))
         loop, self._loop = self._loop, None
         if loop is not None:

@@ -22,7 +22,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import fmean, pstdev
-from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 import msgspec
@@ -277,9 +276,7 @@ class DynamicSampler:
             self._workers.append(self._tasks.create_task(self._guarded(work), name="sampler"))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop following the results. Running groups continue in the service. A sampler that continues from `state()`
         finds these groups."""
         for worker in self._workers:

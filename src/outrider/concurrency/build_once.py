@@ -24,17 +24,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def nothing() -> None:
-    """Do nothing: the default callback."""
-
-
 def build_once(
     place: Path,
     build: Callable[[Path], object],
     *,
     part: str = "",
     is_built: Callable[[Path], bool] = Path.exists,
-    on_wait: Callable[[], object] = nothing,
+    on_wait: Callable[[], object] = lambda: None,
 ) -> Path:
     """Return `place`, after building the entry there unless `is_built(place)` is true. Blocks while another builder is
     at work.
@@ -61,7 +57,7 @@ def build_once(
 
 
 @contextlib.contextmanager
-def locked(place: Path, *, on_wait: Callable[[], object] = nothing) -> Iterator[None]:
+def locked(place: Path, *, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Hold the lock of `place`. Blocks while another process or thread holds the lock."""
     lock = lock_file(place)
     lock.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -53,8 +54,6 @@ class Broadcast:
 
 async def wait_for_event(event: asyncio.Event, seconds: float | None) -> None:
     """Return when the event is set, or after `seconds` seconds. With None there is no limit."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-    except TimeoutError:
-        return

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NamedTuple, Self
 
 from outrider.schemas import StallStats
@@ -140,9 +140,7 @@ class Watchdog:
         self._sampler.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._ended.set()

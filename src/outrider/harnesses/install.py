@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from outrider.environment import cache_home, environment
+from outrider.environment import cache_home, environment, installer_variables
 from outrider.errors import LOG_TAIL, HarnessUnavailable, InvalidField
 from outrider.harnesses.build_in_place import BuildInputs, build_in_place, invalidate, is_complete
 from outrider.harnesses.interpreters import find_python
@@ -204,13 +204,13 @@ def _uv() -> list[str] | None:
 def _run(
     command: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None, seconds: float = BUILD_SECONDS
 ) -> str:
-    """Run a command and return its standard output and standard error as one text. Raises HarnessUnavailable if the
-    command cannot run, exceeds `seconds` or fails."""
+    """Run a command and return its standard output and standard error as one text. The default of `env` is
+    `installer_variables()`. Raises HarnessUnavailable if the command cannot run, exceeds `seconds` or fails."""
     try:
         done = subprocess.run(
             command,
             cwd=cwd,
-            env=env,
+            env=installer_variables() if env is None else env,
             timeout=seconds,
             check=False,
             stdin=subprocess.DEVNULL,

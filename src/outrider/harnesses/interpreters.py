@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from outrider.environment import environment
+from outrider.environment import environment, installer_variables
 from outrider.errors import HarnessUnavailable
 
 ASK_SECONDS = 30
@@ -52,7 +52,13 @@ def _candidates(minor: str, uv: Sequence[str] | None) -> Iterator[Path]:
 def _output(command: Sequence[str]) -> str | None:
     try:
         done = subprocess.run(
-            command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_SECONDS
+            command,
+            check=False,
+            env=installer_variables(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib.metadata import version
 from urllib.parse import quote
 from uuid import uuid4
@@ -20,19 +19,11 @@ import aiohttp
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.relay.messages import MAX_TO_WORKER
-from outrider.errors import (
-    UNREADABLE,
-    Conflict,
-    EngineMisbehaved,
-    Forbidden,
-    NotFound,
-    OutriderError,
-    Unauthorized,
-)
+from outrider.errors import UNREADABLE, Conflict, EngineMisbehaved, Forbidden, NotFound, OutriderError, Unauthorized
 from outrider.nodes.joined_settings import host_id
 from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
 from outrider.nodes.remote_node import SILENCE_SECONDS
-from outrider.wire.client_socket import ClientSocket
+from outrider.wire.client_socket import ClientSocket, dialled
 from outrider.wire.frames import Close, encode
 from outrider.wire.link import Disconnected
 from outrider.wire.resumable import ResumableSocket
@@ -45,7 +36,6 @@ CONNECT_SECONDS = 10.0
 QUIET_SECONDS = 10.0
 """A connection without a message for this many seconds is treated as dead: the service sends ten messages a second."""
 PATIENCE_SECONDS = SILENCE_SECONDS + QUIET_SECONDS
-CLOSE_SECONDS = 2.0
 
 REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     Close.NONSENSE: (EngineMisbehaved, "is this an Outrider service, of the same version as the node?"),
@@ -117,16 +107,11 @@ class Dialled:
     async def _one_connection(self, session: aiohttp.ClientSession, taken_up: asyncio.Event) -> Disconnected:
         """Open one connection, and exchange messages until the connection ends. Returns the reason for the end, or the
         reason why the connection could not be opened."""
-        join, headers = self._join, {"Authorization": f"Bearer {self._join.token}"} if self._join.token else {}
-        closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
-        code = Close.SILENT  # after this close code the service expects the node to reconnect
+        join = self._join
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                websocket = await session.ws_connect(
-                    self.url, headers=headers, max_msg_size=MAX_TO_WORKER, timeout=closing
-                )
-            socket = ClientSocket(websocket)
-            try:
+            async with dialled(
+                session, self.url, join.token, seconds=CONNECT_SECONDS, max_bytes=MAX_TO_WORKER
+            ) as socket:
                 replaced = self.socket.take_over()
                 hello = NodeHello(
                     version=version("outrider"),
@@ -142,11 +127,6 @@ class Dialled:
                 taken_up.set()
                 self.socket.last_arrival = self._clock()
                 return await self._carry(socket, welcome.received, replaced)
-            except asyncio.CancelledError:
-                code = Close.LEFT
-                raise
-            finally:
-                await shielded(partial(socket.close, code, ""))
         except Disconnected as end:
             return end
         except (aiohttp.ClientError, OSError, TimeoutError, *UNREADABLE) as error:

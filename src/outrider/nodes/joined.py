@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Collection
 from importlib.metadata import version
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -72,9 +71,7 @@ class JoinedNodes:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for member in self._members.values():
             member.serving.cancel()
         await shielded(lambda: self._tasks.__aexit__(None, None, None))
@@ -125,7 +122,8 @@ class JoinedNodes:
                     return
                 member = self._admit(name, hello, owner)
                 break
-            await member.ended("it was started again")
+            member.socket.end(Disconnected(Close.REMOVED, "it was started again"))
+            await asyncio.wait([member.serving])
             # The loop then checks again, because other connections may have waited for this end, too.
         if member.owner != owner:
             await socket.close(Close.CONFLICT, close_reason(f"node {name!r} came with another token"))
@@ -165,16 +163,7 @@ class JoinedNodes:
         how: object = "the service ends"
         try:
             setup = await asyncio.to_thread(settings_for_node, self._config, node.name, capacity)
-            socket = member.socket
-            end = await node.serve(
-                socket,
-                setup,
-                ready=ready,
-                ended=ended,
-                last_arrival=lambda: socket.last_arrival,
-                taken=lambda: socket.taken,
-            )
-            how = end
+            how = end = await node.serve(member.socket, setup, ready=ready, ended=ended)
             if end.code == Close.NONSENSE:
                 log.warning("node %s is cut off: %s", node.name, end.reason)
                 self.refused.append(
@@ -187,7 +176,7 @@ class JoinedNodes:
             how = error
         finally:
             log.info("node %s has left: %s", node.name, how)
-            member.drop()
+            member.socket.take_over()  # detaches the connections, so that nothing more is sent to the node
             if self._members.get(node.name) is member:
                 del self._members[node.name]
             if all(other.node.machine != node.machine for other in self._members.values()):
@@ -232,12 +221,3 @@ class JoinedNode:
             self.socket.end(end)
         elif not self.serving.done():
             log.info("the connection of node %s is gone: %s", self.node.name, end)
-
-    async def ended(self, why: str) -> None:
-        """Give the node up because of `why`. Returns when the service no longer serves the node."""
-        self.socket.end(Disconnected(Close.REMOVED, why))
-        await asyncio.wait([self.serving])
-
-    def drop(self) -> None:
-        """Detach the node's connections, so that nothing more is sent to the node."""
-        self.socket.take_over()

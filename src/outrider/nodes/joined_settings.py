@@ -8,28 +8,23 @@ checked on the node's machine.
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import logging
 import os
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from outrider.concurrency.cancellation import opened_in_thread
 from outrider.config import OWN, Config, FrozenConfig, ModelConfig
 from outrider.nodes.messages import NodeSetup
+from outrider.sandbox.node_folder import NodeFolder
 from outrider.sessions.resources import Capacity
 from outrider.tokens.rendering.tokenizer import FILES
 
-log = logging.getLogger("outrider.node")
-
 M = TypeVar("M", ModelConfig, FrozenConfig)
 
-PREFIX = "outrider-joined-"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -61,10 +56,10 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
 @asynccontextmanager
 async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[NodeSetup]:
     """Yield the service's settings, merged with the settings of this machine. The tokenizers are copied to a folder
-    that exists while the block runs."""
+    that exists while the block runs. The folder of a killed node is removed by the next node."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
-    with own_folder() as folder:
-        copies = await asyncio.to_thread(_copies, told.folders, folder)
+    async with opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder:
+        copies = await asyncio.to_thread(_copies, told.folders, folder.path)
 
         def with_copy(model: M) -> M:
             return model.model_copy(update={"tokenizer": model.tokenizer and copies[model.tokenizer]})
@@ -80,42 +75,6 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
         yield msgspec.structs.replace(
             told, config=config.model_dump_json().encode(), path=own.path, level=own.level, file=own.file, folders={}
         )
-
-
-@contextmanager
-def own_folder() -> Iterator[Path]:
-    """Make a folder, which is locked while the block runs and removed afterwards. Before that, remove the folders that
-    killed nodes have left, which are recognised by their free locks. On a file system without locks these folders are
-    not removed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError), _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            shutil.rmtree(left, ignore_errors=True)
-    with ExitStack() as stack:
-        while True:
-            folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-            try:
-                stack.enter_context(_locked(folder, fcntl.LOCK_EX))
-            except FileNotFoundError:  # another node removed the folder, which had no lock yet
-                continue
-            except OSError as error:
-                log.warning("%s cannot be locked, and is not removed if this node dies: %s", folder, error)
-            break
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        yield folder
-
-
-@contextmanager
-def _locked(folder: Path, how: int) -> Iterator[None]:
-    """Lock a folder while the block runs. Raises FileNotFoundError if the folder is gone or was replaced, and OSError
-    if the folder cannot be locked."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, how)
-        if not os.path.samestat(os.fstat(lock), os.stat(folder)):
-            raise FileNotFoundError(f"{folder} is another one")
-        yield
-    finally:
-        os.close(lock)
 
 
 def host_id() -> str:

@@ -84,19 +84,16 @@ class JoiningMachine:
                 await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if stopping.done() and end is None:
                     end = clock() + seconds
-                    await self._leave()
+                    self._leaving.set()
+                    for process in list(self._processes.values()):
+                        with suppress(Disconnected):
+                            await process.pipe.send(encode(LeaveService()))
         finally:
             for task in (stopping, *lives):
                 task.cancel()
             await shielded(lambda: tasks.__aexit__(None, None, None))
         if self._refusal is not None:
             raise error_from(self._refusal)
-
-    async def _leave(self) -> None:
-        self._leaving.set()
-        for process in list(self._processes.values()):
-            with suppress(Disconnected):
-                await process.pipe.send(encode(LeaveService()))
 
     async def _live(self, join: Join, process: NodeProcess) -> None:
         """Exchange messages with a process until the process hangs up or the service refuses the machine."""

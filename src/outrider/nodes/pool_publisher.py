@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from outrider.concurrency.chores import Chores, Failures
@@ -40,9 +39,7 @@ class PoolPublisher:
         self._chores.begin("tell nodes of loads", self._publish_loads, every=LOADS_SECONDS)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         while self._subscriptions:
             self._subscriptions.pop()()
         await self._chores.__aexit__(None, None, None)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Coroutine
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from outrider.concurrency.cancellation import shielded
 from outrider.config import Config
@@ -47,23 +45,16 @@ class NodeProcesses:
         for number, node in enumerate(self.nodes):
             started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             starts.append(started)
-            self._begin(self._supervise(node, number, started), name=node.name)
+            supervising = self._tasks.create_task(self._supervise(node, number, started), name=node.name)
+            self._background.append(supervising)
         try:
             await asyncio.gather(*starts)
         except BaseException:
-            await self._end()
+            await self.__aexit__()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._end()
-
-    def _begin(self, work: Coroutine[Any, Any, None], *, name: str) -> None:
-        self._background.append(self._tasks.create_task(work, name=name))
-
-    async def _end(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._background:
             task.cancel()
         await shielded(lambda: self._tasks.__aexit__(None, None, None))

@@ -25,15 +25,9 @@ from outrider.engines.base import ChatRequest, GenerateRequest, SamplingParams
 from outrider.engines.pool.checks import MAX_COUNT
 from outrider.engines.pool.leader import forwarded, note_uses, pool_state
 from outrider.engines.pool.record import PoolState
-from outrider.errors import (
-    Conflict,
-    EngineUnavailable,
-    ErrorRecord,
-    OutriderError,
-    ServiceError,
-    bounded,
-)
+from outrider.errors import Conflict, EngineUnavailable, ErrorRecord, OutriderError, ServiceError, bounded
 from outrider.lifecycle import StopReason
+from outrider.nodes import messages
 from outrider.nodes.calls import CallEnded, Handler, LinkCalls, PendingCall
 from outrider.nodes.claims import (
     INDEX_RULES,
@@ -45,35 +39,6 @@ from outrider.nodes.claims import (
     checked_stats,
     checked_uses,
     shortened,
-)
-from outrider.nodes.messages import (
-    TO_SERVICE,
-    AddTurn,
-    AttemptCall,
-    CallReply,
-    CallRequest,
-    CancelCall,
-    CheckEngine,
-    Follow,
-    Gate,
-    GenerateChat,
-    GenerateTokens,
-    KeepArtifact,
-    KeepIndex,
-    Leaving,
-    Loads,
-    NodeCall,
-    NodeSetup,
-    PullImage,
-    ReadCarried,
-    ReadFrozenTurns,
-    ReadTurns,
-    Ready,
-    Report,
-    RunAttempt,
-    SetState,
-    Take,
-    ToService,
 )
 from outrider.sandbox.rootfs.store import RootImage, has_image
 from outrider.schemas import NodeStats
@@ -151,25 +116,21 @@ class RemoteNode:
     async def serve(
         self,
         socket: Socket,
-        setup: NodeSetup,
+        setup: messages.NodeSetup,
         *,
         ready: Callable[[ErrorRecord | None], None],
         ended: Callable[[], Awaitable[None]],
-        last_arrival: Callable[[], float] = lambda: 0.0,
-        taken: Callable[[], float] = lambda: 0.0,
     ) -> Disconnected:
         """Run the node at the other end of `socket` until the connection ends. Returns the reason for the end. `ready`
         is called with None when the node is ready to run attempts, or with the error if the node cannot run any.
         `ended` is awaited after the end. `ended` must return only when the node no longer uses its resources, because
-        the resources are given back next. `last_arrival`, `taken`: see `Link`."""
+        the resources are given back next."""
         async with asyncio.TaskGroup() as tasks:
             link = Link(
                 socket,
-                TO_SERVICE,
+                messages.TO_SERVICE,
                 heartbeat=HEARTBEAT_SECONDS,
                 silence=START_SECONDS,
-                last_arrival=last_arrival,
-                taken=taken,
                 stranger=self._dialled,
             )
             self._connection = connection = NodeConnection(self.name, link, self._parts, tasks, dialled=self._dialled)
@@ -190,12 +151,14 @@ class RemoteNode:
         """Send the state of a model's engine pool to the node, if the node is connected. Each later connection begins
         with the states of all pools."""
         if self._connection is not None:
-            self._connection.link.send(Follow(model=model, state=_without_local(state) if self._elsewhere else state))
+            self._connection.link.send(
+                messages.Follow(model=model, state=_without_local(state) if self._elsewhere else state)
+            )
 
     def send_loads(self, model: str | None, loads: dict[str, float]) -> None:
         """Send the load that other processes put on a model's engines to the node, if the node is connected."""
         if self._connection is not None:
-            self._connection.link.send(Loads(model=model, loads=loads))
+            self._connection.link.send(messages.Loads(model=model, loads=loads))
 
     def stats(self) -> NodeStats:
         out_of_reach = not self._reachable or (self._connection is not None and self._connection.leaving)
@@ -220,9 +183,9 @@ class RemoteNode:
     async def pull_image(self, reference: str, name: str) -> RootImage:
         if self._connection is None:
             raise ServiceError(f"node {self.name} is gone")
-        return await self._connection.calls.call(PullImage(reference, name))
+        return await self._connection.calls.call(messages.PullImage(reference, name))
 
-    def _note_report(self, report: Report) -> None:
+    def _note_report(self, report: messages.Report) -> None:
         stats = checked_stats(self.name, report)
         more = stats.capacity > self._stats.capacity
         self._stats, self._images = stats, report.images
@@ -244,7 +207,7 @@ class NodeConnection:
     """One connection to a node. `tasks` runs the node's calls."""
 
     def __init__(
-        self, name: str, link: Link[ToService], parts: ServiceParts, tasks: asyncio.TaskGroup, *, dialled: bool
+        self, name: str, link: Link[messages.ToService], parts: ServiceParts, tasks: asyncio.TaskGroup, *, dialled: bool
     ) -> None:
         self._name = name
         self._dialled = dialled
@@ -254,17 +217,17 @@ class NodeConnection:
         """True once the node takes no new attempts. The connection is closed when the last attempt has ended."""
         self._running: dict[tuple[str, int], Given] = {}
         """Running attempts by session id and attempt number."""
-        handlers: dict[type[NodeCall[Any]], Handler] = {
-            SetState: self._set_state,
-            AddTurn: self._add_turn,
-            ReadTurns: self._read_turns,
-            ReadFrozenTurns: self._read_frozen_turns,
-            KeepArtifact: self._keep_artifact,
-            KeepIndex: self._keep_index,
-            ReadCarried: self._read_carried,
-            Take: self._take,
-            GenerateTokens: self._generate_tokens,
-            GenerateChat: self._generate_chat,
+        handlers: dict[type[messages.NodeCall[Any]], Handler] = {
+            messages.SetState: self._set_state,
+            messages.AddTurn: self._add_turn,
+            messages.ReadTurns: self._read_turns,
+            messages.ReadFrozenTurns: self._read_frozen_turns,
+            messages.KeepArtifact: self._keep_artifact,
+            messages.KeepIndex: self._keep_index,
+            messages.ReadCarried: self._read_carried,
+            messages.Take: self._take,
+            messages.GenerateTokens: self._generate_tokens,
+            messages.GenerateChat: self._generate_chat,
         }
         self.calls = LinkCalls(link, handlers, peer=f"node {name}", spawn=tasks.create_task)
         self._left: list[Slot] = []
@@ -273,7 +236,7 @@ class NodeConnection:
         """True once the node has stopped using its resources."""
 
     async def run(
-        self, ready: Callable[[ErrorRecord | None], None], note_report: Callable[[Report], None]
+        self, ready: Callable[[ErrorRecord | None], None], note_report: Callable[[messages.Report], None]
     ) -> Disconnected:
         self._note_ready, self._note_report = ready, note_report
         return await self.link.run(self._handle, ready=self.calls.ready_for_more)
@@ -297,7 +260,7 @@ class NodeConnection:
         session, given = attempt.session, Given(attempt)
         given.vocabularies = {model: pool.vocabulary for model, pool in self._parts.pools.items()}
         given.kept_here = self._dialled
-        request = RunAttempt(session=session, task=task, reserved=attempt.reserved, stored=attempt.stored)
+        request = messages.RunAttempt(session=session, task=task, reserved=attempt.reserved, stored=attempt.stored)
         self._running[session.id, session.attempt] = given
         try:
             with self.calls.pending(request) as call:
@@ -343,17 +306,17 @@ class NodeConnection:
     def _lost(self) -> NodeLost:
         return NodeLost(f"node {self._name} is gone")
 
-    def _handle(self, message: ToService) -> None:
+    def _handle(self, message: messages.ToService) -> None:
         """Handle a message. Raises Nonsense for a message that breaks the protocol."""
         match message:
-            case CallRequest() | CallReply() | CancelCall():
+            case messages.CallRequest() | messages.CallReply() | messages.CancelCall():
                 self.calls.receive(message)
-            case Report():
+            case messages.Report():
                 self._note_report(message)
                 for used in message.uses:
                     uses = checked_uses(used.engines, stranger=self._dialled)
                     note_uses(self._pool(used.model), self._name, uses)
-            case Gate():
+            case messages.Gate():
                 gate = self._pool(message.model).policy.gate
                 if not gate.expects(self._name):  # a node follows the pool before it sends `Ready`
                     gate.expect(self._name, self._lose)
@@ -361,18 +324,18 @@ class NodeConnection:
                     gate.report(self._name, message.report)
                 except ValueError as error:
                     raise Nonsense(f"it reports {error}") from error
-            case CheckEngine():
+            case messages.CheckEngine():
                 self._pool(message.model).health.look(message.engine)
-            case Leaving():
+            case messages.Leaving():
                 self.leaving = True
                 self._let_go()
-            case Ready(error=None):
+            case messages.Ready(error=None):
                 self.link.silence = SILENCE_SECONDS
                 for pool in self._parts.pools.values():
                     if not pool.policy.gate.expects(self._name):
                         pool.policy.gate.expect(self._name, self._lose)
                 self._note_ready(None)
-            case Ready():
+            case messages.Ready():
                 self._note_ready(message.error and bounded(message.error))
                 self.link.close(Close.LEFT, "it cannot start")
             case Beat():
@@ -388,17 +351,17 @@ class NodeConnection:
         log.warning("node %s is given up: %s", self._name, why)
         self.link.close(Close.SILENT, why)
 
-    def _given(self, call: AttemptCall[Any]) -> Given:
+    def _given(self, call: messages.AttemptCall[Any]) -> Given:
         """Return the records of the call's attempt. Raises Conflict if the attempt does not run on this node."""
         if (given := self._running.get((call.session_id, call.attempt))) is None:
             raise Conflict(f"attempt {call.attempt} of session {call.session_id} does not run on this node")
         return given
 
-    async def _set_state(self, call: SetState) -> None:
+    async def _set_state(self, call: messages.SetState) -> None:
         self._given(call)
         await self._parts.store.set_state(call.session_id, call.attempt, call.state)
 
-    async def _add_turn(self, call: AddTurn) -> None:
+    async def _add_turn(self, call: messages.AddTurn) -> None:
         given = self._given(call)
         check(call, TURN_RULES, given)
         try:
@@ -410,15 +373,15 @@ class NodeConnection:
             raise
         given.note_turn(call)
 
-    async def _read_turns(self, call: ReadTurns) -> list[Turn]:
+    async def _read_turns(self, call: messages.ReadTurns) -> list[Turn]:
         self._given(call)
         return await self._parts.store.turns(call.session_id, call.attempt, images=call.images)
 
-    async def _read_frozen_turns(self, call: ReadFrozenTurns) -> dict[str, list[Turn]]:
+    async def _read_frozen_turns(self, call: messages.ReadFrozenTurns) -> dict[str, list[Turn]]:
         self._given(call)
         return await self._parts.store.frozen_turns(call.session_id, call.attempt)
 
-    async def _keep_artifact(self, call: KeepArtifact) -> str:
+    async def _keep_artifact(self, call: messages.KeepArtifact) -> str:
         given = self._given(call)
         given.kept_bytes += len(call.data)
         if given.kept_bytes > MAX_KEPT_BYTES:
@@ -427,25 +390,25 @@ class NodeConnection:
         given.kept[digest] = len(call.data)
         return digest
 
-    async def _keep_index(self, call: KeepIndex) -> None:
+    async def _keep_index(self, call: messages.KeepIndex) -> None:
         # The session id, the attempt number and the digests become parts of paths. So id and number are taken from the
         # call, which names a running attempt, and the digests are checked against the stored artifacts.
         check(call, INDEX_RULES, self._given(call))
         listed = msgspec.structs.replace(call.listed, session_id=call.session_id, attempt=call.attempt)
         await self._parts.artifacts.keep_index(listed)
 
-    async def _read_carried(self, call: ReadCarried) -> bytes:
+    async def _read_carried(self, call: messages.ReadCarried) -> bytes:
         graded = (other.attempt.stored for other in self._running.values())
         if not any(run and (run.session_id, run.attempt) == (call.session_id, call.attempt) for run in graded):
             raise Conflict(f"no run of session {call.session_id} is graded again on this node")
         return await self._parts.artifacts.carried(call.session_id, call.attempt)
 
-    def _take(self, call: Take) -> AsyncGenerator[tuple[str, ...], None]:
-        if len(self.calls.streams(Take)) >= 2 * len(self._running) + SPARE_TAKES:
+    def _take(self, call: messages.Take) -> AsyncGenerator[tuple[str, ...], None]:
+        if len(self.calls.streams(messages.Take)) >= 2 * len(self._running) + SPARE_TAKES:
             raise Nonsense(f"it asks for resources more often than for {len(self._running)} attempts")
         return self._held(call)
 
-    async def _held(self, call: Take) -> AsyncGenerator[tuple[str, ...], None]:
+    async def _held(self, call: messages.Take) -> AsyncGenerator[tuple[str, ...], None]:
         share = await self._parts.resources.take(call.amount, call.priority, call.tenant)
         try:
             yield share.gpus
@@ -456,7 +419,7 @@ class NodeConnection:
             else:
                 share.release()
 
-    def _generate_tokens(self, call: GenerateTokens) -> AsyncGenerator[object, None]:
+    def _generate_tokens(self, call: messages.GenerateTokens) -> AsyncGenerator[object, None]:
         ids = np.frombuffer(call.input_ids, dtype=np.int32) if len(call.input_ids) % 4 == 0 else np.array([])
         if not len(ids) or ids.min() < 0:  # a negative id crashes an SGLang server
             raise Nonsense("a prompt with ids that cannot be")
@@ -465,11 +428,14 @@ class NodeConnection:
         )
         return self._generate(call, request, call.sampling)
 
-    def _generate_chat(self, call: GenerateChat) -> AsyncGenerator[object, None]:
+    def _generate_chat(self, call: messages.GenerateChat) -> AsyncGenerator[object, None]:
         return self._generate(call, call.request, call.request.sampling)
 
     def _generate(
-        self, call: GenerateTokens | GenerateChat, request: GenerateRequest | ChatRequest, sampling: SamplingParams
+        self,
+        call: messages.GenerateTokens | messages.GenerateChat,
+        request: GenerateRequest | ChatRequest,
+        sampling: SamplingParams,
     ) -> AsyncGenerator[object, None]:
         """Forward a generation to an engine that only this process can reach. Raises Nonsense for an unknown model and
         for an impossible `max_tokens`."""
@@ -479,7 +445,7 @@ class NodeConnection:
         return self._forwarded(forwarded(pool, call.engine, request))
 
     async def _forwarded(self, chunks: AsyncGenerator[object, None]) -> AsyncGenerator[object, None]:
-        sizes = self.calls.streams(GenerateTokens, GenerateChat)
+        sizes = self.calls.streams(messages.GenerateTokens, messages.GenerateChat)
         if len(sizes) > MAX_GENERATIONS or sum(sizes) > MAX_GENERATION_BYTES:
             raise EngineUnavailable(f"node {self._name} has too many generations forwarded at once")
         async with aclosing(chunks):

@@ -24,36 +24,8 @@ from outrider.engines.pool.follower import PoolFollower
 from outrider.engines.pool.record import EngineState
 from outrider.errors import OutriderError
 from outrider.lifecycle import SessionState
+from outrider.nodes import messages
 from outrider.nodes.calls import Handler, LinkCalls
-from outrider.nodes.messages import (
-    TO_NODE,
-    AddTurn,
-    CallReply,
-    CallRequest,
-    CancelCall,
-    CheckEngine,
-    Follow,
-    Gate,
-    GenerateChat,
-    GenerateTokens,
-    KeepArtifact,
-    KeepIndex,
-    Leaving,
-    Loads,
-    ModelUses,
-    NodeCall,
-    NodeSetup,
-    PullImage,
-    ReadCarried,
-    ReadFrozenTurns,
-    ReadTurns,
-    Ready,
-    Report,
-    RunAttempt,
-    SetState,
-    Take,
-    ToNode,
-)
 from outrider.nodes.remote_node import HEARTBEAT_SECONDS
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import ArtifactList
@@ -106,20 +78,25 @@ class ServiceProxy:
         images: Callable[[], frozenset[str]] | None = None,
         ending: asyncio.Event | None = None,
     ) -> None:
-        self._link: Link[ToNode] = Link(socket, TO_NODE, heartbeat=HEARTBEAT_SECONDS, silence=FOR_EVER)
+        self._link: Link[messages.ToNode] = Link(
+            socket, messages.TO_NODE, heartbeat=HEARTBEAT_SECONDS, silence=FOR_EVER
+        )
         self._images = images
         self._elsewhere = images is not None
         self._ending_together = ending
-        handlers: dict[type[NodeCall[Any]], Handler] = {RunAttempt: self._run_attempt, PullImage: self._pull_image}
+        handlers: dict[type[messages.NodeCall[Any]], Handler] = {
+            messages.RunAttempt: self._run_attempt,
+            messages.PullImage: self._pull_image,
+        }
         self.calls = LinkCalls(self._link, handlers, peer="the service", spawn=self._spawn, elsewhere=self._elsewhere)
         self.store = RemoteStore(self.calls)
         self.artifacts = RemoteArtifacts(self.calls)
         self.resources = SharedResources(self.calls, capacity)
-        self._early: list[ToNode] = []
+        self._early: list[messages.ToNode] = []
         """Messages received before the node was ready."""
         self._ready: tuple[LocalNode, Followers, Chores] | None = None
         """The parts to which messages are applied; None before the node is ready."""
-        self._reported: Report | None = None
+        self._reported: messages.Report | None = None
         self._last_arrival: float | None = None
         """The time of the service's last message; None before the node is ready."""
         self._ending = False
@@ -146,67 +123,66 @@ class ServiceProxy:
         images: frozenset[str] | None = None
         looked = -IMAGES_SECONDS
 
-        async def report() -> None:
+        async def send_report() -> None:
             nonlocal images, looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
                 with suppress(OSError):  # a shared file system may fail, and the last names are then used again
                     images = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
-            self._report(node, pools, images)
+            uses = tuple(messages.ModelUses(model=model, engines=pool.uses()) for model, pool in pools.items())
+            report = messages.Report(stats=node.stats(), uses=uses, images=images)
+            if report != self._reported:
+                self._reported = report
+                self._link.send(report)
 
         async with Chores(node.failures) as attempts:
             self._ready = node, pools, attempts
             self._last_arrival = time.monotonic()
             for message in self._early:
                 self._receive(message)
-            self._link.send(Ready())
+            self._link.send(messages.Ready())
             try:
-                await attempts.begin("report to the service", report, every=REPORT_SECONDS)
+                await attempts.begin("report to the service", send_report, every=REPORT_SECONDS)
             finally:
                 self._ending = True
 
-    def _receive(self, message: ToNode) -> None:
-        if self._ready is None:
-            self._early.append(message)
-        else:
-            self._apply(*self._ready[:2], message)
-
     def leave(self) -> None:
         """Take no new attempts. The service ends the connection when the running attempts have ended."""
-        self._link.send(Leaving())
+        self._link.send(messages.Leaving())
 
     def fail(self, error: OutriderError) -> None:
         """Send the service the error that keeps the node from starting."""
-        self._link.send(Ready(error=error.record()))
+        self._link.send(messages.Ready(error=error.record()))
 
     def leader(self, model: str | None) -> ModelLeader:
-        return ModelLeader(self, model)
+        return ModelLeader(self.calls, model)
 
     def forwarded(self, model: str | None) -> Callable[[EngineState], ForwardedEngine]:
         return partial(ForwardedEngine, self.calls, model)
 
-    def send(self, message: msgspec.Struct) -> None:
-        self._link.send(message)
-
-    def _apply(self, node: LocalNode, pools: Followers, message: ToNode) -> None:
+    def _receive(self, message: messages.ToNode) -> None:
+        if self._ready is None:
+            self._early.append(message)
+            return
+        node, pools, _ = self._ready
         if silent := self.silence():
             node.note_stall(silent)
         self._last_arrival = time.monotonic()
         match message:
-            case CallRequest() | CallReply() | CancelCall():
+            case messages.CallRequest() | messages.CallReply() | messages.CancelCall():
                 self.calls.receive(message)
-            case Follow():
+            case messages.Follow():
                 pools[message.model].follow(message.state)
-            case Loads():
+            case messages.Loads():
                 pools[message.model].set_loads(message.loads)
-            case NodeSetup() | Beat():
+            case messages.NodeSetup() | Beat():
                 pass
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._ready is not None
         return self._ready[2].create_task(work, name="call of the service", chore="calls of the service")
 
-    async def _run_attempt(self, call: RunAttempt) -> AsyncGenerator[SessionResult, None]:
+    async def _run_attempt(self, call: messages.RunAttempt) -> AsyncGenerator[SessionResult, None]:
         assert self._ready is not None
         if self._ending:
             await asyncio.Event().wait()  # no result is sent, so the attempt counts as lost when the connection ends
@@ -221,16 +197,9 @@ class ServiceProxy:
                 return
         yield result
 
-    async def _pull_image(self, call: PullImage) -> RootImage:
+    async def _pull_image(self, call: messages.PullImage) -> RootImage:
         assert self._ready is not None
         return await self._ready[0].pull_image(call.reference, call.name)
-
-    def _report(self, node: LocalNode, pools: Followers, images: frozenset[str] | None) -> None:
-        uses = tuple(ModelUses(model=model, engines=pool.uses()) for model, pool in pools.items())
-        report = Report(stats=node.stats(), uses=uses, images=images)
-        if report != self._reported:
-            self._reported = report
-            self._link.send(report)
 
 
 class RemoteStore:
@@ -240,16 +209,16 @@ class RemoteStore:
         self._calls = calls
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
-        await self._calls.call(SetState(session_id, attempt, state))
+        await self._calls.call(messages.SetState(session_id, attempt, state))
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
-        await self._calls.call(AddTurn(session_id, attempt, turn, model))
+        await self._calls.call(messages.AddTurn(session_id, attempt, turn, model))
 
     async def turns(self, session_id: str, attempt: int, *, images: bool = False) -> list[Turn]:
-        return await self._calls.call(ReadTurns(session_id, attempt, images))
+        return await self._calls.call(messages.ReadTurns(session_id, attempt, images))
 
     async def frozen_turns(self, session_id: str, attempt: int) -> dict[str, list[Turn]]:
-        return await self._calls.call(ReadFrozenTurns(session_id, attempt))
+        return await self._calls.call(messages.ReadFrozenTurns(session_id, attempt))
 
 
 class RemoteArtifacts:
@@ -259,14 +228,14 @@ class RemoteArtifacts:
         self._calls = calls
 
     async def keep(self, session_id: str, attempt: int, data: bytes) -> str:
-        return await self._calls.call(KeepArtifact(session_id, attempt, data))
+        return await self._calls.call(messages.KeepArtifact(session_id, attempt, data))
 
     async def keep_index(self, listed: ArtifactList) -> None:
         assert listed.attempt is not None
-        await self._calls.call(KeepIndex(listed.session_id, listed.attempt, listed))
+        await self._calls.call(messages.KeepIndex(listed.session_id, listed.attempt, listed))
 
     async def carried(self, session_id: str, attempt: int) -> bytes:
-        return await self._calls.call(ReadCarried(session_id, attempt))
+        return await self._calls.call(messages.ReadCarried(session_id, attempt))
 
 
 class SharedResources(NodeResources):
@@ -279,7 +248,7 @@ class SharedResources(NodeResources):
     async def take(self, amount: ResourceAmount, priority: int = 0, tenant: str = "") -> ResourceShare:
         if not any(amount.quantities):
             return await super().take(amount, priority, tenant)
-        held = self._calls.begin(Take(amount, priority, tenant))
+        held = self._calls.begin(messages.Take(amount, priority, tenant))
 
         def give_back() -> None:
             held.cancel()
@@ -299,15 +268,15 @@ class SharedResources(NodeResources):
 class ModelLeader:
     """Sends the reports of one model's engine pool to the service; implements `engines.pool.follower.Leader`."""
 
-    def __init__(self, service: ServiceProxy, model: str | None) -> None:
-        self._service = service
+    def __init__(self, calls: LinkCalls, model: str | None) -> None:
+        self._calls = calls
         self._model = model
 
     def settled(self, report: GateReport) -> None:
-        self._service.send(Gate(model=self._model, report=report))
+        self._calls.send(messages.Gate(model=self._model, report=report))
 
     def engine_failed(self, engine: str) -> None:
-        self._service.send(CheckEngine(model=self._model, engine=engine))
+        self._calls.send(messages.CheckEngine(model=self._model, engine=engine))
 
 
 class ForwardedEngine:
@@ -348,8 +317,10 @@ class ForwardedEngine:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         ids = np.asarray(request.input_ids, dtype=np.int32).tobytes()
         return self._calls.stream(
-            GenerateTokens(self._model, self.name, request.request_id, request.session_key, ids, request.sampling)
+            messages.GenerateTokens(
+                self._model, self.name, request.request_id, request.session_key, ids, request.sampling
+            )
         )
 
     def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
-        return self._calls.stream(GenerateChat(self._model, self.name, request))
+        return self._calls.stream(messages.GenerateChat(self._model, self.name, request))

@@ -119,7 +119,11 @@ class Generations:
             with plugin_code():
                 async with aclosing(self._engine.generate(request)) as chunks:
                     while not generation.ended:
-                        await self._room(generation)
+                        while generation.kept and (
+                            len(generation.kept) >= self._window or self._unacknowledged >= self._total_window
+                        ):
+                            generation.room.clear()
+                            await generation.room.wait()
                         chunk = await anext(chunks, None)
                         if chunk is None:
                             raise EngineUnavailable("the worker's engine ended its stream before the generation's end")
@@ -135,12 +139,6 @@ class Generations:
             self._fail(generation, error)
         except Exception as error:  # the engine's code may raise any error
             self._fail(generation, EngineMisbehaved(f"the worker's engine raised {type(error).__name__}: {error}"))
-
-    async def _room(self, generation: _Generation) -> None:
-        """Wait until the windows allow one more message."""
-        while generation.kept and (len(generation.kept) >= self._window or self._unacknowledged >= self._total_window):
-            generation.room.clear()
-            await generation.room.wait()
 
     def _fail(self, generation: _Generation, error: OutriderError) -> None:
         generation.ended = True

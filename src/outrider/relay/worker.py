@@ -24,7 +24,6 @@ from uuid import uuid4
 
 import aiohttp
 
-from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.loop_thread import LoopThread
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Engine, SetsVersion, TakesConstraints, TokenizesText, weights_loader
@@ -58,7 +57,7 @@ from outrider.errors import (
 )
 from outrider.plugins import plugin_code
 from outrider.relay.generations import Generations
-from outrider.wire.client_socket import ClientSocket
+from outrider.wire.client_socket import dialled
 from outrider.wire.frames import Close, Nonsense, encode
 from outrider.wire.link import Disconnected, Link
 from outrider.wire.tls import trusting
@@ -67,7 +66,6 @@ log = logging.getLogger("outrider.relay")
 
 RECONNECTING = RetryPolicy(first=0.5, longest=20.0)
 CONNECT_SECONDS = 20.0
-CLOSE_SECONDS = 2.0
 REMEMBERED_ANSWERS = 256
 """Number of replies kept, for calls that the service repeats because the connection broke before the reply arrived."""
 
@@ -250,13 +248,7 @@ class Worker:
 
     async def _serve(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> Disconnected:
         """Run one connection, from the first message to the end. Returns how the connection ended."""
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
-        async with asyncio.timeout(CONNECT_SECONDS):
-            websocket = await session.ws_connect(self.url, headers=headers, max_msg_size=MAX_TO_WORKER, timeout=closing)
-        socket = ClientSocket(websocket)
-        code = Close.SILENT  # after this close code the service expects the worker to reconnect
-        try:
+        async with dialled(session, self.url, self._token, seconds=CONNECT_SECONDS, max_bytes=MAX_TO_WORKER) as socket:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await socket.send(encode(await self._hello()))
                 welcome = TO_WORKER.decode(await socket.receive())
@@ -269,14 +261,11 @@ class Worker:
             self.connections += 1
             self._set_attached(None)
             self._generations.attach(link, welcome)
-            return await link.run(partial(self._handle, tasks=tasks))
-        except asyncio.CancelledError:
-            code = Close.LEFT
-            raise
-        finally:
-            self._link = None
-            self._generations.detach()
-            await shielded(partial(socket.close, code, ""))
+            try:
+                return await link.run(partial(self._handle, tasks=tasks))
+            finally:
+                self._link = None
+                self._generations.detach()
 
     async def _hello(self) -> WorkerHello:
         health = await self.engine.health()

@@ -1,8 +1,8 @@
-"""Sandboxes: made, prepared, kept warm ahead of sessions, and removed after a crash. `open_sandbox` opens one without a
-service.
+"""Sandboxes: their making and preparation, warm sandboxes for later sessions, and the removal of what a crash leaves.
+`open_sandbox` opens a sandbox without a service.
 
-The only other folder of Outrider that this package imports is `concurrency/`. Further imports are modules at the top,
-such as `spec.py`, `errors.py` and `config.py`. Agents, models and grades do not belong here.
+Of Outrider, this package imports only `concurrency/` and modules of the top folder, such as `spec.py`, `errors.py` and
+`config.py`. Agents, models and grades do not belong here.
 """
 
 from __future__ import annotations

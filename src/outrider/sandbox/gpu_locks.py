@@ -1,7 +1,7 @@
 """Locks that keep the sandboxes of different programs on this machine from using the same GPU.
 
-`sessions/resources.py` assigns the GPUs of one service. It cannot account for another service on the machine, or for a
-hanging node process that was given up. The kernel's locks cover both. Invariant: a lock is held from before a sandbox
+`sessions/resources.py` assigns the GPUs of one service. Other services on the machine, and a hanging node process that
+was given up, are unknown to that module. The kernel's locks cover both. Invariant: a lock is held from before a sandbox
 starts until the sandbox has stopped, or this process has exited.
 """
 
@@ -30,22 +30,18 @@ async def lock_gpus(names: Sequence[str]) -> ExitStack:
             # The lock is an abstract socket name and not a file: the kernel frees the name when this process exits, and
             # any user can take it.
             lock = held.enter_context(socket.socket(socket.AF_UNIX))
-            while not _bound(lock, f"\0outrider/gpu/{name.removeprefix(CDI_KIND)}"):
+            while True:
+                try:
+                    lock.bind(f"\0outrider/gpu/{name.removeprefix(CDI_KIND)}")
+                    break
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
                 if clock() >= end:
                     raise RuntimeFailure(
                         f"GPU {name} is in use by another program of this machine that gives GPUs to sandboxes",
-                        hint="give each service, and each machine that joins one, GPUs of its own: the setting "
+                        hint="give each service, and each machine that joins a service, its own GPUs by the setting "
                         "sandboxes.gpus; or end a node process that hangs",
                     )
                 await asyncio.sleep(PAUSE_SECONDS)
         return held.pop_all()
-
-
-def _bound(lock: socket.socket, name: str) -> bool:
-    try:
-        lock.bind(name)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return False
-    return True

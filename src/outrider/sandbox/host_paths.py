@@ -3,7 +3,7 @@
 A task names files of the host by an `upload` (below the setting `files`), or by a mount, a root folder, an image's path
 or a virtual environment (below an entry of `sandboxes.allow`). Some folders of the host are visible in every sandbox of
 a kind (`SHOWN`). `KEPT` lists the files and folders that must not become readable as a whole in these ways. Folders are
-compared by device and inode, not by name alone, because a link, a bind mount and another spelling lead to the same
+compared by device and inode, not by name alone, because a link, a bind mount or another spelling may lead to the same
 folder. Invariant: the path read or mounted is the checked path, with all links resolved; uploads are opened without
 following any link (see sandbox/runtimes/tool_server/uploads.py).
 """
@@ -112,7 +112,7 @@ def _holds(outer: Located, inner: Located) -> bool:
 def _refusal(one: Named, place: Kept, relation: str) -> InvalidField:
     if one.shown:
         return InvalidField(
-            f"{place.rule.what}, {place.path}, lies in {one.path}, which {one.setting} sandboxes are shown:"
+            f"{place.rule.what}, {place.path}, lies in {one.path}, which is visible in {one.setting} sandboxes:"
             " agents could read it",
             field="sandboxes.runtimes",
             hint=f"move it elsewhere, or leave {one.setting!r} out of sandboxes.runtimes",
@@ -163,7 +163,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField(
                 f"{path!r} is not among the host's paths that tasks may name",
                 field=field,
-                hint="its operator allows it with `outrider serve --allow-path PATH`, or the setting sandboxes.allow",
+                hint="the operator allows it with `outrider serve --allow-path PATH`, or the setting sandboxes.allow",
             )
         return real
 
@@ -174,8 +174,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField(
                 f"{name!r} cannot be uploaded: this service has no folder of files for tasks",
                 field=field,
-                hint="`outrider run` sends what lies beside the task's file; else its operator names a folder with"
-                " `outrider serve --files DIR`, or the setting files",
+                hint="`outrider run` sends the files beside the task's file; in a service, the operator names a folder"
+                " with `outrider serve --files DIR`, or the setting files",
             )
         real = _resolved(self.files / name)
         if real is None or not real.is_relative_to(self.files):
@@ -220,7 +220,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
         return spec.model_copy(update={**changes, "mounts": mounts})
 
     def check_venv(self, path: str, shown: Iterable[Path], *, field: str) -> None:
-        """Raise InvalidField for a virtual environment that needs forbidden paths of the host.
+        """Raise InvalidField for a virtual environment that needs forbidden paths of the host. `shown` are the paths
+        that it needs.
 
         An allowed environment does not make the targets of its links allowed: whoever made the environment chose the
         links. The service's own interpreter is always allowed, because it is visible in the sandbox of every harness
@@ -234,7 +235,7 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField(
                 f"{path!r} does not work without {' and '.join(map(str, places))}, which tasks may not name",
                 field=field,
-                hint=f"its operator allows it with `outrider serve {flags}`",
+                hint=f"the operator allows it with `outrider serve {flags}`",
             )
 
 
@@ -289,16 +290,13 @@ def _kept(config: Config) -> Iterator[Kept]:
 
 def _named(config: Config) -> Iterator[Named]:
     """Yield the files and folders that these settings make readable to tasks."""
-    given = [(config.files, "files")] if config.files is not None else []
-    for path, setting in (*given, *((path, "sandboxes.allow") for path in config.sandboxes.allow)):
+    places = [(config.files, "files", False)] if config.files is not None else []
+    places += [(path, "sandboxes.allow", False) for path in config.sandboxes.allow]
+    kinds = [kind for kind in SHOWN if kind in config.sandboxes.runtimes]
+    places += [(Path(path), kind, True) for kind in kinds for path in SHOWN[kind] if os.path.lexists(path)]
+    for path, setting, shown in places:
         below = [place for place, _ in inner_mounts([(path, "/")])]
-        yield Named(path, setting, tuple(map(locate, (path, *below))))
-    for kind, folders in SHOWN.items():
-        if kind in config.sandboxes.runtimes:
-            for folder in folders:
-                if os.path.lexists(folder):
-                    below = [place for place, _ in inner_mounts([(Path(folder), "/")])]
-                    yield Named(Path(folder), kind, tuple(map(locate, (Path(folder), *below))), shown=True)
+        yield Named(path, setting, tuple(map(locate, (path, *below))), shown)
 
 
 def _files_in(path: str) -> Iterator[Id]:

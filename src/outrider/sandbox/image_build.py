@@ -14,7 +14,6 @@ import shlex
 import shutil
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -24,7 +23,7 @@ from outrider.errors import RuntimeFailure
 from outrider.sandbox.pythons.portable import PORTABLE_AT
 from outrider.sandbox.rootfs.dockerfile import BuildPlan, BuildStep, Copy, MakeFolder, RunInstruction, read_dockerfile
 from outrider.sandbox.rootfs.store import ImageStore, RootImage
-from outrider.sandbox.rootfs.unpack import OPAQUE, WHITEOUT, BadImage, unpack
+from outrider.sandbox.rootfs.unpack import OPAQUE, WHITEOUT, BadImage, Contents, contents_of, unpack
 from outrider.sandbox.runtimes.base import Runtime, SavesLayers
 from outrider.sandbox.runtimes.guest.filesystem.layers import OPAQUE_HEADER
 from outrider.sandbox.standalone import open_sandbox
@@ -53,7 +52,7 @@ def build_image(
     that failed, and RuntimeUnavailable."""
     plan = read_dockerfile(context, store)
 
-    def put(root: Path) -> RootImage:
+    def fill(root: Path) -> Contents:
         with tempfile.TemporaryDirectory(prefix="outrider-build-", dir=root.parent) as drafts:
             saved, layer = Path(drafts, "saved"), Path(drafts, "layer")
             asyncio.run(save_build(plan, saved, seconds=seconds, note=note))
@@ -62,21 +61,11 @@ def build_image(
             as_image_layer(saved, layer)
             link_tree(store.root(plan.base), root)
             unpack([layer.open("rb")], root)
-        sizes = [os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(root) for name in names]
-        entries = sum(len(folders) for _, folders, _ in os.walk(root)) + len(sizes)
-        return RootImage(
-            digest=plan.digest,
-            source=str(plan.file),
-            created=time.time(),
-            bytes=sum(sizes),
-            entries=entries,
-            env=plan.env,
-            workdir=plan.workdir,
-        )
+        return contents_of(root)
 
-    image = store.make(plan.digest, plan.name, put)
+    image = store.make(plan.digest, plan.name, fill, source=plan.file, env=plan.env, workdir=plan.workdir)
     if name is not None:
-        store.give(name, image)
+        store.give(name, image.digest)
     return image
 
 

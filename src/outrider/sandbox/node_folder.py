@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -31,7 +32,7 @@ from outrider.errors import ServiceError
 from outrider.sandbox.runtimes.guest.filesystem.tree_writer import empty_folder
 from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER
 from outrider.sandbox.runtimes.kernel import cgroups, process_marks
-from outrider.sandbox.runtimes.node_host import PREFIX, Host
+from outrider.sandbox.runtimes.node_host import PREFIX, Host, swept
 
 log = logging.getLogger("outrider.node")
 
@@ -104,7 +105,7 @@ class NodeFolder:
                     elif entry.name != LOCK:
                         os.unlink(entry.path)
             remove_tree(self.path)
-        finally:  # also if no descriptor is left for reading /proc: the next sweep must get the lock
+        finally:  # also if /proc cannot be read for lack of a descriptor: the next sweep must get the lock
             os.close(self.lock)
             if self.keeper is not None:
                 self.keeper.kill()
@@ -176,7 +177,7 @@ def remove_tree(path: Path) -> None:
     try:
         shutil.rmtree(path, onerror=note)
     except RecursionError:
-        faults.append(f"{path}: it is too deep")
+        faults.append(f"{path}: its folders are nested too deeply")
     if faults:
         log.warning("%s is not removed in full (%d faults): %s", path, len(faults), faults[0])
 
@@ -188,15 +189,8 @@ async def sweep(host: Host, failures: Failures) -> dict[str, int]:
     Returns the number of things removed, by kind. Failures are recorded and never raised: a failed sweep must not end
     the node's sessions, and the next sweep tries again.
     """
-    ended: dict[str, int] = {}
-    for kind, part in {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}.items():
-        try:
-            if number := await asyncio.to_thread(part):
-                ended[kind] = number
-        except Exception as error:  # any error is noted, so that the other parts are still swept
-            failures.note(f"sweep of {kind}", error)
-        else:
-            failures.note_success(f"sweep of {kind}")
+    own = {"NodeFolder": NodeFolder.sweep, "Cgroups": cgroups.sweep}
+    ended = await swept([(kind, partial(asyncio.to_thread, part)) for kind, part in own.items()], failures)
     ended |= await host.sweep(failures)
     if ended:
         listed = ", ".join(f"{kind} {number}" for kind, number in ended.items())

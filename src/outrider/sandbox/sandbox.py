@@ -1,4 +1,4 @@
-"""The sandboxes of a node: how they are made, prepared and stopped. Each has a private folder.
+"""Makes, prepares and stops the sandboxes of a node. Each sandbox has a private folder.
 
 Invariant: whatever happens, a started sandbox is stopped exactly once, and its folder is removed.
 """
@@ -42,11 +42,9 @@ class Sandbox:
         context: SandboxContext,
         paths: HostPaths,
         *,
-        field: str = RUNTIME,
-        prepared: bool = False,
+        field: str,
     ) -> None:
-        """`field` is the spec's field in the task. If `prepared`, the prepare steps are skipped, because the sandbox
-        starts from the layer of a prepared sandbox."""
+        """`field` is the spec's field in the task."""
         self.runtime = runtime
         self.directory = context.directory
         self.gpus = context.gpus
@@ -54,7 +52,8 @@ class Sandbox:
         self._spec = spec
         self._field = field
         self._paths = paths
-        self._prepared = prepared
+        self._prepared = context.layer is not None
+        """True if the sandbox starts from the layer of a prepared sandbox: its prepare steps are skipped."""
         self._ready = False
         self._stopped = False
         self._locks = ExitStack()
@@ -91,8 +90,8 @@ class Sandbox:
 
 
 class Sandboxes:
-    """The maker of a node's sandboxes. `paths` are the files of this machine that tasks may name; `background` runs
-    tasks that start sandboxes ahead of their use; the model gateway listens on `gateway_socket`, and at the URL set by
+    """Makes the sandboxes of a node. `paths` are the files of this machine that tasks may name. `background` runs the
+    tasks that start warm sandboxes. The model gateway listens on `gateway_socket`, and at the URL set by
     `gateway_at`."""
 
     def __init__(self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path) -> None:
@@ -125,8 +124,8 @@ class Sandboxes:
     ) -> Sandbox:
         """Make a sandbox without starting it. No other sandbox of this node has the same `name` and `attempt`. `field`
         is the spec's field in the task. Raises InvalidField if the runtime is no longer installed, or if a path in the
-        spec is not allowed here. A path that was allowed when the task was checked may be refused now: its links may
-        lead elsewhere on this machine, or may have changed."""
+        spec is not allowed here. This can happen to a path that was allowed when the task was checked: the links in
+        the path may lead elsewhere on this machine, or may have changed."""
         kind: RuntimeKind = resolve("runtime", spec.kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
@@ -144,10 +143,9 @@ class Sandboxes:
             layer=layer,
             gpus=gpus,
         )
-        prepared = layer is not None
         try:
             with renamed_field(RUNTIME, field):
-                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field, prepared=prepared)
+                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field)
         except BaseException:
             directory.rmdir()
             raise
@@ -159,7 +157,6 @@ async def prepare(
     *,
     paths: HostPaths,
     field: str = f"{RUNTIME}.prepare",
-    pauses: RetryPolicy = PREPARE_PAUSES,
 ) -> None:
     """Run a task's prepare steps in a started sandbox, in order. `field` is the field of the steps in the request.
 
@@ -168,7 +165,7 @@ async def prepare(
     for number, step in enumerate(steps):
         match step:
             case Run():
-                await run_step(runtime, step, name=f"prepare step {number}", field=f"{field}.{number}", pauses=pauses)
+                await run_step(runtime, step, name=f"prepare step {number}", field=f"{field}.{number}")
             case Upload():
                 source = partial(paths.upload_now, step.upload, field=f"{field}.{number}.upload")
                 try:
@@ -180,16 +177,14 @@ async def prepare(
 
 
 async def collect(runtime: Runtime, hooks: Sequence[Collect]) -> None:
-    """Run a task's commands that collect the outcome. A failed command raises nothing: the grader finds the outcome
-    missing."""
+    """Run a task's commands that collect the outcome. A failed command raises nothing, because the grader notices a
+    missing outcome."""
     for hook in hooks:
         with suppress(RuntimeFailure):
             await runtime.exec(hook.run, seconds=hook.seconds)
 
 
-async def run_step(
-    runtime: Runtime, step: Run, *, name: str, field: str | None = None, pauses: RetryPolicy = PREPARE_PAUSES
-) -> None:
+async def run_step(runtime: Runtime, step: Run, *, name: str, field: str | None = None) -> None:
     """Run the step's command until it succeeds. Raises RuntimeFailure, with the end of the output, when the command has
     failed `attempts` times, not counting the runs begun within the first `grace_seconds`. The error is CommandFailed
     unless the last run exceeded its time limit. A failure of the sandbox is raised at once."""
@@ -206,7 +201,7 @@ async def run_step(
         pause = step.pause_seconds
         if not counts and step.grace_pause_seconds is not None:
             pause = step.grace_pause_seconds
-        await asyncio.sleep(pauses.wait(max(failures - 1, 0)) if pause is None else pause)
+        await asyncio.sleep(PREPARE_PAUSES.wait(max(failures - 1, 0)) if pause is None else pause)
     ended = f"took longer than {step.seconds:g} s" if result.timed_out else f"exited with {result.exit_code}"
     tried = f", the last of {step.attempts} times" if step.attempts > 1 else ""
     kind = RuntimeFailure if result.timed_out else CommandFailed

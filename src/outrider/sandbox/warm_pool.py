@@ -1,8 +1,8 @@
-"""Warm sandboxes: started and prepared before a session needs them, of the most recently requested kinds.
+"""The warm pool: sandboxes of the most recently requested kinds, started and prepared before a session needs them.
 
 A kind is a runtime spec, the files uploaded by its prepare steps, and the harness's mounts. Invariants: a sandbox of
-the pool is unused, and is either given away once, alive and young, or stopped here; all ready, starting and stopping
-sandboxes together are within the memory limit.
+the pool is unused, and is either given to one session, alive and young, or stopped here; all ready, starting and
+stopping sandboxes together are within the memory limit.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SandboxKind:
         """Return the maximum target of this kind: `each`; 1 while its starts fail; 0 after MAX_FAILURES failures, or if
         its sandboxes would be too old at the first check."""
         if self.max_age < CHECK_SECONDS:
-            return 0  # a sandbox would be too old at the first check
+            return 0
         if self.failures:
             return min(each, 1) if self.failures < MAX_FAILURES else 0
         return each
@@ -235,7 +235,7 @@ class WarmPool:
             kind.failures += 1
             if kind.failures == 1:
                 text = error.message if isinstance(error, OutriderError) else repr(error)
-                log.warning("a warm sandbox cannot be started, and is tried again, less and less often: %s", text)
+                log.warning("a warm sandbox cannot be started, and is tried again after growing pauses: %s", text)
         except BaseException:
             self._free_memory(kind)
             raise

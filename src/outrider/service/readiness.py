@@ -35,17 +35,14 @@ class StoreReadiness:
         clock = asyncio.get_running_loop().time
         async with self._probing:
             if self._answered < 0 or clock() - self._answered >= self._fresh:
-                self._fault = await self._probe()
+                try:
+                    async with asyncio.timeout(self._seconds):
+                        await self._store.probe()
+                    self._fault = None
+                except TimeoutError:
+                    self._fault = f"it does not answer within {self._seconds:g} s"
+                except OutriderError as error:
+                    self._fault = error.message
                 self._answered = clock()
         if self._fault is not None:
             raise StoreUnavailable(f"the store cannot be used: {self._fault}", hint=HINT)
-
-    async def _probe(self) -> str | None:
-        try:
-            async with asyncio.timeout(self._seconds):
-                await self._store.probe()
-        except TimeoutError:
-            return f"it does not answer within {self._seconds:g} s"
-        except OutriderError as error:
-            return error.message
-        return None

@@ -23,15 +23,7 @@ from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.offload import Steps
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
-from outrider.errors import (
-    ContextOverflow,
-    InvalidField,
-    NotFound,
-    OutriderError,
-    TooLarge,
-    record_of,
-    renamed_field,
-)
+from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field
 from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
@@ -58,7 +50,7 @@ from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokens import TokenRegistry
-from outrider.service.views import PAGE_BYTES, EncodedPage, ViewReader
+from outrider.service.views import EncodedPage, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.limits import LARGE, MAX_VALUES, BodyCapacity
@@ -290,11 +282,10 @@ class Service:
         wait: float,
         limit: int,
         samples: bool,
-        max_bytes: int = PAGE_BYTES,
         caller: Principal = LOCAL,
     ) -> EncodedPage:
         """Return a page of the groups whose cursor is greater than `after`. Waits up to `wait` seconds for the first
-        group. A page has at most `limit` groups and `max_bytes` of JSON; a larger group is a page of its own."""
+        group. A page has at most `limit` groups and PAGE_BYTES of JSON; a larger group is a page of its own."""
         page = EncodedPage(after)
         # Clients take an empty page as the end of the results. So if all groups of a page were removed after they were
         # listed, the next groups are read instead.
@@ -306,7 +297,7 @@ class Service:
             for row in rows:
                 with suppress(NotFound):
                     view = await self.reader.view(row, samples=samples)
-                    if not page.add(view, await self.reader.encoded(view), max_bytes=max_bytes):
+                    if not page.add(view, await self.reader.encoded(view)):
                         break
         return page
 

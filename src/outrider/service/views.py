@@ -180,10 +180,10 @@ class EncodedPage:
         self._bodies: list[bytes] = []
         self._size = 0
 
-    def add(self, group: GroupView, body: bytes, *, max_bytes: int) -> bool:
-        """Add a group whose JSON is `body`, unless the page would exceed `max_bytes`. Returns True if the group was
+    def add(self, group: GroupView, body: bytes) -> bool:
+        """Add a group whose JSON is `body`, unless the page would exceed PAGE_BYTES. Returns True if the group was
         added. The first group is always added, because otherwise a consumer could never get past a large group."""
-        if self.groups and self._size + len(body) > max_bytes:
+        if self.groups and self._size + len(body) > PAGE_BYTES:
             return False
         self.groups.append(group)
         self._bodies.append(body)

@@ -19,15 +19,7 @@ from outrider.sessions.priority_semaphore import URGENT
 from outrider.spec import Run, RuntimeSpec, TaskSpec, runtimes_of, steps_of, tenant_of
 from outrider.store.rows import SessionRow
 from outrider.tokens.samples import count_session, policy_of
-from outrider.trajectory import (
-    BranchPolicy,
-    FrozenUse,
-    HarnessExit,
-    SessionResult,
-    StageSeconds,
-    Turn,
-    Verdict,
-)
+from outrider.trajectory import BranchPolicy, FrozenUse, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
 RESERVED_PRIORITY = URGENT
 """A priority above every priority that a group can have."""

@@ -26,7 +26,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self, cast
 
 import msgspec
@@ -146,9 +145,7 @@ class Grading:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await shielded(self._undo.aclose)  # a callback that raises does not keep the others from running
 
     def start_ahead(self) -> None:

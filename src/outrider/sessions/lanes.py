@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Self
 
 from outrider.config import LanesConfig
@@ -51,9 +50,7 @@ class HeldSlot:
         self._slot = await self._lane.take(self._priority, self._tenant)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._over = True
         self._release()
 

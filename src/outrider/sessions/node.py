@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -126,9 +125,7 @@ class LocalNode:
             self._held = held.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._held.aclose()
 
     @property

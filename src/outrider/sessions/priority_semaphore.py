@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from operator import add, sub
-from types import TracebackType
 from typing import NamedTuple, Self
 
 Quantities = tuple[int, ...]
@@ -56,9 +55,7 @@ class Slot:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.release()
 
 

@@ -73,17 +73,15 @@ class Removals:
         ((groups, images),) = await self._db.read(lambda tx: tx.fetch(sql))
         return int(groups) + int(images)
 
-    async def candidates(
-        self, *, before: float = inf, force: bool, after: tuple[float, int] = (-inf, 0), limit: int
-    ) -> list[Candidate]:
-        """Return up to `limit` groups that may be removed and that finished before the time `before`, earliest first.
-        `after` is the `place` of the last group that an earlier call returned."""
+    async def candidates(self, *, force: bool, after: tuple[float, int] = (-inf, 0), limit: int) -> list[Candidate]:
+        """Return up to `limit` groups that may be removed, earliest finished first. `after` is the `place` of the last
+        group that an earlier call returned."""
         sql = f"""SELECT id, n, bytes, finished, cursor FROM groups
-            WHERE {_removable(force)} AND finished < ? AND (finished, cursor) > (?, ?)
+            WHERE {_removable(force)} AND (finished, cursor) > (?, ?)
             ORDER BY finished, cursor LIMIT ?"""
 
         async def body(tx: Connection) -> list[Candidate]:
-            found = await tx.fetch(sql, (*await _bound(tx, force), before, *after, limit))
+            found = await tx.fetch(sql, (*await _bound(tx, force), *after, limit))
             return [row_from(Candidate, row) for row in found]
 
         return await self._db.read(body)

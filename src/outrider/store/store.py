@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from math import inf
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -112,15 +111,20 @@ class Store:
         await self._db.open()
         try:
             await self._db.write(lambda tx: migrate(tx, self._db.types, self._clock(), self._migrations))
-            self._key = await self._find_key()
+            key = await asyncio.to_thread(self._key_source.load)
+            if key is None:
+                # A new key must not replace a lost key, because queued tasks could not be run any more.
+                any_group = "SELECT 1 FROM groups WHERE state <> ? LIMIT 1"
+                if await self._db.read(lambda tx: tx.fetch(any_group, (REMOVED,))):
+                    raise self._key_source.missing()
+                key = await asyncio.to_thread(self._key_source.make)
+            self._key = key
         except BaseException:  # also when cancelled: the database's threads must not be left running
             await self._db.close()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._db.close()
 
     async def probe(self) -> None:
@@ -128,17 +132,6 @@ class Store:
         may first retry the write for a while."""
         now = self._clock()
         await self._db.write(lambda tx: tx.execute("UPDATE probe SET at = ?", (now,)), volatile=True)
-
-    async def _find_key(self) -> TaskKey:
-        if (key := await asyncio.to_thread(self._key_source.load)) is not None:
-            return key
-        # A new key must not replace a lost key, because queued tasks could not be run any more.
-        if await self._db.read(lambda tx: tx.fetch("SELECT 1 FROM groups WHERE state <> ? LIMIT 1", (REMOVED,))):
-            raise self._key_source.missing()
-        return await asyncio.to_thread(self._key_source.make)
-
-    def _sealed_url(self, url: str, group_id: str) -> str:
-        return self._key.seal_url(url, rows.receiver_of(url), _url_of(group_id))
 
     def _group(self, row: Row) -> GroupRow:
         """Build a group from the values of GROUP_COLUMNS. `callback_url` is None if the URL was sealed with another
@@ -167,7 +160,8 @@ class Store:
         quota: int | None = None,
     ) -> GroupRow:
         """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event of its creation.
-        `expire` marks a session to end if the session has not started by the time `expires`.
+        If a session's first attempt has not started by the time `expires`, the method `expire` sets the session's
+        `ending`.
 
         The stored group is active and not cancelled, whatever the state in `group`. If the tenant already has a group
         with this idempotency key, the existing group is returned, provided that both specs have the same bytes. Raises
@@ -179,7 +173,9 @@ class Store:
 
         key = None if group.idempotency_key is None else rows.stored_key(group.tenant, group.idempotency_key)
         sealed = self._key.seal(spec, _spec_of(group.id))
-        sealed_url = None if group.callback_url is None else self._sealed_url(group.callback_url, group.id)
+        sealed_url = None
+        if (url := group.callback_url) is not None:
+            sealed_url = self._key.seal_url(url, rows.receiver_of(url), _url_of(group.id))
 
         async def body(tx: Connection) -> GroupRow:
             if key is not None:
@@ -510,12 +506,8 @@ class Store:
         """Return the turns of one attempt (default: the newest) in the order of their index. The images in the turns
         have bytes only with `images`."""
         sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
-
-        async def body(tx: Connection) -> list[bytes]:
-            newest = await _newest_attempt(tx, session_id, tenant)
-            return [row[0] for row in await tx.fetch(sql, (session_id, newest if attempt is None else attempt))]
-
-        found = [rows.turn_from(packed) for packed in await self._db.read(body)]
+        stored = await self._db.read(lambda tx: _rows_of_attempt(tx, sql, session_id, attempt, tenant))
+        found = [rows.turn_from(packed) for (packed,) in stored]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
     async def frozen_turns(
@@ -524,13 +516,9 @@ class Store:
         """Return the turns of frozen models in one attempt (default: the newest), by model, in the order of their
         index."""
         sql = "SELECT model, turn FROM frozen_turns WHERE session_id = ? AND attempt = ? ORDER BY model, turn_index"
-
-        async def body(tx: Connection) -> list[Row]:
-            newest = await _newest_attempt(tx, session_id, tenant)
-            return await tx.fetch(sql, (session_id, newest if attempt is None else attempt))
-
+        stored = await self._db.read(lambda tx: _rows_of_attempt(tx, sql, session_id, attempt, tenant))
         found: dict[str, list[Turn]] = {}
-        for model, packed in await self._db.read(body):
+        for model, packed in stored:
             found.setdefault(model, []).append(rows.turn_from(packed))
         return found
 
@@ -886,14 +874,16 @@ async def _find_session(tx: Connection, session_id: str, tenant: str | None = No
     return found[0]
 
 
-async def _newest_attempt(tx: Connection, session_id: str, tenant: str | None = None) -> int:
+async def _rows_of_attempt(
+    tx: Connection, sql: str, session_id: str, attempt: int | None, tenant: str | None
+) -> list[Row]:
+    """Return the rows of a query with the placeholders `session_id` and `attempt` (default: the newest)."""
     own = session_of_tenant(tenant)
-    sql = f"SELECT attempt FROM sessions WHERE state <> ? AND id = ?{own.sql}"
-    found = await tx.fetch(sql, (REMOVED, session_id, *own.values))
+    newest = f"SELECT attempt FROM sessions WHERE state <> ? AND id = ?{own.sql}"
+    found = await tx.fetch(newest, (REMOVED, session_id, *own.values))
     if not found:
         raise NotFound(f"no session {session_id!r}")
-    newest: int = found[0][0]
-    return newest
+    return await tx.fetch(sql, (session_id, found[0][0] if attempt is None else attempt))
 
 
 async def _find_sessions(tx: Connection, where: str, *values: Any) -> list[SessionRow]:

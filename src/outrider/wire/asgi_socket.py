@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect
 
-from outrider.wire.link import Disconnected
+from outrider.wire.link import Disconnected, Socket
 
 
-class AsgiSocket:
-    """`wire.link.Socket` over an accepted WebSocket of an ASGI server."""
+class AsgiSocket(Socket):
+    """An accepted WebSocket of an ASGI server."""
 
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket

@@ -1,16 +1,44 @@
-"""The worker's or node's end of an open WebSocket to the service."""
+"""The worker's or node's end of a WebSocket to the service."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import aiohttp
 
-from outrider.wire.link import Disconnected
+from outrider.concurrency.cancellation import shielded
+from outrider.wire.frames import Close
+from outrider.wire.link import Disconnected, Socket
+
+CLOSE_SECONDS = 2.0
 
 
-class ClientSocket:
-    """`wire.link.Socket` over aiohttp's WebSocket."""
+@asynccontextmanager
+async def dialled(
+    http: aiohttp.ClientSession, url: str, token: str | None, *, seconds: float, max_bytes: int
+) -> AsyncIterator[ClientSocket]:
+    """Open a WebSocket within `seconds`, for messages of up to `max_bytes`. At the end of the block, the socket is
+    closed with LEFT if the caller was cancelled, and else with SILENT, after which the service expects another
+    connection. Raises aiohttp.ClientError, OSError and TimeoutError."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    closing = aiohttp.ClientWSTimeout(ws_close=CLOSE_SECONDS)
+    async with asyncio.timeout(seconds):
+        websocket = await http.ws_connect(url, headers=headers, max_msg_size=max_bytes, timeout=closing)
+    socket, code = ClientSocket(websocket), Close.SILENT
+    try:
+        yield socket
+    except asyncio.CancelledError:
+        code = Close.LEFT
+        raise
+    finally:
+        await shielded(partial(socket.close, code, ""))
+
+
+class ClientSocket(Socket):
+    """An open WebSocket of aiohttp."""
 
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         self._websocket = websocket

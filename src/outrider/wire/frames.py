@@ -9,8 +9,7 @@ import msgspec
 MAX_REASON = 120
 """Maximum bytes of a close reason; WebSocket allows 123."""
 
-_ENCODER = msgspec.msgpack.Encoder()
-encode = _ENCODER.encode
+encode = msgspec.msgpack.Encoder().encode
 
 
 class Close(IntEnum):

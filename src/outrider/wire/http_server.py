@@ -254,7 +254,7 @@ class _Protocol(HttpToolsProtocol):
     def __init__(self, *args: Any, timeouts: Timeouts, limit: ConnectionLimit, **fields: Any) -> None:
         super().__init__(*args, **fields)
         self._timeouts = timeouts
-        self._limit = limit
+        self.limit = limit
         self.owner = ""
         """The owner of the connection for `ConnectionLimit`. `claimed` is True if the application has named the
         owner."""
@@ -272,7 +272,7 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(_CoalescedWrites(transport))  # type: ignore[arg-type]  # the wrapper delegates the rest
         self._due = self.loop.time() + self._timeouts.head
         self._check_later()
-        if not self._limit.enter(self, _address(self.client)):
+        if not self.limit.enter(self, _address(self.client)):
             # Read the data that has arrived. If received data is unread when the socket is closed, the kernel sends a
             # reset, and the client may never get the 503.
             with contextlib.suppress(OSError):
@@ -284,13 +284,9 @@ class _Protocol(HttpToolsProtocol):
         """Close the connection at once."""
         self.transport.abort()
 
-    def claim(self, owner: str, *, keep: bool) -> None:
-        """Set the owner of this connection: see the function `claim`."""
-        self._limit.claim(self, owner, keep=keep)
-
     def data_received(self, data: bytes) -> None:
         self._pieces += 1
-        self._limit.active(self)
+        self.limit.active(self)
         self._head += len(data)
         super().data_received(data)
         if self._head > MAX_HEAD and not self.transport.is_closing():
@@ -332,7 +328,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._due = self.loop.time() + self._timeouts.idle
-        self._limit.replied(self)
+        self.limit.replied(self)
         if self.pipeline:
             super().on_response_complete()
             return
@@ -352,13 +348,13 @@ class _Protocol(HttpToolsProtocol):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._limit.upgraded(self)
+        self.limit.upgraded(self)
         super().handle_websocket_upgrade()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._limit.leave(self)
+        self.limit.leave(self)
         self.pipeline.clear()  # pipelined requests can no longer get a reply
         super().connection_lost(exc)
         if (cycle := self._answered) is not None and not cycle.response_complete:
@@ -489,7 +485,7 @@ def claim(scope: Scope, owner: str, *, keep: bool = False) -> None:
     accept another before the reply is complete. Has no effect on WebSockets."""
     connection: _Protocol | None = scope.get("extensions", {}).get(CONNECTION)
     if connection is not None:
-        connection.claim(owner, keep=keep)
+        connection.limit.claim(connection, owner, keep=keep)
 
 
 async def while_connected(scope: Scope, work: Awaitable[None]) -> None:

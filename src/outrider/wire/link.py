@@ -39,7 +39,14 @@ class Disconnected(Exception):
 
 
 class Socket(Protocol):
-    """Sends and receives whole messages over a transport that can break. `send` and `receive` raise Disconnected."""
+    """Sends and receives whole messages over a transport that can break. `send` and `receive` raise Disconnected.
+
+    A socket that sends messages in pieces has the times, by the event loop's clock, at which a piece last came from the
+    peer (`last_arrival`), and at which the peer last accepted a piece (`taken`).
+    """
+
+    last_arrival: float = 0.0
+    taken: float = 0.0
 
     async def send(self, frame: bytes) -> None: ...
     async def receive(self) -> bytes: ...
@@ -50,9 +57,7 @@ class Link(Generic[In]):
     """One end of a connection, with its send queue, its heartbeats, and the detection of silence.
 
     `heartbeat` is the maximum number of seconds without a message to the peer, `silence` the maximum without a message
-    from the peer. `silence` may be changed while the link runs. `last_arrival` returns the time, by the event loop's
-    clock, at which the socket last received data from the peer, such as part of a message. `taken` returns the time at
-    which the peer last accepted part of the data being sent. `stranger`: the peer runs on another machine, so the
+    from the peer. `silence` may be changed while the link runs. `stranger`: the peer runs on another machine, so the
     decoding cost of its messages is counted first (`decoding.py`).
     """
 
@@ -63,15 +68,11 @@ class Link(Generic[In]):
         *,
         heartbeat: float,
         silence: float,
-        last_arrival: Callable[[], float] = lambda: 0.0,
-        taken: Callable[[], float] = lambda: 0.0,
         stranger: bool = False,
     ) -> None:
         self._socket = socket
         self._decoder = decoder
         self._heartbeat = heartbeat
-        self._socket_arrival = last_arrival
-        self._socket_taken = taken
         self._stranger = stranger
         self.silence = silence
         self.size = 0
@@ -168,14 +169,18 @@ class Link(Generic[In]):
             try:
                 if self._stranger and len(frame) > SMALL:
                     await asyncio.to_thread(check_cost, frame)
-                message = self._decoded(frame)
+                try:
+                    message = self._decoder.decode(frame)
+                except UNREADABLE as error:
+                    raise Nonsense(f"no message of this protocol: {error}") from error
                 self.size = len(frame)
                 if self._close is None and not isinstance(message, Beat):
                     handle(message)
             except Nonsense as error:
                 self.close(Close.NONSENSE, str(error))
             if self._close is not None:
-                return await self._written()
+                # The writer ends the connection after it has sent the close frame; `run` then cancels this wait.
+                await asyncio.Event().wait()
 
     async def _watch(self) -> Disconnected:
         """Send heartbeats, and end a connection on which nothing arrives or nothing can be sent. One task checks this
@@ -187,20 +192,9 @@ class Link(Generic[In]):
             now = self._clock()
             if now - due > pause:  # this process was blocked, so there may be unread messages
                 self._last_arrival = now
-            if self._sending_since is not None and now - max(self._sending_since, self._socket_taken()) >= self.silence:
+            if self._sending_since is not None and now - max(self._sending_since, self._socket.taken) >= self.silence:
                 return Disconnected(Close.SILENT, "the peer reads nothing")
-            if not self._held and now - max(self._last_arrival, self._socket_arrival()) >= self.silence:
+            if not self._held and now - max(self._last_arrival, self._socket.last_arrival) >= self.silence:
                 self.close(Close.SILENT, f"nothing came for {self.silence:g} s")
             elif now - self._sent >= self._heartbeat / 2:
                 self.send(Beat())
-
-    async def _written(self) -> Disconnected:
-        """Wait for the cancellation by `run`: the writer ends the connection after it has sent the close frame."""
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    def _decoded(self, frame: bytes) -> In:
-        try:
-            return self._decoder.decode(frame)
-        except UNREADABLE as error:
-            raise Nonsense(f"no message of this protocol: {error}") from error

@@ -7,14 +7,14 @@ import asyncio
 import socket
 from typing import Self
 
-from outrider.wire.link import Disconnected
+from outrider.wire.link import Disconnected, Socket
 
 LENGTH_BYTES = 4
 BUFFER = 1 << 20
 
 
-class Pipe:
-    """A `wire.link.Socket` over a stream. A peer that sends a frame of more than `max_frame` bytes is disconnected."""
+class Pipe(Socket):
+    """A socket over a stream. A peer that sends a frame of more than `max_frame` bytes is disconnected."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, max_frame: int) -> None:
         self._reader = reader

@@ -33,8 +33,8 @@ NO_PIECE = Disconnected(Close.NONSENSE, "no piece of this protocol")
 NOT_SENT = Disconnected(Close.NONSENSE, "it acknowledges what was never sent")
 
 
-class ResumableSocket:
-    """A `wire.link.Socket` over one connection after another. `received` is the number of pieces received over all
+class ResumableSocket(Socket):
+    """A socket over one connection after another. `received` is the number of pieces received over all
     connections, to be sent to the peer when the next connection begins. `most` is the maximum number of bytes of a
     frame from the peer."""
 

@@ -1,8 +1,8 @@
 """The service's own IPython, for sandboxes whose Python has none.
 
-The interpreter of portable.py is combined with IPython and all requirements in one folder, which sandboxes see at the
-same path as the host. Invariant: of the distributions in the service's environment, the folder holds only IPython and
-its requirements.
+One folder holds the interpreter of portable.py, IPython and the requirements of IPython. Sandboxes see the folder at
+the same path as the host. Invariant: of the distributions in the service's environment, the folder holds only IPython
+and its requirements.
 """
 
 from __future__ import annotations

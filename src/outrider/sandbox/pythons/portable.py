@@ -1,8 +1,9 @@
 """A Python interpreter for any root file system of this machine's architecture, even without Python or libraries.
 
-The folder, which sandboxes see at PORTABLE_AT, is a copy of Outrider's interpreter with the dynamic loader, the
-standard library, and every shared library that may be needed. The interpreter is started through the copied loader. So
-it uses no files outside the folder, and needs no environment variables, which its child processes would inherit.
+The interpreter is a folder, which sandboxes see at PORTABLE_AT: a copy of Outrider's interpreter with the dynamic
+loader, the standard library, and every shared library that may be needed. The interpreter is started through the copied
+loader. Therefore it uses no files outside the folder, and needs no environment variables, which its child processes
+would inherit.
 Invariant: the folder `python/DIGEST` in the cache is complete, has been tried, and never changes.
 """
 
@@ -128,7 +129,7 @@ def _build(folder: Path) -> None:
     if done.returncode != 0 or done.stdout.strip() != str(folder):
         raise RuntimeUnavailable(
             f"a copy of {_executable()} does not run",
-            hint="run Outrider with a Python that was not moved after it was installed, or use images that have one",
+            hint="run Outrider with a Python that was not moved after its installation, or use images with a Python",
             log_tail=(done.stdout + done.stderr)[-2000:],
         )
 
@@ -145,7 +146,7 @@ def _interpreter_of(program: Path) -> str | None:
     with program.open("rb") as file:
         header = file.read(64)
         if header[:5] != b"\x7fELF\x02":
-            raise RuntimeUnavailable(f"{program} is no 64-bit ELF program")
+            raise RuntimeUnavailable(f"{program} is not a 64-bit ELF program")
         (table,) = struct.unpack_from("=Q", header, 32)
         size, count = struct.unpack_from("=HH", header, 54)
         for number in range(count):

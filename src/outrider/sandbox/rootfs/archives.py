@@ -102,7 +102,7 @@ def layered(path: Path) -> Iterator[Layered]:
     try:
         opened = tarfile.open(path, tarinfo=ArchiveMember)  # noqa: SIM115  # a `with` would catch errors of its body
     except (*UNREADABLE, OSError) as error:
-        raise BadImage(f"{path} is no tar archive: {error}") from error
+        raise BadImage(f"{path} is not a tar archive: {error}") from error
     with opened as archive:
         size = path.stat().st_size
         names = {member.name.removeprefix("./"): member for member in islice(_members(archive, size), MAX_MEMBERS)}
@@ -129,7 +129,7 @@ def _members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarInfo]:
     last = -1
     for member in archive:
         if member.offset <= last:
-            raise BadImage("the archive's entries are in a circle")
+            raise BadImage("an entry of the archive does not start after the previous entry")
         check_expansion(max(archive.offset, member.size), size)
         last = member.offset
         yield member
@@ -145,7 +145,7 @@ def _oci(open_: Open) -> Layered:
         if len(fitting) != 1:
             fitting = [one for one in fitting if one.platform is not None and one.platform.os == "linux"]
         if len(fitting) != 1:
-            raise BadImage(f"the index names {len(manifests)} images, and not exactly one for linux on {machine}")
+            raise BadImage(f"the index names {len(manifests)} images, but not exactly one for Linux on {machine}")
         chosen = fitting[0]
         document = _document(_blob(open_, chosen.digest), chosen.digest, Manifest)
         if chosen.media_type not in NESTED and not document.manifests:
@@ -187,7 +187,7 @@ def _with_config(digest: str, layers: Callable[[], Iterator[BinaryIO]], configur
 def _blob(open_: Open, digest: str) -> BinaryIO:
     kind, _, value = digest.partition(":")
     if kind != "sha256" or not value.isalnum():
-        raise BadImage(f"the image names the blob {digest!r}: only sha256 digests are known")
+        raise BadImage(f"the image names the blob {digest!r}: only sha256 digests are supported")
     name = f"blobs/sha256/{value}"
     if digest_of_file(open_(name)) != value:
         raise BadImage(f"the blob {digest} has other content than its name says")
@@ -199,7 +199,7 @@ def _document(file: BinaryIO, name: str, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(file.read(MAX_DOCUMENT), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadImage(f"{name} is not JSON as images have it: {error}") from error
+            raise BadImage(f"{name} is not JSON of the form that images have: {error}") from error
 
 
 def digest_of_file(file: BinaryIO) -> str:

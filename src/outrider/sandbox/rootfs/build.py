@@ -9,6 +9,7 @@ file at once, only one builds it (see concurrency/build_once.py).
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,14 +21,15 @@ import msgspec
 
 from outrider.concurrency.build_once import build_once
 from outrider.environment import cache_home
-from outrider.errors import LOG_TAIL
-from outrider.sandbox.rootfs.apptainer import apptainer_program
+from outrider.errors import LOG_TAIL, RuntimeUnavailable
 from outrider.sandbox.rootfs.recipe import Definition, Recipe, definition_of, local_base
 from outrider.sandbox.rootfs.store import ImageStore
 from outrider.sandbox.rootfs.unpack import BadImage
 
 BUILD_SECONDS = 6 * 3600
 SIF = "image.sif"
+PROGRAMS = ("apptainer", "singularity")
+"""Names of the program, the former name last."""
 
 
 class Reuse(StrEnum):
@@ -41,6 +43,18 @@ class Reuse(StrEnum):
     SCRATCH = "scratch"
     VERSIONED = "versioned"
     LOCK = "lock"
+
+
+def apptainer_program() -> str:
+    """Return the path of Apptainer on the PATH, without trying the program. Raises RuntimeUnavailable with a hint for
+    its installation."""
+    program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+    if program is None:
+        raise RuntimeUnavailable(
+            "apptainer is not installed",
+            hint="on a cluster: `module load apptainer`; else your distribution's package, or apptainer.org",
+        )
+    return program
 
 
 class Builder:
@@ -63,12 +77,10 @@ class Builder:
     def build(self, recipe: Recipe, reuse: Reuse) -> Path:
         """Build a recipe or find an earlier build, and return the SIF file. Raises InvalidField, NotFound, BadImage
         with Apptainer's output, and RuntimeUnavailable without Apptainer."""
-        wanted = time.time()
+        since = time.time() if reuse is Reuse.SCRATCH else 0.0
         whole = definition_of(recipe, self._store)
-        if reuse is Reuse.SCRATCH:
-            return self._built(whole.key("versioned", version("outrider")), whole, since=wanted)
-        if reuse is Reuse.VERSIONED:
-            return self._built(whole.key("versioned", version("outrider")), whole)
+        if reuse is not Reuse.LOCK:
+            return self._built(whole.key("versioned", version("outrider")), whole, since=since)
         installed = msgspec.structs.replace(whole, files=(), env={}, commands=())
         key = installed.key("lock")
         base = self._built(key, installed)
@@ -100,7 +112,7 @@ class Builder:
         recipe, requirements, sif, log = (draft / name for name in ("image.def", "requirements.txt", SIF, "log"))
         requirements.write_text(definition.pip, encoding="utf-8")
         recipe.write_text(definition.render(requirements), encoding="utf-8")
-        self._note(f"building with {program}; this takes minutes where much is installed")
+        self._note(f"building with {program}; this takes minutes if many packages are installed")
         as_user = ["--fakeroot"] if os.geteuid() else []  # apt and pip need root
         with log.open("wb") as out:
             done = subprocess.run(

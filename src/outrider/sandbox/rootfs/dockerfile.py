@@ -1,4 +1,4 @@
-"""Turns Dockerfiles into build steps, if their images can be built without a container engine.
+"""Reads Dockerfiles as build steps for images that can be built without a container engine.
 
 sandbox/image_build.py runs the steps. The supported part of the language is FROM an image of this machine, COPY and
 ADD of local files, RUN, WORKDIR, ENV, ARG and USER root. Labels, ports and start commands do not affect files, and are
@@ -25,7 +25,7 @@ from outrider.text_files import read_text_file
 
 DOCKERFILE = "Dockerfile"
 FORMAT = 1
-"""Part of every key. Increase this number when a change of this program makes another image of the same Dockerfile."""
+"""Part of every key. Increase this number when a change of the code changes the image of some Dockerfile."""
 IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL"})
 DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)\s*")
 HERE_DOCUMENT = re.compile(r"\d*<<-?[\"']?[A-Za-z0-9_.]+[\"']?")
@@ -121,7 +121,7 @@ def read_dockerfile(context: Path, store: ImageStore) -> BuildPlan:
     text = read_text_file(file, field="dockerfile", limit=MAX_FILE)
     lines = read_text_file(ignore, field="dockerfile", limit=MAX_FILE).split("\n") if ignore.exists() else ()
     if any(line.strip() and not line.startswith("#") for line in lines):
-        raise InvalidField(f"{ignore} leaves files out, which is not known here", field="dockerfile")
+        raise InvalidField(f"{ignore} excludes files, which is not supported here", field="dockerfile")
     return Reader(file, store).plan(text)
 
 
@@ -156,7 +156,7 @@ class Reader:
                 continue
             if one.name not in readers:
                 known = ", ".join((*readers, *sorted(IGNORED)))
-                raise self._refusal(one.line, f"{one.name} is not known here", hint=f"known: {known}")
+                raise self._refusal(one.line, f"{one.name} is not supported here", hint=f"supported: {known}")
             if self._base is None and one.name not in ("FROM", "ARG"):
                 raise self._refusal(one.line, f"{one.name} comes before FROM")
             readers[one.name](one)
@@ -199,7 +199,7 @@ class Reader:
             bare = line.strip()
             if directives and (directive := DIRECTIVE.fullmatch(bare)):
                 if directive[1].lower() == "escape" and directive[2] != "\\":
-                    raise self._refusal(number, "another escape character is not known here")
+                    raise self._refusal(number, "another escape character is not supported here")
                 continue
             directives = False
             if not bare or bare.startswith("#"):
@@ -212,15 +212,15 @@ class Reader:
             yield Instruction(begin, name.upper(), rest[0].strip() if rest else "")
             parts, begin = [], 0
         if parts:
-            raise self._refusal(begin, "the last line goes on, and there is none")
+            raise self._refusal(begin, "the last line ends with a backslash, but no line follows")
 
     def read_from(self, one: Instruction) -> None:
         if self._base is not None:
-            raise self._refusal(one.line, "a second FROM: an image is built in one stage here")
+            raise self._refusal(one.line, "a second FROM: only one build stage is supported here")
         words = self._words(one, self._early)
         if not words or words[0].startswith("--") or (words[1:] and [words[1].upper(), *words[3:]] != ["AS"]):
             raise self._refusal(
-                one.line, f"FROM {one.text} is not known here", hint="FROM IMAGE, or FROM IMAGE AS NAME"
+                one.line, f"FROM {one.text} is not supported here", hint="FROM IMAGE, or FROM IMAGE AS NAME"
             )
         short = words[0].removeprefix("docker.io/").removeprefix("library/")
         for name in (words[0], short, short.removesuffix(":latest")):
@@ -240,7 +240,7 @@ class Reader:
         for word in self._words(one):
             name, given, value = word.partition("=")
             if not NAME.fullmatch(name):
-                raise self._refusal(one.line, f"{name!r} is no name of a variable")
+                raise self._refusal(one.line, f"{name!r} is not the name of a variable")
             if self._base is None:
                 self._early |= {name: value} if given else {}
             elif given or name in self._early:
@@ -265,7 +265,7 @@ class Reader:
 
     def read_user(self, one: Instruction) -> None:
         if not ROOT.fullmatch(" ".join(self._words(one))):
-            raise self._refusal(one.line, f"USER {one.text}: root is the one user of a sandbox")
+            raise self._refusal(one.line, f"USER {one.text}: root is the only user of a sandbox")
 
     def read_run(self, one: Instruction) -> None:
         if one.text.startswith("--"):
@@ -320,7 +320,9 @@ class Reader:
                 if below.is_symlink() and not below.resolve().is_relative_to(goal):
                     raise self._refusal(one.line, f"{below} is a link that leads out of {goal}")
             if one.name == "ADD" and goal.is_file() and is_tar(goal):
-                raise self._refusal(one.line, f"ADD unpacks {word!r}, which is not known here", hint="COPY and RUN tar")
+                raise self._refusal(
+                    one.line, f"ADD would unpack {word!r}, which is not supported here", hint="COPY and RUN tar"
+                )
             real.append(goal)
         if not real:
             raise self._refusal(one.line, f"nothing in {self._context} matches {word!r}")
@@ -350,7 +352,7 @@ def split(text: str) -> list[str]:
     """Split a text into words like a shell. A $ in single quotes or after a backslash becomes LITERAL. Raises
     ValueError."""
     if LITERAL in text:
-        raise ValueError("there is a NUL in it")
+        raise ValueError("the text has a NUL")
     text = re.sub(r"\\\$", LITERAL, text)
     text = re.sub(r"'[^']*'", lambda quoted: quoted[0].replace("$", LITERAL), text)
     return shlex.split(text)
@@ -363,21 +365,18 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
 
     def value(match: re.Match[str]) -> str:
         nonlocal room
-        found = meant(match)
+        known, operator, word = variables.get(match[1] or match[2]), match[3] or "", match[4]
+        is_set = bool(known) if ":" in operator else known is not None
+        if "+" in operator:
+            found = word if is_set else ""
+        elif "-" in operator and not is_set:
+            found = word
+        else:
+            found = known or ""
         room -= len(found)
         if room < 0:  # checked before the word is built
             raise ValueError(f"its variables have more than {MAX_VALUES} characters")
         return found
-
-    def meant(match: re.Match[str]) -> str:
-        name, how, other = match[1] or match[2], match[3], match[4]
-        known = variables.get(name)
-        there = known is not None and (known != "" or how in ("-", "+", None))
-        if how in ("+", ":+"):
-            return other if there else ""
-        if how in ("-", ":-"):
-            return str(known) if there else other
-        return known or ""
 
     return [VARIABLE.sub(value, word).replace(LITERAL, "$") for word in words]
 

@@ -1,29 +1,35 @@
 """Pulls images from a registry with skopeo, which supports registries' protocols, credentials and mirrors better than
 code of our own could.
 
-The image store unpacks the image. Invariant: the folder into which skopeo writes the image is removed after the import,
-or after a failure.
+The image store unpacks the image. Invariants: the folder into which skopeo writes the image is removed after the
+import, or after a failure; at most one pull of a reference runs at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
-from outrider.errors import InvalidField, RuntimeUnavailable
+from outrider.errors import InvalidField, NotFound, RuntimeUnavailable
 from outrider.sandbox.rootfs.store import ImageStore, RootImage, checked_name
 from outrider.sandbox.rootfs.unpack import BadImage
 
 PULL_SECONDS = 3600
+LOOK_SECONDS = 0.2
+"""Seconds between looks at whether another pull has ended."""
 
 
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
-    """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo.
+    """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo. If another
+    process or task of this user is pulling the same reference, wait for its end and use its image.
 
     Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
     needs more than PULL_SECONDS, or if the image cannot be imported."""
@@ -32,32 +38,61 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     if tool is None:
         raise RuntimeUnavailable(
             "skopeo is not installed",
-            hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import that",
+            hint="it is in the package skopeo; or make an archive elsewhere (`docker save`) and import the archive",
         )
     # A reference that begins with "-" would be read as an option.
     if not reference or reference.startswith("-") or any(char.isspace() for char in reference):
         raise InvalidField(
-            f"{reference!r} is no image reference", field="reference", hint="such as docker.io/library/debian"
+            f"{reference!r} is not an image reference", field="reference", hint="such as docker.io/library/debian"
         )
-    with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
-        layout = Path(folder, "layout")
-        process = await asyncio.create_subprocess_exec(
-            tool,
-            *("copy", "--quiet", f"docker://{reference}", f"oci:{layout}"),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+    # The puller locks this file, empties it, and writes the image's digest at the end.
+    with store.pull_file(reference).open("a+") as record:
+        if await _lock_after_wait(record):
+            record.seek(0)
+            if digest := record.read():
+                with suppress(NotFound):  # the image has been removed since
+                    return await asyncio.to_thread(store.give, name, digest)
+        record.truncate(0)
+        with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
+            layout = Path(folder, "layout")
+            await _download(tool, reference, layout)
+            image = await asyncio.to_thread(store.import_, layout, name)
+        record.write(image.digest)
+        return image
+
+
+async def _lock_after_wait(record: TextIO) -> bool:
+    """Lock the file. Returns whether another pull held the lock. Waits by polling, because a thread that waits in
+    `flock` cannot be cancelled."""
+    waited = False
+    while True:
         try:
-            async with asyncio.timeout(PULL_SECONDS):
-                _, said = await process.communicate()
-        except TimeoutError as error:
-            raise BadImage(f"skopeo did not get {reference} within {PULL_SECONDS} s") from error
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        if process.returncode != 0:
-            raise BadImage(f"skopeo cannot get {reference}: {said.decode(errors='replace').strip()[-500:]}")
-        return await asyncio.to_thread(store.import_, layout, name)
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = True
+            await asyncio.sleep(LOOK_SECONDS)
+        else:
+            return waited
+
+
+async def _download(tool: str, reference: str, layout: Path) -> None:
+    """Run skopeo, which writes the image into the new folder `layout`. Raises BadImage."""
+    process = await asyncio.create_subprocess_exec(
+        tool,
+        *("copy", "--quiet", f"docker://{reference}", f"oci:{layout}"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(PULL_SECONDS):
+            _, said = await process.communicate()
+    except TimeoutError as error:
+        raise BadImage(f"skopeo did not get {reference} within {PULL_SECONDS} s") from error
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    if process.returncode != 0:
+        raise BadImage(f"skopeo cannot get {reference}: {said.decode(errors='replace').strip()[-500:]}")

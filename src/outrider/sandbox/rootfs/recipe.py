@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -60,18 +60,12 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     commands: tuple[str, ...] = ()
 
 
-class Header(NamedTuple):
-    """The head of a definition, which names the source of the base."""
-
-    kind: str
-    lines: tuple[tuple[str, str], ...]
-
-
 class Definition(msgspec.Struct, frozen=True, kw_only=True):
-    """One build. `identity` identifies the content of the base: a digest; for debootstrap, the mirror and the suite; or
-    the key of an earlier build. `pip` is the text of a requirements file."""
+    """One build. `header` are the pairs (name, value) that name the source of the base to Apptainer. `identity`
+    identifies the content of the base: a digest; for debootstrap, the mirror and the suite; or the key of an earlier
+    build. `pip` is the text of a requirements file."""
 
-    header: Header
+    header: tuple[tuple[str, str], ...]
     identity: str
     packages: tuple[str, ...] = ()
     pip: str = ""
@@ -108,7 +102,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
             "%post": ["set -eu", *exports, *steps] if steps else [],
             "%labels": [f"outrider.version {version('outrider')}"],
         }
-        head = [f"Bootstrap: {self.header.kind}", *(f"{name}: {value}" for name, value in self.header.lines)]
+        head = [f"{name}: {value}" for name, value in self.header]
         body = [["", title, *(INDENT + line for line in lines)] for title, lines in sections.items() if lines]
         return "\n".join([*head, *(line for lines in body for line in lines), ""])
 
@@ -140,11 +134,11 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     elif base.kind == "debootstrap":
         if base.mirror is None:
             raise InvalidField("debootstrap needs a mirror", field="base.mirror", hint="the address of a Debian mirror")
-        header = Header(base.kind, (("OSVersion", base.source), ("MirrorURL", base.mirror)))
+        header = (("Bootstrap", base.kind), ("OSVersion", base.source), ("MirrorURL", base.mirror))
         identity = f"{base.mirror} {base.source}"
     else:
         path = _existing(base.source, "base.source")
-        header = Header(base.kind, (("From", str(path)),))
+        header = (("Bootstrap", base.kind), ("From", str(path)))
         # The digest of its index covers an OCI layout: the index holds the digests of all other files.
         identity = digest_of(_existing(f"{path}/index.json", "base.source") if base.kind == "oci" else path)
     pip = "".join(f"{line}\n" for line in recipe.pip)
@@ -161,8 +155,9 @@ def definition_of(recipe: Recipe, store: ImageStore) -> Definition:
     )
 
 
-def local_base(sif: Path) -> Header:
-    return Header("localimage", (("From", str(sif)),))
+def local_base(path: Path) -> tuple[tuple[str, str], ...]:
+    """Return the header for a base that is a SIF file or a root folder."""
+    return (("Bootstrap", "localimage"), ("From", str(path)))
 
 
 def _existing(path: str, field: str) -> Path:
@@ -172,29 +167,29 @@ def _existing(path: str, field: str) -> Path:
 
 
 def _check(recipe: Recipe) -> None:
-    """Refuse texts that would leave their section of a definition: the format has no quoting. Raises InvalidField."""
+    """Raise InvalidField for a text that would leave its section of a definition. The format has no quoting."""
     for name in recipe.packages:
         if not PACKAGE.fullmatch(name):
             raise InvalidField(
-                f"{name!r} is no Debian package", field="packages", hint="such as git, or git=1:2.39.5-0"
+                f"{name!r} is not the name of a Debian package", field="packages", hint="such as git, or git=1:2.39.5-0"
             )
     for name in recipe.env:
         if not VARIABLE.fullmatch(name):
-            raise InvalidField(f"{name!r} is no variable's name", field="env")
+            raise InvalidField(f"{name!r} is not the name of a variable", field="env")
     for file in recipe.files:
         _existing(file.source, "files")
         if not file.target.startswith("/"):
-            raise InvalidField(f"{file.target!r} is no absolute path", field="files")
+            raise InvalidField(f"{file.target!r} is not an absolute path", field="files")
     words = [
         recipe.base.source,
         recipe.base.mirror or "",
         *(path for file in recipe.files for path in (file.source, file.target)),
     ]
     if any(re.search(r"\s", word) for word in words):
-        raise InvalidField("a definition file takes no paths with spaces", field="files")
+        raise InvalidField("a path with spaces cannot be written in a definition file", field="files")
     lines: list[Any] = [*words, *recipe.env.values()]
     if any("\n" in text for text in lines):
-        raise InvalidField("a value of a variable is one line", field="env")
+        raise InvalidField("the value of a variable must be one line", field="env")
     for text in (*lines, *recipe.commands):
         if "{{" in text or SECTION.search(text):
-            raise InvalidField(f"{text!r} would be read as part of the definition's own language", field="commands")
+            raise InvalidField(f"{text!r} would be read as syntax of Apptainer's definition file", field="commands")

@@ -1,4 +1,4 @@
-"""Reads SIF, Apptainer's image file: finds the root file system and unpacks it.
+"""Reads SIF files, Apptainer's images: finds the root file system in a file and unpacks it.
 
 The layout is from the SIF specification: a header of 128 bytes, then descriptors of 585 bytes. Only the system
 partition is used, and only as squashfs, the only kind that Apptainer builds. Invariant: offsets and sizes in the file
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outrider.errors import RuntimeUnavailable
-from outrider.sandbox.rootfs.unpack import BadImage, Room
+from outrider.sandbox.rootfs.unpack import BadImage, Contents, Room, check_expansion, contents_of
 
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_AT = 32
@@ -27,7 +27,6 @@ PARTITION = 0x4004
 SQUASHFS = 1
 SYSTEM_PARTITION = 2
 MAX_DESCRIPTORS = 4096
-SQUASHFS_MAGIC = b"hsqs"
 UNSQUASHFS_SECONDS = 3600
 MAX_LINE = 64 << 10
 """Maximum bytes read as one line of a listing. A path has at most 4096 bytes."""
@@ -55,7 +54,7 @@ def root_partition(path: Path) -> Partition:
             raise BadImage(f"{path} ends within its header")
         _, _, _, total, at, _, _, _ = HEADER.unpack(header)
         if not (0 < total <= MAX_DESCRIPTORS and HEADER.size <= at <= length):
-            raise BadImage(f"{path} has {total} descriptors at byte {at}, which cannot be")
+            raise BadImage(f"{path} has {total} descriptors at byte {at}, which is impossible")
         file.seek(at)
         for _ in range(total):
             packed = file.read(DESCRIPTOR.size)
@@ -70,7 +69,7 @@ def root_partition(path: Path) -> Partition:
     raise BadImage(f"{path} has no root file system")
 
 
-def unpack_sif(path: Path, target: Path) -> None:
+def unpack_sif(path: Path, target: Path) -> Contents:
     """Unpack the root file system into an empty folder. Raises BadImage, and RuntimeUnavailable without unsquashfs."""
     tool = shutil.which("unsquashfs")
     if tool is None:
@@ -88,13 +87,13 @@ def unpack_sif(path: Path, target: Path) -> None:
     if done.returncode not in (0, 2):
         raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
     make_own(target)
+    return contents_of(target)
 
 
 def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
     """Check the total of the listed sizes before any file is written. Many files of a squashfs can share the same few
     bytes, so a small image may unpack to a huge tree. Raises BadImage."""
-    room, total = Room(target), 0
-    room.add_archive(path.stat().st_size)
+    room, total = Room(target, path.stat().st_size), 0
     command = [tool, "-lln", "-offset", str(offset), str(path)]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as said:
         assert said.stdout is not None
@@ -104,7 +103,7 @@ def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
                 room.take_entry()
                 if line.startswith(b"-") and len(parts := line.split(maxsplit=3)) > 2 and parts[2].isdigit():
                     total += int(parts[2])
-                    room.check(total)
+                    check_expansion(total, room.archived)
         finally:
             said.kill()
     room.take(total)

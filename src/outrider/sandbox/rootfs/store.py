@@ -4,28 +4,32 @@
     images/HEX/image.json   its description
     images/names/NAME       the HEX of the image with this name
 
-Any number of processes may import, use and remove images at once (see concurrency/build_once.py). Invariant: a folder
-`HEX/root` is complete, and never changes.
+Any number of processes may import, use and remove images at once (see concurrency/build_once.py). One lock covers all
+changes of names. Invariants: a folder `HEX/root` is complete, and never changes; a name is given only to an image that
+exists.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 import msgspec
 
-from outrider.concurrency.build_once import build_once, locked, new_draft, remove_tree
+from outrider.concurrency.build_once import build_once, lock_file, locked, new_draft, remove_tree
 from outrider.environment import cache_home
 from outrider.errors import InvalidField, NotFound, RequestError
 from outrider.sandbox.rootfs.archives import digest_of_file, layered
 from outrider.sandbox.rootfs.sif import is_sif, unpack_sif
-from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, unpack
+from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpack
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?")
 
@@ -59,60 +63,90 @@ class ImageStore:
         if not source.exists():
             raise NotFound(f"no file or folder {source}")
         try:
-            image = self._import_sif(source) if source.is_file() and is_sif(source) else self._import_layers(source)
+            if source.is_file() and is_sif(source):
+                digest = f"sha256:{digest_of_file(source.open('rb'))}"
+                return self.make(digest, name, partial(unpack_sif, source), source=source)
+            with layered(source) as found:
+
+                def fill(root: Path) -> Contents:
+                    contents = unpack(found.layers(), root)
+                    if not contents.entries:
+                        raise BadImage(f"{source} is empty")
+                    return contents
+
+                return self.make(found.digest, name, fill, source=source, env=found.env, workdir=found.workdir)
         except UNREADABLE as error:
             raise BadImage(f"{source} cannot be read: {error}") from error
-        self.give(name, image)
+
+    def make(
+        self,
+        digest: str,
+        name: str,
+        fill: Callable[[Path], Contents],
+        *,
+        source: Path,
+        env: Mapping[str, str] = {},
+        workdir: str | None = None,
+    ) -> RootImage:
+        """Give the image with this digest a name, and return the image. If the image does not exist, it is made first:
+        `fill` fills its empty root, and the other arguments are its description."""
+
+        def build(draft: Path) -> None:
+            (draft / "root").mkdir(mode=0o755)
+            contents = fill(draft / "root")
+            image = RootImage(
+                digest=digest,
+                source=str(source),
+                created=time.time(),
+                bytes=contents.bytes,
+                entries=contents.entries,
+                left_out=contents.left_out,
+                env=dict(env),
+                workdir=workdir,
+            )
+            (draft / "image.json").write_bytes(msgspec.json.encode(image))
+
+        while True:
+            build_once(self._folder / _hex(digest), build, is_built=lambda place: (place / "image.json").exists())
+            with suppress(NotFound):  # another process has just removed the image: make it again
+                return self.give(name, digest)
+
+    def give(self, name: str, digest: str) -> RootImage:
+        """Give the image with this digest a name, and return the image. An earlier image of the same name loses this
+        name. If it has no other name, its digest becomes its name, so that the image can still be listed, used and
+        removed. Raises InvalidField for an invalid name, and NotFound if there is no such image."""
+        place = self._name(checked_name(name))
+        with locked(self._names):
+            image = self._described(_hex(digest))
+            if image is None:
+                raise NotFound(f"no image of digest {digest} on this node")
+            earlier = self._named(place)
+            _write_name(place, digest)
+            if earlier is not None and _hex(earlier.digest) not in self._used():
+                _write_name(self._name(earlier.digest), earlier.digest)
         return image
-
-    def make(self, digest: str, name: str, put: Callable[[Path], RootImage]) -> RootImage:
-        """Give the image with this digest a name. If the image does not exist, `put` fills its empty root and returns
-        its description."""
-        image = self._made(digest, put)
-        self.give(name, image)
-        return image
-
-    def give(self, name: str, image: RootImage) -> None:
-        """Give an image a name. An earlier image of the same name loses this name. If it has no other name, its digest
-        becomes its name, so that the image can still be listed, used and removed. Raises InvalidField for an invalid
-        name."""
-        earlier = self.images().get(checked_name(name))
-        self._put_name(name, image)
-        if earlier is not None and earlier not in self.images().values():
-            self._put_name(earlier.digest, earlier)
-
-    def _put_name(self, name: str, image: RootImage) -> None:
-        place = self._name(name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=place.parent, prefix=".")
-        with os.fdopen(handle, "w") as file:
-            file.write(_hex(image.digest))
-            file.flush()
-            os.fsync(handle)
-        os.replace(draft, place)  # other readers see the old content or the new, never a part
 
     def images(self) -> dict[str, RootImage]:
         """Return the images by name."""
-        found = {}
-        for path in sorted(self._names.glob("[!.]*")):
-            if (image := self._image(path.read_text())) is not None:
-                found[unquote(path.name)] = image
-        return found
+        found = {unquote(path.name): self._named(path) for path in sorted(self._name_files())}
+        return {name: image for name, image in found.items() if image is not None}
 
     def names(self) -> frozenset[str]:
         """Return the names of all images without reading the images."""
-        return frozenset(unquote(path.name) for path in self._names.glob("[!.]*"))
+        return frozenset(unquote(path.name) for path in self._name_files())
 
     def image(self, name: str) -> RootImage:
         """Return the image with this name. Raises NotFound."""
-        checked_name(name)
-        try:
-            image = self._image(self._name(name).read_text())
-        except FileNotFoundError:
-            image = None
+        image = self._named(self._name(checked_name(name)))
         if image is None:
             raise NotFound(f"no image {name!r} on this node", hint="`outrider image import FILE` makes one")
         return image
+
+    def pull_file(self, reference: str) -> Path:
+        """Return the path of the file that all pulls of this reference share (see pull.py)."""
+        file = lock_file(self._folder / f"pull-{hashlib.sha256(reference.encode()).hexdigest()}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
 
     def root(self, image: RootImage) -> Path:
         return self._folder / _hex(image.digest) / "root"
@@ -120,63 +154,34 @@ class ImageStore:
     def remove(self, name: str) -> bool:
         """Remove a name, and the image if it has no other name. Returns True if the image was removed. Sandboxes that
         run on the image break. Raises NotFound."""
-        image = self.image(name)
-        self._name(name).unlink()
-        if image in self.images().values():
-            return False
-        place = self._folder / _hex(image.digest)
-        with locked(place):
-            # The folder is renamed first, because a half-removed image must not be found. If this process is killed
-            # meanwhile, the next import removes the folder, which then has a draft's name.
-            gone = new_draft(place)
-            os.rename(place, gone / "image")
-            remove_tree(gone)
+        with ExitStack() as held:
+            with locked(self._names):  # so that the image gets no new name meanwhile
+                image = self.image(name)
+                self._name(name).unlink()
+                if _hex(image.digest) in self._used():
+                    return False
+                place = self._folder / _hex(image.digest)
+                held.enter_context(locked(place))
+                # The folder is renamed first, because a half-removed image must not be found. If this process is
+                # killed meanwhile, the next import removes the folder, which then has a draft's name.
+                gone = new_draft(place)
+                os.rename(place, gone / "image")
+            remove_tree(gone)  # other names can be given and removed during these seconds
         return True
 
-    def _import_sif(self, source: Path) -> RootImage:
-        digest = f"sha256:{digest_of_file(source.open('rb'))}"
+    def _used(self) -> set[str]:
+        """Return the HEX of all images that have a name. The caller holds the lock of the names."""
+        return {path.read_text() for path in self._name_files()}
 
-        def put(root: Path) -> RootImage:
-            unpack_sif(source, root)
-            entries = size = 0
-            for folder, folders, files in os.walk(root):
-                entries += len(folders) + len(files)
-                size += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
-            return RootImage(digest=digest, source=str(source), created=time.time(), bytes=size, entries=entries)
+    def _named(self, place: Path) -> RootImage | None:
+        """Return the image that the file of a name leads to."""
+        try:
+            return self._described(place.read_text())
+        except FileNotFoundError:
+            return None
 
-        return self._made(digest, put)
-
-    def _import_layers(self, source: Path) -> RootImage:
-        with layered(source) as found:
-
-            def put(root: Path) -> RootImage:
-                contents = unpack(found.layers(), root)
-                if not contents.entries:
-                    raise BadImage(f"{source} is empty")
-                return RootImage(
-                    digest=found.digest,
-                    source=str(source),
-                    created=time.time(),
-                    bytes=contents.bytes,
-                    entries=contents.entries,
-                    left_out=contents.left_out,
-                    env=found.env,
-                    workdir=found.workdir,
-                )
-
-            return self._made(found.digest, put)
-
-    def _made(self, digest: str, put: Callable[[Path], RootImage]) -> RootImage:
-        """Return the image with this digest. If the image does not exist, `put` fills its empty root."""
-
-        def build(draft: Path) -> None:
-            (draft / "root").mkdir(mode=0o755)
-            (draft / "image.json").write_bytes(msgspec.json.encode(put(draft / "root")))
-
-        place = build_once(self._folder / _hex(digest), build)
-        return msgspec.json.decode((place / "image.json").read_bytes(), type=RootImage)
-
-    def _image(self, content: str) -> RootImage | None:
+    def _described(self, content: str) -> RootImage | None:
+        """Return the image whose folder has this HEX as its name."""
         try:
             return msgspec.json.decode((self._folder / content / "image.json").read_bytes(), type=RootImage)
         except FileNotFoundError:
@@ -186,14 +191,27 @@ class ImageStore:
     def _names(self) -> Path:
         return self._folder / "names"
 
+    def _name_files(self) -> Iterator[Path]:
+        return self._names.glob("[!.]*")
+
     def _name(self, name: str) -> Path:
         return self._names / quote(name, safe="")
 
 
+def _write_name(place: Path, digest: str) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=place.parent, prefix=".")
+    with os.fdopen(handle, "w") as file:
+        file.write(_hex(digest))
+        file.flush()
+        os.fsync(handle)
+    os.replace(draft, place)  # other readers see the old content or the new, never a part
+
+
 def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
-    """Return True if a task's image need not be fetched: there is none, it is a path, or it has been imported under
-    this name. A container engine's own images are not looked up. To check for another machine, pass the `names` of the
-    images imported there."""
+    """Return True if the image of a task need not be fetched: the task has no image, `name` is a path, or an image of
+    this name has been imported. A container engine's own images are not looked up. For another machine, pass the
+    `names` of the images imported there."""
     if name is None or os.path.isabs(name):
         return True
     if names is not None:
@@ -217,7 +235,7 @@ def checked_name(name: str) -> str:
     """Return the name. Raises InvalidField for an invalid name."""
     if not NAME.fullmatch(name) or ".." in name or "//" in name:
         raise InvalidField(
-            f"{name!r} is no name for an image", field="name", hint="such as debian, or tools/python:3.12"
+            f"{name!r} is not a valid name for an image", field="name", hint="such as debian, or tools/python:3.12"
         )
     return name
 

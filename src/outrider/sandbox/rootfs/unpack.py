@@ -2,8 +2,8 @@
 
 archives.py reads the image formats. Ownership, set-user-id bits and extended attributes are left out, because a sandbox
 over the folder has one user. Devices, sockets and pipes are left out and counted. Links in a layer are followed with
-the folder as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive contains: the
-archive is unpacked within its root, or raises BadImage.
+the folder as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive contains. A
+malformed archive raises BadImage.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ArchiveMember(tarfile.TarInfo):
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # tarfile's method for extensions
         if self.size < 0 or (self.type in HEADERS and self.size > MAX_HEADER):
-            raise tarfile.ReadError(f"an entry of {self.size} bytes that cannot be")
+            raise tarfile.ReadError(f"an entry has the impossible size of {self.size} bytes")
         member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]  # the stub lacks it
         if member.size < 0:
             raise tarfile.ReadError(f"the entry {member.name!r} has {member.size} bytes")
@@ -103,21 +103,19 @@ HEADERS = (
 
 
 class Room:
-    """The remaining space for an image, which also depends on the size of its archives. The methods raise BadImage."""
+    """The remaining space for an image in `folder`. `archived` is the size of its archives so far, in bytes. The
+    methods raise BadImage."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, archived: int = 0) -> None:
         self._folder = folder
-        self._archived = 0
+        self.archived = archived
         self._bytes = 0
         self._entries = 0
-
-    def add_archive(self, size: int) -> None:
-        self._archived += size
 
     def take(self, size: int) -> None:
         """Reserve `size` bytes. Called before the bytes are written."""
         self._bytes += size
-        self.check(self._bytes)
+        check_expansion(self._bytes, self.archived)
         disk = os.statvfs(self._folder)
         free, kept = disk.f_bavail * disk.f_frsize, min(KEPT_FREE, disk.f_blocks * disk.f_frsize // KEPT_SHARE)
         if size > free - kept:
@@ -126,10 +124,6 @@ class Room:
                 hint=f"free some space: images are in {self._folder}",
             )
 
-    def check(self, size: int) -> None:
-        """Raise BadImage if `size`, the total number of bytes unpacked or read, is too large."""
-        check_expansion(size, self._archived)
-
     def take_entry(self) -> None:
         self._entries += 1
         if self._entries > MAX_ENTRIES:
@@ -137,20 +131,32 @@ class Room:
 
 
 def check_expansion(size: int, archived: int) -> None:
-    """Raise BadImage if `size` unpacked bytes are too many for an image, or for `archived` bytes of archives."""
+    """Raise BadImage if `size` bytes, unpacked or read, are too many for an image, or for `archived` bytes of
+    archives."""
     if size > MAX_BYTES:
         raise BadImage(f"the image is larger than {MAX_BYTES >> 30} GiB")
     if size > ANY_RATIO_BYTES and size > RATIO * archived:
-        raise BadImage(f"{archived} bytes of archive unpack to {size >> 20} MiB or more: that is no image, but a bomb")
+        raise BadImage(
+            f"{archived} bytes of archive unpack to {size >> 20} MiB or more: no real image compresses that well"
+        )
 
 
 class Contents(msgspec.Struct):
-    """The result of unpacking: the number of files, folders and links, the bytes of files, and the number of special
+    """The contents of a root: the number of files, folders and links, the bytes of files, and the number of special
     files left out."""
 
     entries: int = 0
     bytes: int = 0
     left_out: int = 0
+
+
+def contents_of(root: Path) -> Contents:
+    """Count the contents of an unpacked root."""
+    found = Contents()
+    for folder, folders, files in os.walk(root):
+        found.entries += len(folders) + len(files)
+        found.bytes += sum(os.lstat(os.path.join(folder, name)).st_size for name in files)
+    return found
 
 
 def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
@@ -161,7 +167,7 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
     for number, layer in enumerate(layers):
         try:
             with layer:
-                room.add_archive(layer.seek(0, os.SEEK_END))
+                room.archived += layer.seek(0, os.SEEK_END)
                 layer.seek(0)
                 with tarfile.open(fileobj=layer, mode="r|*", tarinfo=ArchiveMember) as archive:
                     _Layer(target, contents, room).put(archive)
@@ -173,8 +179,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
 
 
 class _Layer:
-    """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above these paths. The layer's
-    whiteouts do not remove them: a whiteout applies only to lower layers, whatever the order of the entries."""
+    """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above these paths. Whiteouts of
+    the layer do not remove these paths: a whiteout applies only to lower layers, whatever the order of the entries."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)
@@ -187,7 +193,8 @@ class _Layer:
         opaque: set[str] = set()
         for member in archive:
             self._room.take_entry()
-            self._room.check(archive.offset)  # the end of the entry's data: skipped data are read, too
+            # The offset is the end of the entry's data: skipped data are read, too.
+            check_expansion(archive.offset, self._room.archived)
             folder, name = self._place(member.name)
             if name.startswith(WHITEOUT):
                 # Remove files of lower layers: one name, or all content of the folder. A second opaque mark of a folder
@@ -198,7 +205,7 @@ class _Layer:
                 opaque |= {folder} if name == OPAQUE else set()
                 gone = os.listdir(folder) if name == OPAQUE else [name.removeprefix(WHITEOUT)]
                 if not all(gone) or {".", ".."} & set(gone):
-                    raise BadImage(f"{name!r} takes nothing away")
+                    raise BadImage(f"the whiteout {name!r} names no file")
                 for each in gone:
                     place = os.path.join(folder, each)
                     if place not in self._own:
@@ -210,7 +217,7 @@ class _Layer:
                 self._own.add(above)
                 above = os.path.dirname(above)
             if not name and not member.isdir():
-                raise BadImage(f"the entry {member.name!r} would take the place of the root")
+                raise BadImage(f"the entry {member.name!r} would replace the root")
             if member.isdir():
                 self._make_folder(place)
                 folders.append((place, member.mode, member.mtime))
@@ -228,7 +235,7 @@ class _Layer:
         """Write an entry other than a folder. Returns False for a special file."""
         if member.issym():
             if "\0" in member.linkname:
-                raise BadImage(f"the link {member.name!r} leads to {member.linkname!r:.200}")
+                raise BadImage(f"the target of the link {member.name!r} has a NUL: {member.linkname!r:.200}")
             _clear(place)
             os.symlink(member.linkname, place)
         elif member.islnk():
@@ -265,7 +272,7 @@ class _Layer:
         itself."""
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name:
-            raise BadImage(f"the entry {name!r:.200} points out of the image")
+            raise BadImage(f"the entry {name!r:.200} leads out of the image")
         return (self._folder(parts[:-1]), parts[-1]) if parts else (self._root, "")
 
     def _folder(self, parts: list[str]) -> str:

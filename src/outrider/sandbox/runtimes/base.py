@@ -39,14 +39,15 @@ GIT_ENVIRONMENT = {
 
 
 class SandboxContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters that a node passes to a new sandbox: the sandbox's identity, a private host directory that exists
-    and is empty (the node removes the directory after `stop`), and the host address of the model gateway.
+    """The parameters that a node passes to a new sandbox.
 
-    `mounts` are host folders to mount read-only at the same path inside (the harness programs). `host` holds the parts
-    shared by all sandboxes of the node, and is open while any sandbox runs. `gpus` are the names, as in the setting
-    `sandboxes.gpus`, of the GPUs that only this sandbox may use. The tuple is empty unless the kind has `gives_gpus`.
-    `layer` is the start state: the file written by `save_layer` of another sandbox of the same spec, or None for a new
-    sandbox. Only a `SavesLayers` runtime receives a layer.
+    `session_id` and `attempt` identify the sandbox. `directory` is a private directory of the host, which exists and is
+    empty; the node removes the directory after `stop`. `host` holds the parts shared by all sandboxes of the node, and
+    is open while any sandbox runs. `gateway_url` and `gateway_socket` are the model gateway's addresses on the host.
+    `mounts` are host folders to mount read-only at the same path inside (the harness programs). `layer` is the start
+    state: the file written by `save_layer` of another sandbox of the same spec, or None for a new sandbox. Only a
+    `SavesLayers` runtime receives a layer. `gpus` are the names, as in the setting `sandboxes.gpus`, of the GPUs that
+    only this sandbox may use. The tuple is empty unless the kind has `gives_gpus`.
     """
 
     session_id: str

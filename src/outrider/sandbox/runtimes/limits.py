@@ -31,15 +31,16 @@ all sandboxes share one count, so a lower limit would only be reached earlier.""
 
 
 def counted_memory(resources: Resources, controllers: Container[str]) -> int:
-    """Maximum bytes of memory of all programs of the sandbox, enforced by its tool server (guest/memory_watch.py).
+    """Return the maximum bytes of memory of all programs of the sandbox, which its tool server enforces
+    (guest/memory_watch.py).
 
     The value is 0 where a control group enforces the limit."""
     return 0 if "memory" in controllers else resources.most_memory_mb * MEBIBYTE
 
 
 def rlimits(resources: Resources, controllers: Container[str], *, own_users: bool = False) -> dict[str, int]:
-    """Limits per process, by their names in `resource`, for resources that no control group limits for all processes
-    together.
+    """Return the limits per process, by their names in `resource`, for resources that no control group limits for all
+    processes together.
 
     `own_users` is true if the sandbox has a user namespace. Without a user namespace the kernel counts all processes of
     the user on the host, so the number of processes cannot be limited."""
@@ -55,8 +56,9 @@ def rlimits(resources: Resources, controllers: Container[str], *, own_users: boo
 
 
 def shared_limits() -> dict[str, int]:
-    """Limits of resources that all processes of a user share: timers of `timer_create` and queued signals, and bytes
-    of POSIX message queues. Each sandbox has its own part, so no agent can exhaust the resources of the others."""
+    """Return the limits of resources that all processes of a user share: timers of `timer_create` and queued signals,
+    and bytes of POSIX message queues. Each sandbox has its own part, so no agent can exhaust the resources of the
+    others."""
     return {
         name: min(max(own // share, least), own)
         for name, (share, least) in SHARES.items()
@@ -70,17 +72,17 @@ def kernel_version() -> tuple[int, int]:
 
 
 def open_files(soft: int, hard: int) -> int:
-    """Number of descriptors that a program may have open, from the soft and hard limits of this process.
+    """Return the number of descriptors that a program may have open, from the soft and hard limits of this process.
 
     The kernel refuses to send a descriptor over a socket when the user has more descriptors in flight than the sending
-    process may have open. Sandboxes get half of the node's own limit. So the sandboxes' descriptors in flight never
-    keep the node from sending descriptors."""
+    process may have open. A program gets half of the node's own limit, so that the sandboxes' descriptors in flight
+    never keep the node from sending descriptors."""
     soft, hard = (MAX_OPEN_FILES * 2 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     return max(min(MAX_OPEN_FILES, soft // 2), min(MIN_OPEN_FILES, hard))
 
 
 def writable_bounds(resources: Resources) -> tuple[int, int]:
-    """Maximum (bytes, number of files) that may be written.
+    """Return the maximum (bytes, number of files) that may be written.
 
     Files live in memory. If a task bounds its memory, files may take only a part of it, so that a full disk is an
     error and does not kill all programs."""
@@ -91,7 +93,7 @@ def writable_bounds(resources: Resources) -> tuple[int, int]:
 
 
 def limits_in_words(hierarchies: Hierarchies) -> str:
-    """A description, for people, of the limits in force on this machine."""
+    """Return a description, for people, of the limits in force on this machine."""
     missing = [name for name in CONTROLLERS if name not in hierarchies.folders]
     instead = {
         "cpu": "cpus not limited",

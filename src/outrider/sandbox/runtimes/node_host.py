@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -60,28 +60,33 @@ class Host:
 
     async def sweep(self, failures: Failures, *, seconds: float = SWEEP_SECONDS) -> dict[str, int]:
         """Call `sweep()` of every part that has one, to end the leftovers of dead nodes. `seconds` bounds each part.
-        Returns the number of things ended, by the part's class. Failures are noted, and the next sweep tries again."""
-        ended: dict[str, int] = {}
-        for part in tuple(self._parts.values()):
-            if (sweep := getattr(part, "sweep", None)) is None:
-                continue
-            name = type(part).__name__
-            try:
-                async with asyncio.timeout(seconds):
-                    if number := await sweep():
-                        ended[name] = ended.get(name, 0) + number
-            except Exception as error:  # any error: the other parts are swept too
-                failures.note(f"sweep of {name}", error)
-            else:
-                failures.note_success(f"sweep of {name}")
-        return ended
+        Returns the number of things ended, by the part's class. See `swept`."""
+        parts = [(type(part).__name__, part.sweep) for part in self._parts.values() if hasattr(part, "sweep")]
+        return await swept(parts, failures, seconds=seconds)
+
+
+async def swept(
+    sweeps: Iterable[tuple[str, Callable[[], Awaitable[int]]]], failures: Failures, *, seconds: float | None = None
+) -> dict[str, int]:
+    """Call these sweeps, each with its name, one after another. Returns the number of things ended, by name. A failure
+    is noted and does not keep the other sweeps from running; the next sweep tries again."""
+    ended = Counter[str]()
+    for name, sweep in sweeps:
+        try:
+            async with asyncio.timeout(seconds):
+                ended[name] += await sweep()
+        except Exception as error:
+            failures.note(f"sweep of {name}", error)
+        else:
+            failures.note_success(f"sweep of {name}")
+    return dict(+ended)  # without the sweeps that ended nothing
 
 
 def lives(name: str) -> bool:
     """Return whether the process of the node with this name still runs.
 
-    True if the state cannot be determined: for a name that is not a node's, and for a node in another pid namespace,
-    such as a container's, whose process ids mean nothing here."""
+    Returns True if the state cannot be determined: for a name that is not a node's, and for a node in another pid
+    namespace, such as a container's, whose process ids mean nothing here."""
     try:
         namespace, pid, since, _ = name.removeprefix(PREFIX).split("-")
         return namespace != _pid_namespace() or started(int(pid)) == since

@@ -122,7 +122,7 @@ class NvidiaDriver:
         try:
             done = subprocess.run([self.ldconfig, "-p"], capture_output=True, text=True, timeout=10, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            raise RuntimeUnavailable(f"cannot see where the driver's libraries are: {error}") from error
+            raise RuntimeUnavailable(f"cannot list the driver's libraries: {error}") from error
         found = driver_libraries(done.stdout, MACHINES.get(platform.machine(), ""))
         if "libcuda.so.1" not in found:
             raise RuntimeUnavailable(
@@ -146,8 +146,8 @@ def driver_libraries(listing: str, machine: str) -> dict[str, str]:
 
 
 def variables(names: Sequence[str]) -> Mapping[str, str]:
-    """Environment variables that list a sandbox's GPUs for the programs inside. The mapping is empty unless all GPUs
-    are NVIDIA's. CUDA numbers the visible GPUs from 0."""
+    """Return the environment variables that list a sandbox's GPUs for the programs inside. The mapping is empty unless
+    all GPUs are NVIDIA's. CUDA numbers the visible GPUs from 0."""
     if not names or not all(is_nvidia(name) for name in names):
         return {}
     return {

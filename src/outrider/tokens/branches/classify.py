@@ -328,9 +328,9 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
 
 
 def _mark_summaries(signals: Signals) -> None:
-    """Change the kind of segments that are separate calls for a summary to compaction. Such a segment differs from
-    other side calls only because a later history continues from its reply. So this function runs after all segments are
-    decided."""
+    """Set the kind COMPACTION for each segment that is a separate call for a summary. Only the later history that
+    continues from the segment's reply distinguishes the segment from other side calls. So this function runs after all
+    segments are decided."""
     for continued in signals.continued.values():
         if continued is None or continued.source is None:
             continue

@@ -94,7 +94,8 @@ class _Weights(msgspec.Struct):
 class ServedSGLang(Served):
     """SGLang's routes for one engine. `health_checks` counts the requests to `/health`."""
 
-    tokenizer_length = 131_072  # the limit in the tokenizer's files, which the real server reports
+    tokenizer_length = 131_072
+    """The limit in the tokenizer's files, with which the real server responds to `/tokenize`."""
 
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         routes: Routes = {

@@ -18,7 +18,7 @@ import msgspec
 from outrider.environment import environment
 from outrider.errors import RuntimeUnavailable
 from outrider.sandbox.pythons.portable import PORTABLE_AT, portable_command, portable_python
-from outrider.sandbox.rootfs.apptainer import apptainer_program
+from outrider.sandbox.rootfs.build import apptainer_program
 from outrider.sandbox.runtimes.namespace.plan import EMPTY_FOLDERS
 from outrider.sandbox.runtimes.probe_cache import ProbeCache
 from outrider.sandbox.runtimes.tool_server.bundle import BOOT, FLAGS
@@ -128,7 +128,7 @@ def exec_command(found: Apptainer, image: str, binds: Sequence[Bind], env: Mappi
 
 
 def program_environment(folder: Path) -> dict[str, str]:
-    """The environment of Apptainer itself. Apptainer finds its helpers in PATH, and writes its files below
+    """Return the environment of Apptainer itself. Apptainer finds its helpers in PATH, and writes its files below
     `folder`."""
     cache = environment("APPTAINER_CACHEDIR")
     return {

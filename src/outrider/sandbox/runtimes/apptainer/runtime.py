@@ -189,7 +189,8 @@ def _binds(spec: RuntimeSpec, context: SandboxContext, python: Path, hosts: Path
 
 
 def with_apptainer(resources: Resources) -> Resources:
-    """The limits, plus the needs of Apptainer's own processes, which share the sandbox's control group and user."""
+    """Return the limits plus the needs of Apptainer's own processes, which share the sandbox's control group and
+    user."""
     memory = resources.most_memory_mb + OWN_MEMORY_MB
     return resources.model_copy(update={"pids": resources.pids + OWN_PROCESSES, "memory_mb": memory})
 

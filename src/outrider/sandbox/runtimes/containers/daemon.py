@@ -1,4 +1,4 @@
-"""A container engine of this machine, docker or podman, and its daemon, shared by the sandboxes of one node.
+"""The container engines, docker and podman, and the daemon of an engine, which all sandboxes of a node share.
 
 This module handles names and labels of containers, not the programs inside. Invariant: a container of this node is in
 `_ours` from before the request for its creation until `remove` has ended. The next `sweep` removes every other
@@ -129,7 +129,7 @@ PODMAN_ENGINE = ContainerEngine(
     name="podman",
     variable="CONTAINER_HOST",
     hint="systemctl --user start podman.socket (as root: without --user), or podman system service --time=0 &",
-    gpu_hint="it needs Podman 4.1 or newer and a description of the machine's GPUs: "
+    gpu_hint="this needs Podman 4.1 or newer and a description of the machine's GPUs: "
     "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
     libpod=True,
     places=podman_places,
@@ -139,7 +139,7 @@ PODMAN_ENGINE = ContainerEngine(
 class ContainerDaemon:
     """The part of a node's host (see node_host.py) that runs containers. `limits` is true if the daemon can limit the
     resources of a container. `sized` is true until the daemon has refused to bound the size of a container's file
-    system. For a rootless daemon it is always false."""
+    system, and always false for a rootless daemon."""
 
     def __init__(self, engine: ContainerEngine, host: Host) -> None:
         self.engine = engine
@@ -171,7 +171,7 @@ class ContainerDaemon:
         try:
             await self.sweep()
         except RuntimeFailure as failure:
-            log.warning("what sandboxes may have left is for the next node to remove: %s", failure)
+            log.warning("containers may be left for the next node to remove: %s", failure)
         finally:
             await self._api.close()
 
@@ -186,7 +186,7 @@ class ContainerDaemon:
                     f"{self.engine.name} has no image {name!r}",
                     hint=f"{self.engine.name} pull {name}, on this machine",
                 ) from error
-            raise self._failure("look for the image", error) from error
+            raise self._failure("find the image", error) from error
 
     async def run(self, name: str, plan: ContainerRequest) -> None:
         """Create and start a container. `remove` must follow, even when this method raises or is cancelled. A request
@@ -219,17 +219,17 @@ class ContainerDaemon:
     async def runs(self, name: str) -> bool:
         """Return whether the container runs. Raises RuntimeFailure when the daemon does not respond."""
         try:
-            return await self._api.runs(name)
+            return (await self._api.state(name)).runs
         except self._error as error:
             if error.status == 404:
                 return False
-            raise self._failure("look at a container", error) from error
+            raise self._failure("inspect a container", error) from error
 
     async def out_of_memory(self, name: str) -> bool | None:
         """Return whether a process in the container was killed because the container reached its memory limit. None
         when the daemon does not respond, or the container is missing because somebody has removed it."""
         try:
-            return await self._api.out_of_memory(name)
+            return (await self._api.state(name)).out_of_memory
         except self._error:
             return None
 
@@ -270,15 +270,11 @@ class ContainerDaemon:
             listed = await self._api.labelled(NODE_LABEL)
         except self._error as error:
             raise self._failure("list its containers", error) from error
-        left = [one.name for one in listed if self._is_left(one.name, one.labels[NODE_LABEL])]
+        nodes = {one.name: one.labels[NODE_LABEL] for one in listed if one.name not in self._ours}
+        left = [name for name, node in nodes.items() if node == self.node or not lives(node)]
         for name in left:
             await self.remove(name)
         return len(left)
-
-    def _is_left(self, name: str, node: str) -> bool:
-        """Return whether the container is a leftover: this node does not use it, and its node, `node`, is dead or is
-        this node."""
-        return name not in self._ours and (node == self.node or not lives(node))
 
     def _failure(self, what: str, error: Exception) -> RuntimeFailure:
         return RuntimeFailure(f"{self.engine.name} cannot {what}: {error}")

@@ -44,6 +44,11 @@ class ListedContainer(msgspec.Struct, frozen=True):
     labels: dict[str, str]
 
 
+class ContainerState(msgspec.Struct, frozen=True):
+    runs: bool
+    out_of_memory: bool
+
+
 class DockerApi:
     """A client of one daemon, to be closed after use. Any number of calls may be in flight. A call that fails raises
     DockerApiError."""
@@ -96,15 +101,10 @@ class DockerApi:
         async with translated():
             await (await self._api()).containers.container(name).start()
 
-    async def runs(self, name: str) -> bool:
+    async def state(self, name: str) -> ContainerState:
         async with translated():
-            found = await (await self._api()).containers.get(name)
-        return bool(found["State"]["Running"])
-
-    async def out_of_memory(self, name: str) -> bool:
-        async with translated():
-            found = await (await self._api()).containers.get(name)
-        return bool(found["State"].get("OOMKilled"))
+            found = (await (await self._api()).containers.get(name))["State"]
+            return ContainerState(bool(found["Running"]), bool(found.get("OOMKilled")))
 
     async def remove(self, name: str) -> None:
         """Kill and remove a container. Raises DockerApiError with status 404 if there is no such container, and with

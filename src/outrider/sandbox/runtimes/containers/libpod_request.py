@@ -30,7 +30,7 @@ def libpod_body(body: Mapping[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
     parts.pop("HostConfig.DeviceRequests", None)
     for name, value in FIXED.items():
         if (found := parts.pop(name)) != value:
-            raise ValueError(f"{name} = {found!r} is not what is translated")
+            raise ValueError(f"{name} = {found!r} is not the value that the translation assumes")
     env = dict(entry.split("=", 1) for entry in parts.pop("Env"))
     request: dict[str, Any] = {
         "image": parts.pop("Image"),
@@ -71,7 +71,7 @@ def libpod_body(body: Mapping[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
 
 def _mount(one: Mapping[str, Any]) -> dict[str, Any]:
     if one.keys() != {"Type", "Source", "Target", "ReadOnly"} or one["Type"] != "bind":
-        raise ValueError(f"the mount {one!r} is not what is translated")
+        raise ValueError(f"the mount {one!r} is not of the form that the translation assumes")
     options = ["rbind", "rprivate", "ro" if one["ReadOnly"] else "rw"]
     return {"type": "bind", "source": one["Source"], "destination": one["Target"], "options": options}
 

@@ -110,7 +110,8 @@ class ToolSocket:
             if not await runs():
                 raise RuntimeFailure(
                     "the sandbox ended before its tool server had connected",
-                    hint="give it more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs for runsc",
+                    hint="give the sandbox more memory; gVisor needs --host-uds=open in the daemon's runtimeArgs of"
+                    " runsc",
                 )
 
     def _stop_listening(self) -> None:

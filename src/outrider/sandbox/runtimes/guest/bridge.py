@@ -64,14 +64,10 @@ class BridgedConnection:
         self.loop = loop
         self.closed = closed
         self.streams = (Stream(client, upstream), Stream(upstream, client))
-        self.masks: dict[int, int] = {}
-        self.open = True
         self._watch()
 
     def _ready(self, inward: Stream, outward: Stream, events: int) -> None:
         """Handle events of the socket that `inward` reads from and `outward` writes to."""
-        if not self.open:
-            return
         try:
             if events & select.POLLOUT:
                 outward.push()
@@ -96,14 +92,12 @@ class BridgedConnection:
         fd = inward.source.fileno()
         reads = not inward.ended and len(inward.buffer) < BUFFER_BYTES
         mask = (select.POLLIN if reads else 0) | (select.POLLOUT if outward.buffer else 0)
-        if self.masks.get(fd) != mask:
-            self.masks[fd] = mask
+        if mask:
+            self.loop.watch(fd, mask, lambda events: self._ready(inward, outward, events))
+        else:
             self.loop.unwatch(fd)
-            if mask:
-                self.loop.watch(fd, mask, lambda events: self._ready(inward, outward, events))
 
     def _close(self) -> None:
-        self.open = False
         for stream in self.streams:
             self.loop.unwatch(stream.source.fileno())
             stream.source.close()
@@ -111,8 +105,8 @@ class BridgedConnection:
 
 
 class Bridge:
-    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. If no gateway listens there, a
-    client is closed."""
+    """Listens on 127.0.0.1:port, and connects each client to the Unix socket at `path`. If no gateway listens at
+    `path`, the client's connection is closed."""
 
     def __init__(self, loop: Loop, port: int, path: str) -> None:
         import _socket  # importing `socket` costs as much as starting the interpreter

@@ -1,6 +1,6 @@
-"""Replies that a forked child writes, and that the server sends to the host in parts.
+"""Replies that a forked child writes into a pipe, and that the server sends to the host in parts.
 
-Searching and archiving may take long and touch many files, so a fork does the work, and other calls do not wait.
+Searching and archiving may take long. A fork does this work, so that other calls do not wait.
 Invariant: a call ends in "ok" only if the child wrote everything, exited with 0, and stayed within its limit of bytes.
 """
 
@@ -12,20 +12,15 @@ from typing import TYPE_CHECKING
 
 from outrider.sandbox.runtimes.guest.connection import Calls
 from outrider.sandbox.runtimes.guest.poll_loop import POLL_READ, read_ready
-from outrider.sandbox.runtimes.guest.processes import fork_or_close, send_signal
+from outrider.sandbox.runtimes.guest.processes import SIGKILL, fork_with_pipe, send_signal
 
 if TYPE_CHECKING:
-    import signal as _signal
     from collections.abc import Callable
-else:
-    import _signal  # importing `signal` would lengthen the start-up by half
 
 OUTGOING_MAX = 4 << 20
 """While more bytes than this are queued for the host, the child's pipe is not read. Otherwise a slow host would make
 the server hold a whole archive in memory."""
 PAUSE_SECONDS = 0.005
-TOO_LARGE = 2
-"""Exit code of a child that finds by itself that its output would exceed the limit."""
 
 
 class ChildReply:
@@ -50,12 +45,7 @@ class ChildReply:
         self.limit = self.left = limit
         self.failed = failed
         self.code: int | None = None
-        self.fd, writer = posix.pipe()
-        self.pid = fork_or_close(self.fd, writer)
-        if self.pid == 0:
-            write_and_exit(write, writer)
-        posix.close(writer)
-        posix.set_blocking(self.fd, False)
+        self.pid, self.fd = fork_with_pipe(write)
         calls.running[call] = self.cancel
         calls.loop.exits[self.pid] = self._exited
         calls.loop.watch(self.fd, POLL_READ, self._ready)
@@ -63,7 +53,7 @@ class ChildReply:
             calls.loop.at((self, "limit"), seconds, self.cancel)
 
     def cancel(self) -> None:
-        send_signal(self.pid, _signal.SIGKILL)
+        send_signal(self.pid, SIGKILL)
 
     def _ready(self, events: int) -> None:
         if len(self.calls.connection.outgoing) > OUTGOING_MAX:
@@ -98,20 +88,8 @@ class ChildReply:
         self.calls.running.pop(self.call, None)
         if self.code == 0:
             self.calls.reply(self.call, {})
-        elif self.left < 0 or self.code == TOO_LARGE:
-            too_large = f"there are more than {self.limit} bytes of it, the most that is taken out of a sandbox"
+        elif self.left < 0 or self.code == errno.EFBIG:  # EFBIG: the child itself has found the output too large
+            too_large = f"the result has more than {self.limit} bytes, the maximum taken out of a sandbox"
             self.calls.fail(self.call, "failed", too_large)
         else:
             self.calls.fail(self.call, "failed", self.failed)
-
-
-def write_and_exit(write: Callable[[int], object], fd: int) -> None:
-    """Call `write` in the child, and exit. Never returns."""
-    code = 1
-    try:
-        write(fd)
-        code = 0
-    except OSError as error:
-        code = TOO_LARGE if error.errno == errno.EFBIG else 1
-    finally:
-        posix._exit(code)

@@ -1,5 +1,5 @@
-"""One command: its start, its input and its report. A time limit or a cancellation kills the command with its
-descendants.
+"""One command: its start, its input, its output and its reply. A time limit or a cancellation kills the command with
+its descendants.
 
 Invariant: an output stream takes at most 1.5 times its bound plus one read (256 KiB) of memory, however long the stream
 is.
@@ -8,12 +8,11 @@ is.
 from __future__ import annotations
 
 import posix
-import select
 import time
 from typing import TYPE_CHECKING
 
 from outrider.sandbox.runtimes.guest.connection import Calls
-from outrider.sandbox.runtimes.guest.poll_loop import POLL_READ, Loop, read_ready
+from outrider.sandbox.runtimes.guest.poll_loop import POLL_READ, Loop, PipeWriter, read_ready
 from outrider.sandbox.runtimes.guest.processes import kill_tree, pipes, spawn
 
 if TYPE_CHECKING:
@@ -26,8 +25,8 @@ the server busy."""
 
 
 class Capture:
-    """Keeps the beginning and the end of a stream, `cap` / 2 bytes each. After `take`, nothing more is kept. The host
-    sends `cap`: `MAX_OUTPUT` of `sandbox/runtimes/base.py`."""
+    """Keeps the beginning and the end of a stream, `cap` / 2 bytes each. After `take`, further data is dropped. The
+    host sends `cap`, which is `MAX_OUTPUT` of `sandbox/runtimes/base.py`."""
 
     def __init__(self, cap: int) -> None:
         self.half = max(1, cap // 2)
@@ -90,29 +89,6 @@ class Drain:
         return self.capture.take()
 
 
-class PipeWriter:
-    """Writes data into a pipe as fast as the reader takes it. Closes the pipe once all is written or there is no
-    reader."""
-
-    def __init__(self, loop: Loop, fd: int, data: bytes) -> None:
-        self.loop = loop
-        self.fd = fd
-        self.left = memoryview(data)
-        posix.set_blocking(fd, False)
-        loop.watch(fd, select.POLLOUT, self.ready)
-
-    def ready(self, events: int) -> None:
-        try:
-            self.left = self.left[posix.write(self.fd, self.left) :]
-        except BlockingIOError:
-            return
-        except OSError:
-            self.left = self.left[:0]
-        if not self.left:
-            self.loop.unwatch(self.fd)
-            posix.close(self.fd)
-
-
 class Command:
     """One command from start to reply. Children that outlive the command keep the command's pipes open, but the reply
     does not wait for them. Their later output is read and dropped: a full pipe would block these children, and a closed
@@ -148,7 +124,8 @@ class Command:
             for fd in {source, out[1], err[1]} - {-1}:
                 posix.close(fd)
         if sink >= 0:
-            PipeWriter(self.calls.loop, sink, args["stdin"])
+            posix.set_blocking(sink, False)
+            PipeWriter(self.calls.loop, sink, lambda gone: posix.close(sink)).write(args["stdin"])
         readers = [out[0]] if args["merged"] else [out[0], err[0]]
         return pid, [Drain(self.calls.loop, fd, Capture(self.cap)) for fd in readers]
 

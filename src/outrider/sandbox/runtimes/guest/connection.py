@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 
 
 class HostConnection:
-    """A stream of frames. `fd_in` and `fd_out` may be the same socket. `on_frame` is called with each frame. When
-    either descriptor has ended, the loop stops, and messages sent afterwards are dropped."""
+    """A stream of frames over the socket `fd`. `on_frame` is called with each frame. When the connection has ended, the
+    loop stops, and messages sent afterwards are dropped."""
 
-    def __init__(self, loop: Loop, fd_in: int, fd_out: int, on_frame: Callable[[bytes], object]) -> None:
+    def __init__(self, loop: Loop, fd: int, on_frame: Callable[[bytes], object]) -> None:
         self.loop = loop
-        self.fd_in = fd_in
-        self.fd_out = fd_out
+        self.fd = fd
         self.received = bytearray()
         self.outgoing = bytearray()
         self.on_frame = on_frame
         self.open = True
-        for fd in {fd_in, fd_out}:
-            posix.set_blocking(fd, False)
+        posix.set_blocking(fd, False)
         self._watch()
 
     def send(self, message: object) -> None:
@@ -46,19 +44,12 @@ class HostConnection:
             self._flush()
 
     def _watch(self) -> None:
-        writes = select.POLLOUT if self.outgoing else 0
-        if self.fd_in == self.fd_out:
-            self.loop.watch(self.fd_in, POLL_READ | writes, self._ready)
-        else:
-            self.loop.watch(self.fd_in, POLL_READ, self._ready)
-            self.loop.unwatch(self.fd_out)
-            if writes:
-                self.loop.watch(self.fd_out, writes, self._ready)
+        self.loop.watch(self.fd, POLL_READ | (select.POLLOUT if self.outgoing else 0), self._ready)
 
     def _flush(self) -> None:
         try:
             while self.outgoing:
-                del self.outgoing[: posix.write(self.fd_out, self.outgoing[:CHUNK])]
+                del self.outgoing[: posix.write(self.fd, self.outgoing[:CHUNK])]
         except BlockingIOError:
             self._watch()
         except OSError:
@@ -67,9 +58,8 @@ class HostConnection:
     def _end(self) -> None:
         self.open = False
         self.outgoing.clear()
-        for fd in {self.fd_in, self.fd_out}:
-            self.loop.unwatch(fd)
-            posix.close(fd)
+        self.loop.unwatch(self.fd)
+        posix.close(self.fd)
         self.loop.stop()
 
     def _ready(self, events: int) -> None:
@@ -78,7 +68,7 @@ class HostConnection:
             if self.open:
                 self._watch()
         if events & POLL_READ and self.open:
-            data = read_ready(self.fd_in)
+            data = read_ready(self.fd)
             if data is None:
                 self._end()
                 return
@@ -116,9 +106,9 @@ class Calls:
         return env
 
     def mark(self, owner: int) -> bytes:
-        """Return the entry that `environment` adds. When a time limit expires, this entry identifies the descendants
-        that have left their session and their parent. They are reparented to this server, and no other trace leads to
-        their owner."""
+        """Return the entry that `environment` adds. When a time limit expires, this entry identifies the owner's
+        descendants that have left their session and their parent. Such a process becomes a child of this server, and
+        has no other trace of its owner."""
         return f"OUTRIDER_CALL={self.sandbox_mark}:{owner}\0".encode()
 
     def shell(self) -> str:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import posix
 import time
-from typing import TYPE_CHECKING
 
 from outrider.sandbox.runtimes.guest.poll_loop import REST_FACTOR, Loop
-from outrider.sandbox.runtimes.guest.processes import descendants, processes, read_or_empty, send_signal, threads
-
-if TYPE_CHECKING:
-    import signal as _signal
-else:
-    import _signal  # importing `signal` would lengthen the start-up by half
+from outrider.sandbox.runtimes.guest.processes import (
+    SIGKILL,
+    descendants,
+    processes,
+    read_of_process,
+    read_or_empty,
+    send_signal,
+)
 
 RATE = 4 << 30
 """Assumed maximum growth of the programs in bytes per second. The next scan takes place at the earliest time at which
@@ -42,7 +43,7 @@ class ProcessMemory:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.status = status_of(pid)
+        self.status = read_of_process(pid, "status", b"VmSize")
         self.own = sum_of_fields(self.status, OWN_FIELDS)
         self.mapped = sum_of_fields(self.status, (b"VmSize",)) - sum_of_fields(self.status, (b"VmData", b"VmStk"))
         self.areas: dict[bytes, int] = {}
@@ -113,23 +114,8 @@ def kill_largest(found: list[ProcessMemory], excess: int) -> None:
     for one in sorted(found, key=lambda one: one.all, reverse=True):
         if excess <= 0:
             break
-        if send_signal(one.pid, _signal.SIGKILL):
+        if send_signal(one.pid, SIGKILL):
             excess -= one.all
-
-
-def status_of(pid: int) -> bytes:
-    return read_of_process(pid, "status", b"VmSize")
-
-
-def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
-    """Return a file of /proc/PID. If the process's first thread has ended, the thread's file is empty or lacks
-    `needed`, and the file of another thread is returned."""
-    text = read_or_empty(f"/proc/{pid}/{name}")
-    for thread in () if text and needed in text else threads(pid):
-        text = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
-        if text and needed in text:
-            break
-    return text
 
 
 def sum_of_fields(text: bytes, names: tuple[bytes, ...]) -> int:

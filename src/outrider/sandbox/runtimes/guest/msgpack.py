@@ -48,15 +48,6 @@ class Unpacker:
     """Reads one msgpack value out of a complete frame. Raises ValueError for a frame that ends early, or an unknown
     tag."""
 
-    SIZED: ClassVar[dict[int, tuple[str, int]]] = {
-        0xC4: ("b", 1),
-        0xC5: ("b", 2),
-        0xC6: ("b", 4),
-        0xD9: ("s", 1),
-        0xDA: ("s", 2),
-        0xDB: ("s", 4),
-    }
-    GROUPED: ClassVar[dict[int, tuple[str, int]]] = {0xDC: ("a", 2), 0xDD: ("a", 4), 0xDE: ("m", 2), 0xDF: ("m", 4)}
     PLAIN: ClassVar[dict[int, bool | None]] = {0xC0: None, 0xC2: False, 0xC3: True}
 
     def __init__(self, data: bytes) -> None:
@@ -73,39 +64,39 @@ class Unpacker:
     def number(self, count: int, signed: bool = False) -> int:
         return int.from_bytes(self.take(count), "big", signed=signed)
 
-    def message(self) -> tuple[int, str, dict[str, Any]]:
-        """Return the whole frame as a call: its number, method and arguments."""
-        call, method, args = self.value()
-        return call, method, args
-
     def value(self) -> Any:
         tag = self.take(1)[0]
         if tag < 0x80:
             return tag
-        if 0xA0 <= tag < 0xC0:
-            return str(self.take(tag & 0x1F), "utf-8", "surrogateescape")
+        if tag < 0x90:
+            return self.mapping(tag & 0x0F)
+        if tag < 0xA0:
+            return self.sequence(tag & 0x0F)
+        if tag < 0xC0:
+            return self.text(tag & 0x1F)
         if tag >= 0xE0:
             return tag - 0x100
-        if tag < 0x90:
-            return self.group("m", tag & 0x0F)
-        if tag < 0xA0:
-            return self.group("a", tag & 0x0F)
-        if tag in self.SIZED:
-            kind, width = self.SIZED[tag]
-            data = self.take(self.number(width))
-            return str(data, "utf-8", "surrogateescape") if kind == "s" else data
-        if 0xCC <= tag <= 0xCF:
-            return self.number(1 << (tag - 0xCC))
         if tag in self.PLAIN:
             return self.PLAIN[tag]
-        if tag in self.GROUPED:
-            kind, width = self.GROUPED[tag]
-            return self.group(kind, self.number(width))
+        if 0xC4 <= tag <= 0xC6:
+            return self.take(self.number(1 << (tag - 0xC4)))
+        if 0xCC <= tag <= 0xCF:
+            return self.number(1 << (tag - 0xCC))
         if 0xD0 <= tag <= 0xD3:
             return self.number(1 << (tag - 0xD0), signed=True)
+        if 0xD9 <= tag <= 0xDB:
+            return self.text(self.number(1 << (tag - 0xD9)))
+        if 0xDC <= tag <= 0xDD:
+            return self.sequence(self.number(2 << (tag - 0xDC)))
+        if 0xDE <= tag <= 0xDF:
+            return self.mapping(self.number(2 << (tag - 0xDE)))
         raise ValueError(f"unknown msgpack tag {tag:#x}")
 
-    def group(self, kind: str, size: int) -> Any:
-        if kind == "a":
-            return [self.value() for _ in range(size)]
+    def text(self, size: int) -> str:
+        return str(self.take(size), "utf-8", "surrogateescape")
+
+    def sequence(self, size: int) -> list[Any]:
+        return [self.value() for _ in range(size)]
+
+    def mapping(self, size: int) -> dict[Any, Any]:
         return {self.value(): self.value() for _ in range(size)}

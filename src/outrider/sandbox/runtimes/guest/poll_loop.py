@@ -30,10 +30,9 @@ take long, and must not take much of the processor's time."""
 
 
 class Loop:
-    """The loop. A handler of `handlers` is called with the events of its descriptor, a watcher of `exits` once with the
-    exit code of its child.
-
-    `timers` maps a key to a deadline, in seconds of the monotonic clock, and an action. A key has at most one timer.
+    """The loop. `handlers` maps a descriptor to the function that is called with its events. `exits` maps the pid of a
+    child to the function that is called once with the child's exit code. `timers` maps a key to a deadline, in seconds
+    of the monotonic clock, and an action. A key has at most one timer.
     """
 
     def __init__(self) -> None:
@@ -99,6 +98,44 @@ class Loop:
             watcher = self.exits.pop(pid, None)
             if watcher is not None:
                 watcher(exit_code(status))
+
+
+class PipeWriter:
+    """Writes data into a pipe as fast as the reader takes the data. `fd` is non-blocking, or -1 for a closed pipe.
+
+    `written(gone)` is called each time when all data is written, and when there is no reader: `gone` is then True, and
+    the rest of the data is dropped."""
+
+    def __init__(self, loop: Loop, fd: int, written: Callable[[bool], object] = lambda gone: None) -> None:
+        self.loop = loop
+        self.fd = fd
+        self.written = written
+        self.left = memoryview(b"")
+
+    def write(self, data: bytes) -> None:
+        self.left = memoryview(bytes(self.left) + data)
+        self._ready(0)
+
+    def close(self) -> None:
+        """Close the pipe. Data not yet written is dropped. Idempotent."""
+        if self.fd >= 0:
+            self.loop.unwatch(self.fd)
+            posix.close(self.fd)
+            self.fd = -1
+
+    def _ready(self, events: int) -> None:
+        gone = False
+        try:
+            while self.left:
+                self.left = self.left[posix.write(self.fd, self.left[:CHUNK]) :]
+        except BlockingIOError:
+            self.loop.watch(self.fd, select.POLLOUT, self._ready)
+            return
+        except OSError:
+            self.left = self.left[:0]
+            gone = True
+        self.loop.unwatch(self.fd)
+        self.written(gone)
 
 
 def read_ready(fd: int) -> bytes | None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 else:
     import _signal  # importing `signal` would lengthen the start-up by half
 
+SIGINT, SIGKILL = _signal.SIGINT, _signal.SIGKILL
+OTHER_ERROR = 255
+"""Exit code of a `fork_with_pipe` child after an error without a number."""
 LOOKS = 200
 """Maximum number of scans in one `kill_tree`. A process that forks faster than it is killed would otherwise keep
 `kill_tree` busy forever."""
@@ -100,13 +103,15 @@ def threads(pid: int) -> list[str]:
         return []
 
 
-def environment_of(pid: int) -> bytes:
-    """Return the environment with which a process was started. If the first thread has ended, the environment can be
-    read only from another thread."""
-    found = read_or_empty(f"/proc/{pid}/environ")
-    for thread in () if found else threads(pid):
-        found = found or read_or_empty(f"/proc/{pid}/task/{thread}/environ")
-    return found
+def read_of_process(pid: int, name: str, needed: bytes = b"") -> bytes:
+    """Return a file of /proc/PID. If the process's first thread has ended, the thread's file is empty or lacks
+    `needed`, and the file of another thread is returned."""
+    text = read_or_empty(f"/proc/{pid}/{name}")
+    for thread in () if text and needed in text else threads(pid):
+        text = read_or_empty(f"/proc/{pid}/task/{thread}/{name}")
+        if text and needed in text:
+            break
+    return text
 
 
 def descendants(table: dict[int, Process], roots: set[int]) -> set[int]:
@@ -128,7 +133,7 @@ def adopted_orphans(table: dict[int, Process], mark: bytes) -> set[int]:
     """Return the children of this server that have `mark` in their environment. These include adopted orphans: a daemon
     leaves its session and its parent, but keeps its environment."""
     me = posix.getpid()
-    return {p.pid for p in table.values() if p.parent == me and mark in environment_of(p.pid)}
+    return {p.pid for p in table.values() if p.parent == me and mark in read_of_process(p.pid, "environ")}
 
 
 def send_signal(pid: int, number: int) -> bool:
@@ -152,7 +157,7 @@ def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
         if not victims:
             break
         for pid in victims:
-            send_signal(pid, _signal.SIGKILL)
+            send_signal(pid, SIGKILL)
         time.sleep(0 if attempt < 3 else 0.002)  # most victims have exited by the second scan
     return victims
 
@@ -186,14 +191,32 @@ def pipes(number: int) -> list[tuple[int, int]]:
     return made
 
 
-def fork_or_close(*fds: int) -> int:
-    """Fork, and return as `fork` does. If the fork fails, close the descriptors and raise OSError."""
+def fork_with_pipe(work: Callable[[int], object], *, reads: bool = False) -> tuple[int, int]:
+    """Fork a child that calls `work` with its end of a new pipe: the end for reading if `reads`, else for writing.
+
+    Returns the child's pid and the other end, which is non-blocking. The child exits with 0, with the number of the
+    OSError that `work` raised, or with OTHER_ERROR. Raises OSError, and then leaves no pipe open."""
+    reader, writer = posix.pipe()
+    theirs, ours = (reader, writer) if reads else (writer, reader)
     try:
-        return posix.fork()
+        pid = posix.fork()
     except OSError:
-        for fd in fds:
-            posix.close(fd)
+        posix.close(reader)
+        posix.close(writer)
         raise
+    if pid == 0:
+        code = OTHER_ERROR
+        try:
+            posix.close(ours)
+            work(theirs)
+            code = 0
+        except OSError as error:
+            code = error.errno or OTHER_ERROR
+        finally:
+            posix._exit(code)
+    posix.close(theirs)
+    posix.set_blocking(ours, False)
+    return pid, ours
 
 
 def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], tty: bool = False) -> int:
@@ -208,7 +231,7 @@ def spawn(argv: list[str], env: dict[str, str], cwd: str, fds: dict[int, int], t
         posix.setsid()
         offer_to_oom_killer()
         _signal.set_wakeup_fd(-1)  # a signal to the fork must not wake the server's loop
-        for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, _signal.SIGINT):
+        for number in (_signal.SIGCHLD, _signal.SIGPIPE, _signal.SIGXFSZ, SIGINT):
             # Python and this server ignore or catch these signals, and an ignored signal stays ignored in the program.
             _signal.signal(number, _signal.SIG_DFL)
         for target, source in fds.items():

@@ -21,7 +21,7 @@ from outrider.sandbox.runtimes.guest.command import Command
 from outrider.sandbox.runtimes.guest.connection import Calls, HostConnection
 from outrider.sandbox.runtimes.guest.filesystem.files import open_file, write_all, write_file, write_tar
 from outrider.sandbox.runtimes.guest.filesystem.glob import found_paths
-from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, is_link, make_folders, same_file
+from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, is_link, make_folders
 from outrider.sandbox.runtimes.guest.filesystem.restore import Restore
 from outrider.sandbox.runtimes.guest.memory_watch import MemoryWatch
 from outrider.sandbox.runtimes.guest.msgpack import Unpacker
@@ -40,26 +40,24 @@ else:
 PR_SET_CHILD_SUBREAPER = 36
 SEARCH_SECONDS = 60
 SEARCH_BYTES = 64 << 20
-"""Limits of a child that globs, in seconds and in bytes of its result. An agent can make a tree that takes
-forever to search."""
+"""Limits of a child that globs, in seconds and in bytes of its result. An agent can make a tree whose search would take
+forever."""
 SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 
 
 class Server:
     """The calls of the host: `do_NAME(call, arguments)` carries out the call NAME."""
 
-    def __init__(
-        self, loop: Loop, fd_in: int, fd_out: int, save_layers: Callable[[int], None] | None, gateway: int
-    ) -> None:
+    def __init__(self, loop: Loop, fd: int, save_layers: Callable[[int], None] | None, gateway: int) -> None:
         self.loop = loop
         self.save_layers = save_layers
         self.gateway = gateway
-        self.calls = Calls(loop, HostConnection(loop, fd_in, fd_out, self.dispatch))
+        self.calls = Calls(loop, HostConnection(loop, fd, self.dispatch))
         self.shells: dict[int, LiveShell] = {}
         self.restores: dict[int, Restore] = {}
 
     def dispatch(self, frame: bytes) -> None:
-        call, method, args = Unpacker(frame).message()
+        call, method, args = Unpacker(frame).value()
         try:
             getattr(self, "do_" + method)(call, args)
         except FileNotFoundError as error:
@@ -101,7 +99,7 @@ class Server:
         kill_tree({posix.getpid()})
         for call in self.calls.running:
             self.calls.fail(call, "ended", "the sandbox has come to the end of its lifetime")
-        self.loop.stopped = True
+        self.loop.stop()
 
     def do_exec(self, call: int, args: dict[str, Any]) -> None:
         Command(self.calls, call, args)
@@ -112,8 +110,8 @@ class Server:
             cancel()
 
     def do_shell_open(self, call: int, args: dict[str, Any]) -> None:
-        # The shell gets the number of the call: no other shell of this connection has it. `LiveShell` replies to the
-        # call.
+        # The number of the call is also the number of the shell, and so is unique on this connection. `LiveShell`
+        # replies to the call.
         self.shells[call] = LiveShell(self.calls, call, args)
 
     def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
@@ -171,7 +169,7 @@ class Server:
         """Send an archive of the writable layers. All other processes are killed first, so that nothing changes
         meanwhile."""
         if self.save_layers is None:
-            raise ValueError("this sandbox has no layer of its own")
+            raise ValueError("this sandbox has no writable layer")
         kill_all_below()
         ChildReply(self.calls, call, self.save_layers, limit=args["limit"], failed="snapshot failed")
 
@@ -225,18 +223,16 @@ def preload() -> None:
 
 def main() -> None:
     """Serve the connection on descriptors 0 and 1 until the loop stops, then kill all remaining processes."""
-    one = same_file(0, 1)
-    fd_in = posix.dup(0)  # the connection moves to other descriptors, because every program would inherit 0 and 1
-    fd_out = fd_in if one else posix.dup(1)
+    connection = posix.dup(0)  # the connection moves to another descriptor, because every program would inherit 0 and 1
     null = posix.open("/dev/null", posix.O_RDWR)
     for fd in (0, 1):
         posix.dup2(null, fd)
-    close_others({0, 1, 2, fd_in, fd_out})
+    close_others({0, 1, 2, connection})
     posix.umask(0o022)
-    serve(fd_in, fd_out)
+    serve(connection)
 
 
-def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
+def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
     """Serve a connection until it ends or the loop stops otherwise. Then kill all processes below this process.
 
     `save_layers` writes an archive of the sandbox's writable layers to a descriptor, and is None if there are no
@@ -244,7 +240,7 @@ def serve(fd_in: int, fd_out: int, *, save_layers: Callable[[int], None] | None 
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()
     loop = Loop()
-    Server(loop, fd_in, fd_out, save_layers, gateway)
+    Server(loop, fd, save_layers, gateway)
     loop.run()
     kill_tree({posix.getpid()})
 

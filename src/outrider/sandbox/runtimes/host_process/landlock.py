@@ -65,7 +65,7 @@ class LandlockRuntime:
         network = "TCP" if have >= landlock.NETWORK_SINCE else "no network"
         return Availability(
             ok=True,
-            detail=f"Landlock {have}: files and {network} fenced, weaker than namespaces; limits by {find()}",
+            detail=f"Landlock {have}: files and {network} restricted, weaker than namespaces; limits by {find()}",
         )
 
 

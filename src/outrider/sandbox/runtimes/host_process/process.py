@@ -1,4 +1,5 @@
-"""The process runtime: trusted code on the host itself, without isolation, with the same tool server.
+"""The process runtime: runs trusted code on the host itself, without isolation. Its sandboxes have the same tool server
+as those of other runtimes.
 
 Invariant: after `stop` no process of the sandbox is left, not even a process that has left its session and lost its
 parents.

@@ -1,8 +1,8 @@
 """Control groups of a node, with which the kernel enforces the limits of the node's sandboxes.
 
-Making groups requires a delegated unit or container with version 2, and root or folders of this user's own with version
-1. Without these permissions there are no groups. Invariants: a group is named after its node and sandbox, so the
-leftovers of a dead node are identified with certainty; when `remove` returns, the group is gone.
+With version 2, a node can make groups in a delegated unit or container. With version 1, the node must be root or own
+the folders. Otherwise there are no groups. Invariants: a group is named after its node and sandbox, so that a dead
+node's groups can be recognised; when `remove` returns, the group is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,8 +38,8 @@ share `net.ipv4.tcp_mem` and `udp_mem`, a tenth of the host's memory, and slow d
 REMOVE_SECONDS = 5.0
 PAUSE_SECONDS = 0.002
 OWN = "outrider-service"
-"""The group into which this process moves with version 2. A group with members cannot pass controllers on to inner
-groups."""
+"""Name of the group into which this process moves with version 2, because a group with members cannot pass controllers
+on to inner groups."""
 
 
 class Hierarchies(msgspec.Struct, frozen=True):
@@ -50,6 +50,11 @@ class Hierarchies(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"control groups v{self.version} ({', '.join(self.folders)})" if self.folders else "no control groups"
+
+    @property
+    def parents(self) -> list[Path]:
+        """The folders, each once: with version 2 all controllers have the same folder."""
+        return list(dict.fromkeys(self.folders.values()))
 
 
 NONE = Hierarchies(0, {})
@@ -116,25 +121,21 @@ class ControlGroup:
     """The groups of one sandbox, one in each hierarchy. The methods block for a few system calls."""
 
     def __init__(self, folders: tuple[Path, ...]) -> None:
-        self._folders = folders
-
-    @property
-    def folders(self) -> tuple[Path, ...]:
-        return self._folders
+        self.folders = folders
 
     @property
     def entrances(self) -> tuple[str, ...]:
         """The files to which a process writes "0" to enter the group. Its later children are then in the group, too."""
-        return tuple(str(folder / "cgroup.procs") for folder in self._folders)
+        return tuple(str(folder / "cgroup.procs") for folder in self.folders)
 
     def ran_out(self) -> bool:
         """Return whether the kernel has killed a member because the group reached its own memory limit."""
-        return any(_short_of_memory(folder) and _was_full(folder) for folder in self._folders)
+        return any(_short_of_memory(folder) and _was_full(folder) for folder in self.folders)
 
     def starved(self) -> bool:
         """Return whether the kernel has killed a member for lack of memory although the group never reached its limit:
         the host, or an enclosing group, had no more memory."""
-        return any(_short_of_memory(folder) and not _was_full(folder) for folder in self._folders)
+        return any(_short_of_memory(folder) and not _was_full(folder) for folder in self.folders)
 
     def add(self, pid: int) -> None:
         for entrance in self.entrances:
@@ -143,7 +144,7 @@ class ControlGroup:
     def kill(self) -> None:
         """SIGKILL every current member. The limit of processor time is lifted first, because exiting takes processor
         time."""
-        for folder in self._folders:
+        for folder in self.folders:
             for file, value in UNLIMITED_CPU.items():
                 with contextlib.suppress(OSError):  # a file of the other version, or of another controller
                     (folder / file).write_text(value)
@@ -154,17 +155,17 @@ class ControlGroup:
         but removes the other groups first."""
         deadline = time.monotonic() + REMOVE_SECONDS
         left: dict[Path, str] = {}
-        for folder in self._folders:
+        for folder in self.folders:
             try:
                 while not _removed(folder):
                     _kill_members(folder)
                     if time.monotonic() > deadline:
-                        left[folder] = "something still runs in it"
+                        left[folder] = "its processes do not exit"
                         break
                     await asyncio.sleep(PAUSE_SECONDS)
             except OSError as error:
                 left[folder] = str(error)
-        self._folders = tuple(left)
+        self.folders = tuple(left)
         for folder, reason in left.items():
             raise RuntimeFailure(f"the control group {folder} cannot be removed: {reason}")
 
@@ -207,7 +208,7 @@ class Cgroups:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
-        await asyncio.to_thread(_remove_node, self._parents(), self._name)
+        await asyncio.to_thread(_remove_node, self.hierarchies.parents, self._name)
 
     def make(self, sandbox: str, resources: Resources) -> ControlGroup:
         """Make a group with the limits of `resources` that have a controller. Raises RuntimeFailure."""
@@ -234,7 +235,7 @@ class Cgroups:
             if self.hierarchies.version == 2:
                 # Move the processes of our own group into an inner group: only a group without members can pass its
                 # controllers on to inner groups.
-                (folder,) = self._parents()
+                (folder,) = self.hierarchies.parents
                 own = folder / OWN
                 own.mkdir(exist_ok=True)
                 for pid in (folder / "cgroup.procs").read_text().split():
@@ -244,19 +245,16 @@ class Cgroups:
                 _set(folder / "cgroup.subtree_control", wanted)
                 (folder / self._name).mkdir(exist_ok=True)
                 _set(folder / self._name / "cgroup.subtree_control", wanted)
-            for folder in self._parents():
+            for folder in self.hierarchies.parents:
                 (folder / self._name).mkdir(exist_ok=True)
         except OSError:
             self.hierarchies = NONE  # the folders looked writable but are not
-
-    def _parents(self) -> list[Path]:
-        return _parents(self.hierarchies)
 
 
 def sweep() -> int:
     """Remove the control groups of dead nodes, and kill the processes in them. Returns the number of nodes whose groups
     were removed. Blocks."""
-    parents = _parents(find())
+    parents = find().parents
     names = {folder.name for parent in parents for folder in parent.glob(f"{PREFIX}*")}
     ended = 0
     for name in names:
@@ -270,25 +268,14 @@ def sweep() -> int:
     return ended
 
 
-def _parents(hierarchies: Hierarchies) -> list[Path]:
-    return list(dict.fromkeys(hierarchies.folders.values()))
-
-
 def _remove_node(parents: Iterable[Path], name: str) -> None:
     for parent in parents:
-        for folder in _inner_first(parent / name):
+        for path, _, _ in os.walk(parent / name, topdown=False):
+            folder = Path(path)
             deadline = time.monotonic() + REMOVE_SECONDS
             while not _removed(folder) and time.monotonic() < deadline:
                 _kill_members(folder)
                 time.sleep(PAUSE_SECONDS)
-
-
-def _inner_first(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        for inner in folder.iterdir():
-            if inner.is_dir():
-                yield from _inner_first(inner)
-        yield folder
 
 
 def _kill_members(folder: Path) -> None:

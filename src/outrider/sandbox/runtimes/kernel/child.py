@@ -1,8 +1,8 @@
 """A process that works for the service, watched through a pidfd, and its descendants.
 
-The process is a child spawned without copying the service's memory, or was forked by the zygote, or was started by an
-earlier node. Invariants: after `Child.end` the process is dead, and reaped if it was a child; a signal is sent through
-a pidfd, or else to a child that is not yet reaped, so never to a pid that was reused.
+The process is a child of this process, or a fork of the zygote. Invariants: after `Child.end` the process is dead, and
+reaped if it was a child; a signal is sent through a pidfd, or to a child that is not yet reaped, and so never to a pid
+that was reused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import LOG_TAIL, RuntimeFailure
+from outrider.sandbox.runtimes.kernel.process_marks import stat_fields
 
 END_SECONDS = 5.0
 """Time limit for the descendants of a child to exit by themselves."""
@@ -37,8 +38,8 @@ class Child:
         cls, argv: Sequence[str], env: Mapping[str, str], end: socket.socket, extra: Mapping[int, int] = {}
     ) -> Child:
         """Start `argv[0]` in a new session, with `end` as its standard input and output. `extra` maps further
-        descriptors of the new process (> 2) to descriptors of this process. `posix_spawn` neither copies page tables
-        nor starts a watcher thread.
+        descriptors of the new process (> 2) to descriptors of this process. The process is started by `posix_spawn`,
+        which neither copies page tables nor needs a thread that waits for the exit.
 
         Raises RuntimeFailure when `argv[0]` cannot be executed, and OSError when no descriptor is left for the pidfd.
         """
@@ -69,11 +70,7 @@ class Child:
 
     def stopped_by_signal(self) -> bool:
         """Return whether a signal or a debugger has stopped the process. Call this method before `close`."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return stat_fields(self.pid)[0] in "Tt"
 
     def runs(self) -> bool:
         ended = select.poll()
@@ -153,8 +150,7 @@ async def readable(fd: int) -> None:
 
 
 class Descendants:
-    """The descendants of a child. Call `hold` first before the child exits, and again for processes that start
-    later."""
+    """The descendants of a child. Call `hold` before the child exits, and again when more processes have started."""
 
     def __init__(self, child: Child) -> None:
         self._child = child

@@ -1,4 +1,4 @@
-"""Finding and killing the processes of a sandbox by the mark in their environment, so that no process is left.
+"""Finds and kills the processes of a sandbox by the mark in their environment, so that no process is left.
 
 Every process of a sandbox starts with `OUTRIDER_CALL=FOLDER/SANDBOX:CALL`: the folder of its node, the sandbox's
 directory in that folder, and the call. Run as a program, `python process_marks.py FOLDER`, this module is a node's
@@ -47,24 +47,23 @@ def kill_marked(mark: str, *, seconds: float = KILL_SECONDS) -> int:
 
 
 def marked(mark: str) -> set[int]:
-    """Return the live processes whose mark begins with `mark`, and their descendants. This
-    process is left out."""
+    """Return the live processes whose mark begins with `mark`, and their descendants. This process is left out."""
     needle = f"\0{VARIABLE}={mark}".encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     found = set()
     for pid in pids:
         # The environment at the start of the process, empty for a dead process and for another user's process.
         environ = _bytes(f"/proc/{pid}/environ")
-        if not environ and _state(pid)[0] in "ZX":
+        if not environ and stat_fields(pid)[0] in "ZX":
             for thread in _threads(pid):
                 environ = environ or _bytes(f"/proc/{pid}/task/{thread}/environ")
         if needle in b"\0" + environ:
             found.add(pid)
     below: dict[int, set[int]] = {}
     for pid in pids if found else ():
-        state, parent = _state(pid)
+        state, parent, *_ = stat_fields(pid)
         if state not in "ZX" or _threads(pid):  # else the process is gone, or a zombie, which has no children
-            below.setdefault(parent, set()).add(pid)
+            below.setdefault(int(parent), set()).add(pid)
     new = found
     while new := {child for pid in new for child in below.get(pid, ())} - found:
         found |= new
@@ -72,8 +71,8 @@ def marked(mark: str) -> set[int]:
 
 
 def _kill(mark: str) -> None:
-    """SIGKILL all marked processes, but stop all of them by SIGSTOP first. Otherwise processes that are not yet found
-    could start others."""
+    """SIGKILL all marked processes. All of them are stopped by SIGSTOP first, because a process that runs could start
+    another one between the scan and the kill."""
     held: dict[int, int] = {}
     try:
         while new := marked(mark) - held.keys():
@@ -97,23 +96,18 @@ def _signal(pids: set[int], held: dict[int, int], number: signal.Signals) -> Non
             signal.pidfd_send_signal(held[pid], number)
 
 
-def _state(pid: int) -> tuple[str, int]:
-    """Return the state's letter and the parent's pid; ("X", 0) if the process is gone. A process whose first thread has
-    ended looks like a zombie, even if other threads live."""
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except OSError:
-        return "X", 0
-    return state, int(parent)
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state's letter on; the parent's pid is next. Returns ["X", "0"] if
+    the process is gone. A process whose first thread has ended looks like a zombie, even if other threads live."""
+    # The program chooses the name before the last parenthesis. The name may have any bytes, also bytes without a
+    # meaning in UTF-8.
+    return _bytes(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split() or ["X", "0"]
 
 
 def started(pid: int) -> str:
     """Return the start time of a process, in the kernel's ticks since boot; "" if the process or its first thread has
     ended. Pids are reused, but a pid and a start time together identify one process until the next boot."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
+    fields = stat_fields(pid)
     return "" if fields[0] in "ZX" else fields[19]
 
 
@@ -134,9 +128,9 @@ def _bytes(path: str) -> bytes:
 
 
 def keep(folder: str, *, patience: float = PATIENCE_SECONDS) -> None:
-    """Run as the keeper of the folder with this name until the node has exited, which closes standard input, and no
-    process carries the folder's mark. The processes have `patience` seconds to exit by themselves: a tool server that
-    does so also kills processes without a mark, which have cleared their environment."""
+    """Run as the keeper of the node's folder with this name: wait for the node's exit, which closes standard input, and
+    kill all processes with the folder's mark. The processes have `patience` seconds to exit by themselves first,
+    because a tool server that exits also kills the processes that have cleared their environment and so their mark."""
     sys.stdin.buffer.read()
     deadline = time.monotonic() + patience
     while marked(f"{folder}/") and time.monotonic() < deadline:

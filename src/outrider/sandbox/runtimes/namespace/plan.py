@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.sandbox.runtimes.kernel.mounts import MountPoint
+from outrider.sandbox.runtimes.limits import kernel_version
 
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 EMPTY_FOLDERS = ("dev", "etc", "proc", "root", "run", "tmp", "usr", "var/tmp")
@@ -69,8 +70,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rlimits: Mapping[str, int] = {}
     memory: int = 0
     saved: str = ""
-    uids: tuple[Ids, ...] = msgspec.field(default_factory=lambda: ((0, os.geteuid(), 1),))
-    gids: tuple[Ids, ...] = msgspec.field(default_factory=lambda: ((0, os.getegid(), 1),))
+    uids: tuple[Ids, ...]
+    gids: tuple[Ids, ...]
     mappers: Mapping[str, str] = {}
 
 
@@ -147,7 +148,6 @@ def unsupported() -> str | None:
     None."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"needs Linux on x86-64 or arm64, this is {platform.system()} on {platform.machine()}"
-    version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
-    if version < (5, 12):
+    if kernel_version() < (5, 12):
         return f"needs Linux 5.12 or newer, this is {platform.release()}"
     return None

@@ -111,12 +111,29 @@ async def launch(
     if not files.has_python:
         portable = (str(await asyncio.to_thread(portable_python)), PORTABLE_AT)
         shown, python = (portable, *shown), portable_command()
-    inner = inner_of(root, zygote.mounts())
-    memory = counted_memory(spec.resources, groups.hierarchies.folders)
+    controllers = groups.hierarchies.folders
+    memory = counted_memory(spec.resources, controllers)
+    most_bytes, most_files = writable_bounds(spec.resources)
     async with AsyncExitStack() as undo:
         group = groups.make(name, spec.resources)
         undo.push_async_callback(undone, name, group.remove)
-        plan = _plan(spec, context, str(zygote.base), files, inner, shown, groups, group)
+        plan = Plan(
+            base=str(zygote.base),
+            layers=root.layers,
+            folders=root.folders,
+            inner=inner_of(root, zygote.mounts()),
+            shown=(*shown, *((str(path), str(path)) for path in context.mounts)),
+            named=tuple((mount.source, mount.target or mount.source) for mount in spec.mounts),
+            devices=gpus.devices,
+            bytes=most_bytes,
+            files=most_files,
+            gateway=str(context.gateway_socket),
+            cgroups=group.entrances,
+            saved=str(context.layer or ""),
+            rlimits=rlimits(spec.resources, controllers, own_users=True),
+            memory=memory,
+            **msgspec.structs.asdict(files.users),
+        )
         with connection() as (ours, theirs):
             child, zygote_lives = await zygote.fork(plan, theirs)
         tools = ToolClient(ours, child.log_tail)
@@ -129,9 +146,8 @@ async def launch(
             )
             await configure(tools, setup)
         except RuntimeFailure as error:
-            # A layer that cannot be unpacked was spoiled by the agent that wrote it, except in two cases. The host
-            # failed meanwhile. Or a file system has since been mounted below /usr, so that no writable layer can be
-            # mounted there.
+            # A layer that cannot be unpacked was spoiled by the agent that wrote it, unless the host failed meanwhile,
+            # or a file system has since been mounted below /usr: then no writable layer can be mounted there.
             if context.layer is not None and not group.starved() and NO_OVERLAY not in (error.log_tail or ""):
                 raise error.replace(inside=error.inside or await zygote_lives()) from error.__cause__
             raise
@@ -139,21 +155,19 @@ async def launch(
         async def ended_inside() -> bool:
             return await zygote_lives() and died_inside(tools, group)
 
-        size, _ = writable_bounds(spec.resources)
-        yield RunningServer(
-            tools=tools, group=group, ended_inside=ended_inside, layer_limit=LAYER_OVERHEAD * size + MEBIBYTE
-        )
+        layer_limit = LAYER_OVERHEAD * most_bytes + MEBIBYTE
+        yield RunningServer(tools=tools, group=group, ended_inside=ended_inside, layer_limit=layer_limit)
 
 
 class HostFiles(msgspec.Struct, frozen=True):
     """The files of the host that make up a sandbox, and its user ids. `image_env` are the variables that the root's
-    image sets. `users` is None if the sandbox has only one user."""
+    image sets."""
 
     gpus: GpuFiles
     root: Root
     image_env: dict[str, str]
     has_python: bool
-    users: UserIds | None
+    users: UserIds
 
 
 def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, driver: NvidiaDriver) -> HostFiles:
@@ -161,40 +175,6 @@ def _host_files(spec: RuntimeSpec, context: SandboxContext, host_root: Root, dri
     InvalidField, RuntimeUnavailable."""
     root, image_env = _root(spec, host_root)
     return HostFiles(driver.shown(context.gpus), root, image_env, _has_python(root), user_ids(spec.users))
-
-
-def _plan(
-    spec: RuntimeSpec,
-    context: SandboxContext,
-    base: str,
-    files: HostFiles,
-    inner: tuple[tuple[str, str], ...],
-    shown: tuple[tuple[str, str], ...],
-    groups: Cgroups,
-    group: ControlGroup,
-) -> Plan:
-    controllers = groups.hierarchies.folders
-    most_bytes, most_files = writable_bounds(spec.resources)
-    return Plan(
-        base=base,
-        layers=files.root.layers,
-        folders=files.root.folders,
-        inner=inner,
-        shown=(
-            *shown,
-            *((str(path), str(path)) for path in context.mounts),
-        ),
-        named=tuple((mount.source, mount.target or mount.source) for mount in spec.mounts),
-        devices=files.gpus.devices,
-        bytes=most_bytes,
-        files=most_files,
-        gateway=str(context.gateway_socket),
-        cgroups=group.entrances,
-        saved=str(context.layer or ""),
-        rlimits=rlimits(spec.resources, controllers, own_users=True),
-        memory=counted_memory(spec.resources, controllers),
-        **(msgspec.structs.asdict(files.users) if files.users else {}),
-    )
 
 
 def _root(spec: RuntimeSpec, host_root: Root) -> tuple[Root, dict[str, str]]:
@@ -215,8 +195,8 @@ def _root(spec: RuntimeSpec, host_root: Root) -> tuple[Root, dict[str, str]]:
         )
     if mounted := inner_mounts([(folder, "/")]):
         raise RuntimeUnavailable(
-            f"something is mounted in rootfs {folder}: {mounted[0][0]}",
-            hint="unmount it: a sandbox has /proc and /dev of its own, and task.runtime.mounts shows it other folders",
+            f"a file system is mounted in rootfs {folder}: {mounted[0][0]}",
+            hint="unmount it: a sandbox has its own /proc and /dev, and gets other folders by task.runtime.mounts",
         )
     return image_root(folder), {}
 
@@ -247,7 +227,7 @@ def probe_user_namespaces() -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeUnavailable(f"cannot see whether user namespaces work: {error}") from error
+        raise RuntimeUnavailable(f"cannot find out whether user namespaces work: {error}") from error
     if done.returncode != 0:
         raise RuntimeUnavailable(
             f"user namespaces do not work here: {done.stderr.strip() or f'exit code {done.returncode}'}",

@@ -1,4 +1,4 @@
-"""User ids for sandboxes with more than one user, from the ranges of /etc/subuid and /etc/subgid.
+"""User ids of a sandbox: this user's own, and for more than one user the ranges of /etc/subuid and /etc/subgid.
 
 This module starts no process. Invariant: of the host's ids only this user's id and ranges are used.
 """
@@ -9,6 +9,7 @@ import os
 import pwd
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -29,13 +30,12 @@ class UserIds(msgspec.Struct, frozen=True):
     mappers: dict[str, str]
 
 
-def user_ids(count: int) -> UserIds | None:
-    """Return maps of `count` user ids and group ids. The first id is this user's own. Returns None for a count of 1.
-    Raises RuntimeUnavailable."""
+def user_ids(count: int) -> UserIds:
+    """Return maps of `count` user ids and group ids. The first id is this user's own. Raises RuntimeUnavailable."""
+    own = {"uid": (0, os.geteuid(), 1), "gid": (0, os.getegid(), 1)}
     if count == 1:
-        return None
-    own = {"uid": os.geteuid(), "gid": os.getegid()}
-    ids = {kind: ((0, own[kind], 1), (1, _range(kind, count - 1), count - 1)) for kind in FILES}
+        return UserIds((own["uid"],), (own["gid"],), {})
+    ids = {kind: (own[kind], (1, _range(kind, count - 1), count - 1)) for kind in FILES}
     mappers = {}
     for kind in FILES if os.geteuid() != 0 else ():  # root writes the maps itself
         program = f"new{kind}map"
@@ -54,10 +54,8 @@ def _range(kind: str, count: int) -> int:
     """Return the first id of this user's first range with `count` ids or more. Raises RuntimeUnavailable."""
     uid = os.geteuid()
     names = {str(uid)}
-    try:
+    with suppress(KeyError):  # a user without a name is listed by number
         names.add(pwd.getpwuid(uid).pw_name)
-    except KeyError:
-        """A user without a name is listed by number."""
     try:
         text = FILES[kind].read_text(errors="replace")
     except OSError:

@@ -166,7 +166,7 @@ class ZygoteClient:
         told = msgspec.msgpack.decode(message, type=ForkReply)
         answer = self._waiting.pop(told.number)
         if told.error or not fds:
-            fault = told.error or "there is no descriptor left to hold it by"
+            fault = told.error or "no descriptor is left for its process"
             answer.set_exception(RuntimeFailure(f"the sandbox cannot be forked: {fault}"))
         else:
             answer.set_result((told.pid, fds[0]))

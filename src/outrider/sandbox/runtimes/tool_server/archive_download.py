@@ -44,7 +44,7 @@ async def download_archive(
         if isinstance(download.fault, OSError):
             raise RuntimeFailure(
                 f"the node cannot write {target}: {download.fault.strerror or download.fault}",
-                hint="the disk of the node's own folder needs room for what is carried out of sandboxes",
+                hint="the disk with the node's folder needs room for the archives that are taken out of sandboxes",
             ) from download.fault
         if download.fault is not None:
             raise download.fault
@@ -109,7 +109,5 @@ class ArchiveDownload:
 
 def write_all(fd: int, pieces: list[bytes]) -> None:
     """Write all pieces. Blocks; raises OSError."""
-    for piece in pieces:
-        view = memoryview(piece)
-        while view:
-            view = view[os.write(fd, view) :]  # an almost full disk takes only a part of a piece
+    with open(fd, "wb", closefd=False) as file:  # a loop: an almost full disk takes only a part of a piece at first
+        file.writelines(pieces)

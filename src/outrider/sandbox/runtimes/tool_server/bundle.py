@@ -124,7 +124,7 @@ import marshal, sys
 def main():
     for name in ("outrider", "outrider.sandbox", "outrider.sandbox.runtimes", *FOLDERS, "typing"):
         sys.modules[name] = type(sys)(name)
-    sys.modules["typing"].TYPE_CHECKING = False  # all that the modules use of it; it is slow to load
+    sys.modules["typing"].TYPE_CHECKING = False  # the modules use nothing else of `typing`, which is slow to load
     for name, code in PARTS:
         module = sys.modules[name] = type(sys)(name)
         exec(marshal.loads(code), module.__dict__)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -30,12 +31,12 @@ TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of decoding: bytes of another type, text that is not UTF-8, and deep nesting."""
 UNSENDABLE = (msgspec.MsgspecError, ValueError, TypeError, OverflowError)
-"""Errors of encoding values without a msgpack form: text that is not Unicode, an integer of more than 64 bits."""
+"""Errors of encoding a value that msgpack does not have: text that is not Unicode, an integer of more than 64 bits."""
 GRACE_SECONDS = 30.0
 """Seconds that a call may take past its own time limit before the server counts as stuck."""
 LAST_LOOK_SECONDS = 0.5
-"""Seconds after GRACE_SECONDS in which replies are still read. This event loop itself may have been blocked, with the
-reply unread."""
+"""Seconds after GRACE_SECONDS in which a reply is still read: this event loop may have been blocked, and the reply may
+wait in the socket."""
 CANCEL_SECONDS = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -45,8 +46,7 @@ Loss = Literal["gone", "stuck", "wrong", "closed"]
 server would send (wrong); or this end was closed or could not be opened (closed)."""
 
 Number = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 32)]
-"""An exit code, or the number of a shell. A program in a live Python can exit with any integer; integers outside this
-range are refused."""
+"""An exit code, or the number of a shell. A reply with an integer outside of this range is refused."""
 
 
 class ToolReply(msgspec.Struct, frozen=True, array_like=True):
@@ -103,18 +103,14 @@ class Stopped(msgspec.Struct, frozen=True):
     left: Number = 0
 
 
+@dataclass(slots=True)
 class CallInFlight:
     """A call in flight: its outcome, the callback for its parts, and the bytes of parts that may still come
     (`room`)."""
 
-    __slots__ = ("on_part", "outcome", "room")
-
-    def __init__(
-        self, outcome: asyncio.Future[msgspec.Raw], on_part: Callable[[bytes], None] | None = None, room: int = 0
-    ) -> None:
-        self.outcome = outcome
-        self.on_part = on_part
-        self.room = room
+    outcome: asyncio.Future[msgspec.Raw]
+    on_part: Callable[[bytes], None] | None = None
+    room: int = 0
 
 
 class ToolClient(asyncio.Protocol):
@@ -125,7 +121,7 @@ class ToolClient(asyncio.Protocol):
         """`end` is one end of a Unix stream connection to the server; this object closes it."""
         self._end: socket.socket | None = end
         """None after `open` has passed the socket to the transport."""
-        self._log_tail = log_tail
+        self.log_tail = log_tail
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, CallInFlight] = {}
@@ -164,7 +160,7 @@ class ToolClient(asyncio.Protocol):
             try:
                 self._take(msgspec.msgpack.decode(frame, type=ToolReply), max(size, PART_MIN))
             except UNREADABLE:
-                self._lose("the tool server sent something unreadable", "wrong")
+                self._lose("the tool server sent data that cannot be decoded", "wrong")
             if self._lost is not None:
                 received.clear()
         return None
@@ -208,10 +204,9 @@ class ToolClient(asyncio.Protocol):
             raise self._failure("the connection to the tool server is not open")
         self._number += 1
         number = self._number
-        frame = self._frame(number, method, args)
+        self._send(number, method, args)
         outcome: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._calls[number] = CallInFlight(outcome, on_part, room)
-        self._send(frame)
         alarm = self._loop.call_later(
             seconds + GRACE_SECONDS, self._loop.call_later, LAST_LOOK_SECONDS, self._stuck, number, method
         )
@@ -240,7 +235,7 @@ class ToolClient(asyncio.Protocol):
     def send(self, method: str, args: Mapping[str, Any]) -> None:
         """Call a method that sends no reply. Does nothing when the connection is lost."""
         if self._transport is not None and self._lost is None:
-            self._send(self._frame(0, method, args))
+            self._send(0, method, args)
 
     def _stuck(self, number: int, method: str) -> None:
         call = self._calls.get(number)
@@ -257,26 +252,19 @@ class ToolClient(asyncio.Protocol):
                 # asyncio would log it.
                 call.outcome.exception()
 
-    def log_tail(self) -> str:
-        """Return the end of the server's standard error."""
-        return self._log_tail()
-
     async def close(self) -> None:
         """Drop the connection, and wait until it is closed. Calls in flight fail, and the server exits."""
         self._lose("the sandbox was stopped", "closed")
         if self._transport is not None:
             await self._closed.wait()
 
-    def _frame(self, number: int, method: str, args: Mapping[str, Any]) -> bytes:
+    def _send(self, number: int, method: str, args: Mapping[str, Any]) -> None:
         try:
             body = msgspec.msgpack.encode([number, method, args])
         except UNSENDABLE as error:
             raise self._failure(f"cannot send {method} to the sandbox: {error}") from error
-        return len(body).to_bytes(4, "big") + body
-
-    def _send(self, frame: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(frame)
+        self._transport.write(len(body).to_bytes(4, "big") + body)
 
     def _take(self, reply: ToolReply, size: int) -> None:
         """Handle one reply. `size` is the number of bytes counted for its frame."""
@@ -284,7 +272,7 @@ class ToolClient(asyncio.Protocol):
         if call is None or call.outcome.done() or (reply.status == "part" and call.on_part is None):
             self._stray -= size
             if self._stray < 0:
-                self._lose("the tool server keeps sending what nobody waits for", "wrong")
+                self._lose("the tool server keeps sending data that nobody waits for", "wrong")
         elif reply.status == "part":
             data = msgspec.msgpack.decode(reply.fields, type=ToolPart).data
             call.room -= max(len(data), PART_MIN)
@@ -313,7 +301,7 @@ class ToolClient(asyncio.Protocol):
             raise self._failure(self._lost)
 
     def _failure(self, message: str, *, inside: bool = False) -> RuntimeFailure:
-        return RuntimeFailure(message, log_tail=self._log_tail() or None, inside=inside)
+        return RuntimeFailure(message, log_tail=self.log_tail() or None, inside=inside)
 
     def _lose(self, reason: str, loss: Loss) -> None:
         if self._lost is not None:

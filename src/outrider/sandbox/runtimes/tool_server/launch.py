@@ -78,12 +78,12 @@ Launch = Callable[[RuntimeSpec, SandboxContext], AbstractAsyncContextManager[Run
 
 
 def died_inside(tools: ToolClient, group: ControlGroup | None, *, killable: bool = False) -> bool:
-    """Return whether a tool server that has exited was ended by the programs beside it, judged by its group and log.
+    """Return whether programs in the sandbox ended the tool server, judged by the server's group and log.
 
     The first process of a pid namespace receives no signals from inside. So if programs inside ended the server, either
-    its log holds the reason, or the sandbox's memory ran out. A `killable` server is not the first process of a
-    namespace: programs can kill it by a signal, and its log is then empty. If the host's memory ran out, the cause is
-    outside."""
+    the log has the reason, or the sandbox's memory ran out. A `killable` server is not the first process of a
+    namespace: programs can kill the server by a signal, and the log is then empty. If the host's memory ran out, the
+    cause is outside."""
     if group is not None and group.ran_out():
         return True
     starved = group is not None and group.starved()

@@ -235,7 +235,7 @@ class ToolServerSandbox:
         if done.code == KILLED and server.starved():
             raise RuntimeFailure(
                 f"{command!r:.100} was killed, and the host has run out of memory meanwhile",
-                hint="give the host's sandboxes less in all: sandboxes.memory_mb, and memory_mb of the tasks",
+                hint="lower sandboxes.memory_mb, or memory_mb of the tasks, so that the host has enough for all",
             )
         return ExecResult(
             exit_code=done.code,
@@ -340,7 +340,7 @@ class ToolServerSandbox:
         args: dict[str, Any] = {"key": secrets.randbits(62), "roots": roots, "limit": MAX_SNAPSHOT}
         tools = self.server.tools
         async with opened_in_thread(partial(os.open, archive, os.O_RDONLY | os.O_CLOEXEC), os.close) as fd:
-            offset, data = 0, b"-"
+            offset, data = 0, b"-"  # any data but b"", which is the end of the archive
             try:
                 while data:
                     data = await asyncio.to_thread(os.pread, fd, PIECE, offset)
@@ -385,7 +385,7 @@ def unpacked_displays(packed: bytes) -> tuple[Display, ...]:
     """Decode the rich results from an interpreter. Raises one of UNREADABLE for invalid data, which may come from an
     agent in the same sandbox."""
     if len(packed) > SHOWN_MAX:
-        raise ValueError("rich results that are larger than any interpreter's")
+        raise ValueError("the rich results are larger than an interpreter sends")
     found = DISPLAYS.decode(packed) if packed else []
     return tuple(Display({name: form_of(value) for name, value in one.items()}) for one in found)
 

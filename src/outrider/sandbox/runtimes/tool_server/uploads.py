@@ -7,6 +7,7 @@ on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 import stat
@@ -17,7 +18,7 @@ import msgspec
 
 from outrider.errors import RuntimeFailure
 
-FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class UploadEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +43,9 @@ def entries(source: Path) -> Iterator[UploadEntry]:
     while waiting:
         name = waiting.pop()
         path = source / name if name else source
-        status, children = _look_at(path)
+        with _held(path) as held:
+            status = os.fstat(held)
+            children = sorted(os.listdir(f"/proc/self/fd/{held}")) if stat.S_ISDIR(status.st_mode) else []
         mode, id = status.st_mode, (status.st_dev, status.st_ino)
         if stat.S_ISLNK(mode) and name:
             yield UploadEntry(name=name, path=path, id=id, link=_link(path, source))
@@ -60,58 +63,32 @@ def open_plain(path: Path) -> tuple[int, int]:
     """Return a read descriptor of a regular file, and its mode bits. No part of the path may be a link. The file may
     have been replaced since it was listed, so its type is checked before it is opened for reading: opening a pipe would
     wait for a writer, and opening a device may have effects. Raises RuntimeFailure."""
-    folder = _open(path.parent, path)
-    try:
-        held = os.open(path.name or ".", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot upload {path}: {error.strerror}") from error
-    finally:
-        os.close(folder)
-    try:
+    with _held(path) as held:
         mode = os.fstat(held).st_mode
         if not stat.S_ISREG(mode):
             raise RuntimeFailure(f"cannot upload {path}: not a regular file")
-        fd = os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_CLOEXEC), mode & 0o755 | 0o600
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[int]:
+    """Yield a descriptor that only names the file at a path (O_PATH). Only the last part of the path may be a link.
+    Raises RuntimeFailure, also in place of an OSError of the block."""
+    *folders, name = path.parts[1:] or ["."]
+    steps = [*((folder, FLAGS | os.O_DIRECTORY) for folder in folders), (name, FLAGS)]
+    held = os.open("/", FLAGS)
+    try:
+        for part, flags in steps:
+            inner = os.open(part, flags, dir_fd=held)
+            os.close(held)
+            held = inner
+        yield held
+    except NotADirectoryError as error:
+        raise RuntimeFailure(f"cannot upload {path}: a part of its path is a symbolic link or no folder") from error
     except OSError as error:
         raise RuntimeFailure(f"cannot upload {path}: {error.strerror}") from error
     finally:
         os.close(held)
-    return fd, mode & 0o755 | 0o600
-
-
-def _open(folder: Path, source: Path) -> int:
-    """Return a descriptor of a folder whose path contains no link. Raises RuntimeFailure."""
-    held = os.open("/", FOLDER_FLAGS)
-    for part in folder.parts[1:]:
-        try:
-            inner = os.open(part, FOLDER_FLAGS, dir_fd=held)
-        except OSError as error:
-            raise RuntimeFailure(
-                f"cannot upload {source}: {part} in its path is a symbolic link or no folder ({error.strerror})"
-            ) from error
-        finally:
-            os.close(held)
-        held = inner
-    return held
-
-
-def _look_at(path: Path) -> tuple[os.stat_result, list[str]]:
-    """Return the status of a path and, for a folder, the sorted names of its entries. Only the last part of the path
-    may be a link. Raises RuntimeFailure."""
-    folder, name = _open(path.parent, path), path.name or "."
-    try:
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if not stat.S_ISDIR(status.st_mode):
-            return status, []
-        held = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        try:
-            return status, sorted(os.listdir(held))
-        finally:
-            os.close(held)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot upload {path}: {error.strerror}") from error
-    finally:
-        os.close(folder)
 
 
 def _link(path: Path, root: Path) -> str:

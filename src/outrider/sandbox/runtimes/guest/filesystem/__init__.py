@@ -1,1 +1,1 @@
-"""Files in a sandbox, with any names and at any depth: read, written, searched, patched, archived and restored."""
+"""Functions that read, write, search, archive and restore files in a sandbox, with any names and at any depth."""

@@ -1,9 +1,9 @@
-"""Files of a sandbox, for the host: opened for reading, written with their folders, archived.
+"""Opens, writes and archives files of a sandbox for the host.
 
-An agent may make any link. The same path may lead to one file for the agent and to another for the tool server, because
-the server has another `/proc/self`, with descriptors to which the agent has no path. Reading, writing and archiving
-follow links, but never out of the sandbox's own files. Invariant: the type of a file is checked before the file is
-opened, so that no pipe blocks and no device is touched.
+An agent may make any link. A link through `/proc/self` leads the tool server to the server's own descriptors, which the
+agent cannot reach by itself. Reading, writing and archiving therefore follow links, but never out of the sandbox's own
+files. Invariant: the type of a file is checked before the file is opened, so that no pipe blocks and no device is
+touched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import posix
 
-from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, make_folders
+from outrider.sandbox.runtimes.guest.filesystem.paths import DIRECTORY, KIND, LINK, REGULAR, folder_of, make_folders
 from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER, Packer, identity, must_be_absent
 
 KERNEL_FOLDERS = ("/proc/", "/sys/")
@@ -22,12 +22,12 @@ def open_file(path: str, follow: bool = True, flags: int = posix.O_RDONLY) -> in
     regular."""
     held = hold(path, 0 if follow else posix.O_NOFOLLOW)
     try:
-        kind = posix.fstat(held).st_mode & 0o170000
-        if kind == 0o040000:
+        kind = posix.fstat(held).st_mode & KIND
+        if kind == DIRECTORY:
             raise IsADirectoryError(errno.EISDIR, posix.strerror(errno.EISDIR), path)
-        if kind == 0o120000:
+        if kind == LINK:
             raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), path)
-        if kind != 0o100000:
+        if kind != REGULAR:
             raise ValueError("not a regular file: " + path)
         # The file is opened by its descriptor, because the path may lead elsewhere by now.
         return posix.open(f"/proc/self/fd/{held}", flags | posix.O_CLOEXEC)
@@ -96,14 +96,11 @@ def write_tar(fd: int, paths: list[list[str]], limit: int) -> None:
                 base, above = ".", path
             try:
                 held = hold(above, posix.O_DIRECTORY)
+                try:
+                    folder = posix.open(".", FOLDER, dir_fd=held)
+                finally:
+                    posix.close(held)
             except OSError as error:
                 must_be_absent(error)
                 continue
-            try:
-                folder = posix.open(".", FOLDER, dir_fd=held)
-            except OSError as error:
-                must_be_absent(error)
-                continue
-            finally:
-                posix.close(held)
             packer.add_tree(folder, base, name)

@@ -1,4 +1,4 @@
-"""Paths that match a pattern, for the host.
+"""Finds the paths in a sandbox that match a pattern.
 
 The rules are those of Python's `glob.glob(pattern, recursive=True)`: hidden names match only a part that begins with a
 dot. Invariant: a search ends, whatever links there are, because `**` does not follow links.

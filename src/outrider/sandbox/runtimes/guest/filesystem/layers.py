@@ -1,4 +1,4 @@
-"""A sandbox's writable layers, saved as an archive and restored: all files written in the sandbox, by any process.
+"""Saves a sandbox's writable layers, which have all files written in the sandbox, as an archive, and restores them.
 
 An archive is a tar. The name of each member begins with the number of the member's layer. Removals from the files below
 a layer are stored as in overlayfs: a character device 0:0 stands for a removed file, and an attribute marks a folder

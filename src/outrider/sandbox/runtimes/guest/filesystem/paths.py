@@ -6,7 +6,14 @@ Invariant: each function behaves like the function of `os` named in its docstrin
 from __future__ import annotations
 
 import posix
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KIND = 0o170000
+REGULAR, DIRECTORY, LINK, PIPE, DEVICES = 0o100000, 0o040000, 0o120000, 0o010000, (0o020000, 0o060000)
+"""The bits of a file's mode that state its type, and their values. Importing `stat` would lengthen the start-up."""
 DEFAULT_PATH = "/bin:/usr/bin"
 """PATH for an environment without PATH, as in `os.defpath`."""
 
@@ -17,29 +24,27 @@ def folder_of(path: str) -> str:
     return head.rstrip("/") or head
 
 
+def mode_of(path: str, status_of: Callable[[str], posix.stat_result] = posix.lstat) -> int:
+    """Return the mode of the file at a path, 0 if there is none. `status_of` is `lstat`, or `stat` to follow links."""
+    try:
+        return status_of(path).st_mode
+    except (OSError, ValueError):
+        return 0
+
+
 def exists(path: str) -> bool:
     """Like `os.path.lexists`: True also for a link that leads nowhere."""
-    try:
-        posix.lstat(path)
-    except (OSError, ValueError):
-        return False
-    return True
+    return mode_of(path) != 0
 
 
 def is_folder(path: str) -> bool:
     """Like `os.path.isdir`."""
-    try:
-        return posix.stat(path).st_mode & 0o170000 == 0o040000
-    except (OSError, ValueError):
-        return False
+    return mode_of(path, posix.stat) & KIND == DIRECTORY
 
 
 def is_link(path: str) -> bool:
     """Like `os.path.islink`."""
-    try:
-        return posix.lstat(path).st_mode & 0o170000 == 0o120000
-    except (OSError, ValueError):
-        return False
+    return mode_of(path) & KIND == LINK
 
 
 def make_folders(path: str) -> None:
@@ -58,12 +63,6 @@ def make_folders(path: str) -> None:
             if not is_folder(missing[-1]):
                 raise
         missing.pop()
-
-
-def same_file(one: int, other: int) -> bool:
-    """Like `os.path.sameopenfile`: return whether two descriptors refer to the same file, socket or pipe."""
-    a, b = posix.fstat(one), posix.fstat(other)
-    return (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino)
 
 
 def find_program(name: str, path: str) -> bool:

@@ -1,20 +1,20 @@
 """Restores the files of another sandbox from an archive, which a forked child reads from a pipe.
 
 An agent may have manipulated the archive, so only the roots are written. Ownership, set-user-id bits, devices, sockets
-and pipes are left out. So are symbolic links that lead out of the roots to anything but the system's own folders:
-through such a link, an agent could make the grader read the grader's own files in place of the agent's. Invariant:
-nothing is written, linked to or removed except at and below the roots, and no link of the archive is ever followed.
+and pipes are left out. A symbolic link that leads out of the roots is left out, unless it leads to one of the system's
+folders: through other links, an agent could make the grader read the grader's own files in place of the agent's.
+Invariant: nothing is written, linked to or removed except at and below the roots, and no link of the archive is ever
+followed.
 """
 
 from __future__ import annotations
 
 import errno
 import posix
-import select
 from typing import TYPE_CHECKING
 
 from outrider.sandbox.runtimes.guest.connection import Calls
-from outrider.sandbox.runtimes.guest.filesystem.paths import folder_of, make_folders
+from outrider.sandbox.runtimes.guest.filesystem.paths import KIND, LINK, folder_of, make_folders
 from outrider.sandbox.runtimes.guest.filesystem.tree_writer import (
     MOUNTED,
     FolderCursor,
@@ -26,18 +26,12 @@ from outrider.sandbox.runtimes.guest.filesystem.tree_writer import (
     remove_entry,
 )
 from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER
-from outrider.sandbox.runtimes.guest.poll_loop import CHUNK
-from outrider.sandbox.runtimes.guest.processes import fork_or_close, send_signal
+from outrider.sandbox.runtimes.guest.poll_loop import CHUNK, PipeWriter
+from outrider.sandbox.runtimes.guest.processes import OTHER_ERROR, SIGKILL, fork_with_pipe, send_signal
 
 if TYPE_CHECKING:
-    import signal as _signal
     import tarfile
-else:
-    import _signal  # importing `signal` would lengthen the start-up by half
 
-BROKEN_ARCHIVE = 255
-"""Exit code of a child that could not read the archive. A lower code is the number of the error that stopped the child,
-or FIRST_SIGNAL plus the number of the signal that killed the child."""
 FIRST_SIGNAL = 128
 """Lowest exit code of a child that was ended by a signal."""
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt")
@@ -59,54 +53,32 @@ class Restore:
         self.calls = calls
         self.call = 0
         self.code: int | None = None
-        self.data = memoryview(b"")
         self.last = False
-        reader, self.fd = posix.pipe()
-        self.pid = fork_or_close(self.fd, reader)
-        if self.pid == 0:
-            posix.close(self.fd)
-            restore_and_exit(reader, roots, limit)
-        posix.close(reader)
-        posix.set_blocking(self.fd, False)
+        self.pid, fd = fork_with_pipe(lambda reader: restore_archive(reader, roots, limit), reads=True)
+        self.writer = PipeWriter(calls.loop, fd, self._written)
         calls.loop.exits[self.pid] = self._exited
 
     def feed(self, call: int, data: bytes, last: bool) -> None:
         self.call = call
-        self.data = memoryview(data)
         self.last = last
         self.calls.running[call] = self.cancel
-        self._push(0)
+        self.writer.write(data)
 
     def cancel(self) -> None:
         if self.code is None:
-            send_signal(self.pid, _signal.SIGKILL)
+            send_signal(self.pid, SIGKILL)
 
-    def _push(self, events: int) -> None:
-        try:
-            while self.data:
-                self.data = self.data[posix.write(self.fd, self.data[:CHUNK]) :]
-        except BlockingIOError:
-            self.calls.loop.watch(self.fd, select.POLLOUT, self._push)
-            return
-        except OSError:  # the child has stopped reading; its exit code gives the reason
-            self.last = True
-        self.calls.loop.unwatch(self.fd)
-        if not self.last:
+    def _written(self, gone: bool) -> None:
+        if self.last or gone:  # `gone`: the child has stopped reading; its exit code gives the reason
+            self.writer.close()
+            self._finish()
+        else:
             self.calls.running.pop(self.call, None)
             self.calls.reply(self.call, {})
-            return
-        self._close()
-        self._finish()
-
-    def _close(self) -> None:
-        if self.fd >= 0:
-            self.calls.loop.unwatch(self.fd)
-            posix.close(self.fd)
-            self.fd = -1
 
     def _exited(self, code: int) -> None:
         self.code = code
-        self._close()
+        self.writer.close()
         self._finish()
 
     def _finish(self) -> None:
@@ -118,35 +90,28 @@ class Restore:
         if self.code == 0:
             self.calls.reply(self.call, {})
         else:
-            why = posix.strerror(self.code) if self.code < FIRST_SIGNAL else "its reader was killed"
-            if self.code == BROKEN_ARCHIVE:
-                why = "it is broken"
+            why = posix.strerror(self.code) if self.code < FIRST_SIGNAL else "the process that reads it was killed"
+            if self.code == OTHER_ERROR:
+                why = "it is damaged"
             self.calls.fail(self.call, "failed", "the archive cannot be put back: " + why)
 
 
-def restore_and_exit(reader: int, roots: list[list[str]], limit: int) -> None:
-    """Empty the roots, pairs `[path, name in the archive]`, and fill them. Runs in the child, and never returns."""
-    code = BROKEN_ARCHIVE
-    try:
-        import tarfile  # slow to load; only a fork needs it
+def restore_archive(reader: int, roots: list[list[str]], limit: int) -> None:
+    """Empty the roots, pairs `[path, name in the archive]`, and fill them. Runs in the child."""
+    import tarfile  # slow to load; only a fork needs it
 
-        with open(reader, "rb") as source:
-            restored = RestoredRoots(roots, limit)
-            with tarfile.open(fileobj=source, mode="r|") as archive:
-                while True:
-                    member = archive.next()
-                    if member is None:
-                        break
-                    restored.put(archive, member)
-                    archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever read
-            while source.read(CHUNK):
-                pass  # the padding after the archive's end, which the host still writes
-            restored.finish()
-        code = 0
-    except OSError as error:
-        code = error.errno or BROKEN_ARCHIVE
-    finally:
-        posix._exit(code)
+    with open(reader, "rb") as source:
+        restored = RestoredRoots(roots, limit)
+        with tarfile.open(fileobj=source, mode="r|") as archive:
+            while True:
+                member = archive.next()
+                if member is None:
+                    break
+                restored.put(archive, member)
+                archive.members = []  # type: ignore[attr-defined]  # tarfile keeps every member it ever read
+        while source.read(CHUNK):
+            pass  # the padding after the archive's end, which the host still writes
+        restored.finish()
 
 
 class RestoredRoot:
@@ -169,7 +134,7 @@ class RestoredRoot:
         except FileNotFoundError:
             return
         except NotADirectoryError:
-            if posix.stat(self.name, dir_fd=self.above, follow_symlinks=False).st_mode & 0o170000 == 0o120000:
+            if posix.stat(self.name, dir_fd=self.above, follow_symlinks=False).st_mode & KIND == LINK:
                 raise OSError(errno.ELOOP, posix.strerror(errno.ELOOP), self.name) from None
             remove_below(self.above, self.name)
             return

@@ -1,4 +1,4 @@
-"""Folder trees written, emptied and removed by descriptors, however deep they are.
+"""Writes, empties and removes folder trees of any depth through descriptors.
 
 Invariant: nothing is written, made or removed except in and below the folder whose descriptor is given, and no link is
 followed.
@@ -10,6 +10,7 @@ import errno
 import posix
 from typing import TYPE_CHECKING
 
+from outrider.sandbox.runtimes.guest.filesystem.paths import KIND, REGULAR
 from outrider.sandbox.runtimes.guest.filesystem.trees import FOLDER, Descent, try_chmod
 from outrider.sandbox.runtimes.guest.poll_loop import CHUNK
 
@@ -95,7 +96,7 @@ def set_date(fd: int, member: tarfile.TarInfo) -> None:
 def put_link(source: int, base: str, above: int, name: str) -> None:
     """Give a regular file another name. Does nothing if the file is missing or not regular."""
     try:
-        if posix.lstat(base, dir_fd=source).st_mode & 0o170000 != 0o100000:
+        if posix.lstat(base, dir_fd=source).st_mode & KIND != REGULAR:
             return
     except FileNotFoundError:
         return

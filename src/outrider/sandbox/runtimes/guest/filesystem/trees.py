@@ -1,9 +1,9 @@
-"""Folder trees, however deep they are and however long their paths: walked through one descriptor, and archived.
+"""Walks folder trees of any depth through one descriptor, and archives them.
 
 Other processes may change a tree during the walk. Invariants: no link is followed, and no file that could block is
-read. A file that is missing or unreadable is left out, and a file that shrinks meanwhile is padded with zeros. Neither
-spoils anything else. All other errors are raised, because a file must not be left out for a reason that does not depend
-on the file (see ABSENT).
+read. A file that is missing or unreadable is left out, and a file that shrinks meanwhile is padded with zeros; the rest
+of the archive is unaffected. All other errors are raised, because a file must not be left out for a reason that does
+not depend on the file (see ABSENT).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import errno
 import posix
 from typing import TYPE_CHECKING
 
+from outrider.sandbox.runtimes.guest.filesystem.paths import DEVICES, DIRECTORY, KIND, LINK, PIPE, REGULAR
+
 if TYPE_CHECKING:
     import tarfile
     from collections.abc import Callable, Iterator
@@ -19,9 +21,7 @@ if TYPE_CHECKING:
 FOLDER = posix.O_RDONLY | posix.O_DIRECTORY | posix.O_NOFOLLOW | posix.O_CLOEXEC
 PLAIN_FILE = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
 """Flags for opening a file that was regular a moment ago: if the file is a pipe by now, opening it must not block."""
-KIND = 0o170000
-REGULAR, LINK, DEVICES = 0o100000, 0o120000, (0o020000, 0o060000)
-KINDS = {REGULAR: b"0", LINK: b"2", 0o020000: b"3", 0o060000: b"4", 0o040000: b"5", 0o010000: b"6"}
+KINDS = {REGULAR: b"0", LINK: b"2", DEVICES[0]: b"3", DEVICES[1]: b"4", DIRECTORY: b"5", PIPE: b"6"}
 """The type of a tar member, by the type bits of the file's mode. Sockets have none."""
 
 ABSENT = (

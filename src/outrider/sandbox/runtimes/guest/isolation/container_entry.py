@@ -33,12 +33,11 @@ def enter(arguments: list[str]) -> None:
     if by_apptainer:
         syscalls.keep_capabilities(frozenset())
     seccomp.confine(counted=memory != 0, ipc=ipc)
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
 def limit_apptainer(options: dict[str, str], memory: int) -> bool:
     """Bound the file systems, replace /proc, and bring the loopback up. Returns whether programs may use System V's
-    shared memory. They may if the shared memory is bounded, or if memory is not counted."""
+    shared memory: only if the shared memory is bounded, or if memory is not counted."""
     from outrider.sandbox.runtimes.guest.isolation import isolate  # the bundles for other engines lack this module
 
     for target, flags in WRITABLE:

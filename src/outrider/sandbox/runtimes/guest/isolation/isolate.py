@@ -122,17 +122,15 @@ def enter(plan: Plan, bare: dict[int, int]) -> list[int]:
         resource.setrlimit(getattr(resource, name), (value, value))
     syscalls.keep_capabilities(USER_CAPABILITIES if len(plan["uids"]) > 1 else frozenset())
     seccomp.confine(counted=bool(plan["memory"]), ipc=ipc)
-    # Otherwise programs of the same user could read and change this process's memory and descriptors through /proc.
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
     return uppers
 
 
 def change_root(plan: Plan, bare: dict[int, int]) -> list[int]:
     """Make the plan's root the root of this process.
 
-    All that is needed of the host is opened first. Then the root is changed, and no path leads to the host any more.
-    The paths of the sandbox, except those of the layers, are resolved only after that, because an image may have links
-    anywhere.
+    The host's files and mounts are opened first. Then the root is changed, and no path leads to the host any more. The
+    paths of the sandbox, except those of the layers, are resolved only after the change, because an image may have
+    links anywhere.
     """
     base = plan["base"]
     syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)  # no mount here may propagate to the host
@@ -229,13 +227,13 @@ def clone_inner(source: str) -> int | None:
 
 def attach_inner(hidden: bool, tree: int | None, cover: int, target: str) -> None:
     """Attach `tree`, a mount from below a folder of the host, at its path in the sandbox. Without `tree` the mount is
-    there already. If `hidden`, or if the file is neither a folder nor a regular file, cover the path instead: a socket,
-    for example, would lead to the host."""
+    already attached. If `hidden`, or if the file is neither a folder nor a regular file, the path is covered instead: a
+    socket, for example, would lead to the host."""
     kind = syscalls.file_type(target)
     if kind and kind != stat.S_IFDIR and tree is not None:
         kind = stat.S_IFMT(os.fstat(tree).st_mode)
     if kind in (0, stat.S_IFLNK):
-        pass  # the agent had removed the path, or replaced it by a link, before its layer was saved
+        pass  # before the layer was saved, the agent had removed the path or replaced the path by a link
     elif hidden or kind not in (stat.S_IFDIR, stat.S_IFREG):
         if kind == stat.S_IFDIR:
             syscalls.mount("none", target, "tmpfs", PLAIN_MOUNT | syscalls.MS_RDONLY, "size=0")

@@ -60,7 +60,6 @@ def enter(arguments: list[str]) -> None:
     syscalls.syscall("landlock_restrict_self", SYS_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
     seccomp.confine(tcp_only=True, counted=("memory", "0") not in given)
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
 
 
 def create(have: int, rights: int) -> int:

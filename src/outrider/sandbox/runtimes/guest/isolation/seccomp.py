@@ -12,8 +12,10 @@ import functools
 import os
 import resource
 import struct
+from typing import TYPE_CHECKING
 
 from outrider.sandbox.runtimes.guest.isolation.syscalls import (
+    LIBC,
     NEWCGROUP,
     NEWIPC,
     NEWNET,
@@ -21,11 +23,17 @@ from outrider.sandbox.runtimes.guest.isolation.syscalls import (
     NEWPID,
     NEWUSER,
     NEWUTS,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
     checked,
     prctl,
 )
 
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
+if TYPE_CHECKING:
+    Numbers = dict[str, tuple[int | None, int | None]]
+    """The numbers of calls on each of MACHINES, None where a machine lacks the call."""
+
+PR_SET_SECCOMP, MODE_FILTER = 22, 2
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOSYS, EPROTONOSUPPORT = 1, 38, 93
 
@@ -38,7 +46,7 @@ UPPER = 4
 
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""The first number of the x32 interface on x86-64: the same calls under numbers that the filter would miss."""
+"""The first number of the x32 interface of x86-64, which has the same calls under other numbers."""
 UNIX, INTERNET, INTERNET_6, NETLINK = 1, 2, 10, 16
 """The allowed families of sockets. Other families, such as vsock between a virtual machine and its host, ignore network
 namespaces."""
@@ -59,43 +67,23 @@ The owner of a file may lease it, and so block a file of the host that is shown 
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
-LOOKED_AT = {
-    "x86_64": {
-        "ioctl": 16,
-        "socket": 41,
-        "sendto": 44,
-        "sendmsg": 46,
-        "socketpair": 53,
-        "clone": 56,
-        "fcntl": 72,
-        "setpriority": 141,
-        "setrlimit": 160,
-        "sched_setparam": 142,
-        "sched_setscheduler": 144,
-        "sched_setaffinity": 203,
-        "ioprio_set": 251,
-        "prlimit64": 302,
-        "sendmmsg": 307,
-        "sched_setattr": 314,
-    },
-    "aarch64": {
-        "fcntl": 25,
-        "ioctl": 29,
-        "ioprio_set": 30,
-        "sched_setparam": 118,
-        "sched_setscheduler": 119,
-        "sched_setaffinity": 122,
-        "setpriority": 140,
-        "setrlimit": 164,
-        "socket": 198,
-        "socketpair": 199,
-        "sendto": 206,
-        "sendmsg": 211,
-        "clone": 220,
-        "prlimit64": 261,
-        "sendmmsg": 269,
-        "sched_setattr": 274,
-    },
+LOOKED_AT: Numbers = {
+    "ioctl": (16, 29),
+    "socket": (41, 198),
+    "sendto": (44, 206),
+    "sendmsg": (46, 211),
+    "socketpair": (53, 199),
+    "clone": (56, 220),
+    "fcntl": (72, 25),
+    "setpriority": (141, 140),
+    "setrlimit": (160, 164),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "ioprio_set": (251, 30),
+    "prlimit64": (302, 261),
+    "sendmmsg": (307, 269),
+    "sched_setattr": (314, 274),
 }
 """Numbers of the calls that `checks` allows or refuses by their arguments."""
 HOST_WIDE = {
@@ -125,101 +113,58 @@ DENIED_EVERYWHERE = {
     "fspick": 433,
     "mount_setattr": 442,
 }
-DENIED = {
-    "x86_64": {
-        "syslog": 103,
-        "uselib": 134,
-        "ustat": 136,
-        "sysfs": 139,
-        "vhangup": 153,
-        "modify_ldt": 154,
-        "pivot_root": 155,
-        "adjtimex": 159,
-        "acct": 163,
-        "settimeofday": 164,
-        "mount": 165,
-        "umount2": 166,
-        "swapon": 167,
-        "swapoff": 168,
-        "reboot": 169,
-        "sethostname": 170,
-        "setdomainname": 171,
-        "iopl": 172,
-        "ioperm": 173,
-        "create_module": 174,
-        "init_module": 175,
-        "delete_module": 176,
-        "get_kernel_syms": 177,
-        "query_module": 178,
-        "quotactl": 179,
-        "nfsservctl": 180,
-        "lookup_dcookie": 212,
-        "clock_settime": 227,
-        "mbind": 237,
-        "set_mempolicy": 238,
-        "get_mempolicy": 239,
-        "kexec_load": 246,
-        "add_key": 248,
-        "request_key": 249,
-        "keyctl": 250,
-        "migrate_pages": 256,
-        "unshare": 272,
-        "move_pages": 279,
-        "perf_event_open": 298,
-        "fanotify_init": 300,
-        "name_to_handle_at": 303,
-        "open_by_handle_at": 304,
-        "clock_adjtime": 305,
-        "setns": 308,
-        "kcmp": 312,
-        "finit_module": 313,
-        "kexec_file_load": 320,
-        "bpf": 321,
-        "userfaultfd": 323,
-    },
-    "aarch64": {
-        "umount2": 39,
-        "mount": 40,
-        "pivot_root": 41,
-        "nfsservctl": 42,
-        "vhangup": 58,
-        "quotactl": 60,
-        "lookup_dcookie": 18,
-        "acct": 89,
-        "unshare": 97,
-        "kexec_load": 104,
-        "init_module": 105,
-        "delete_module": 106,
-        "clock_settime": 112,
-        "syslog": 116,
-        "reboot": 142,
-        "sethostname": 161,
-        "setdomainname": 162,
-        "settimeofday": 170,
-        "adjtimex": 171,
-        "add_key": 217,
-        "request_key": 218,
-        "keyctl": 219,
-        "swapon": 224,
-        "swapoff": 225,
-        "mbind": 235,
-        "get_mempolicy": 236,
-        "set_mempolicy": 237,
-        "migrate_pages": 238,
-        "move_pages": 239,
-        "perf_event_open": 241,
-        "fanotify_init": 262,
-        "name_to_handle_at": 264,
-        "open_by_handle_at": 265,
-        "clock_adjtime": 266,
-        "setns": 268,
-        "kcmp": 272,
-        "finit_module": 273,
-        "bpf": 280,
-        "userfaultfd": 282,
-        "kexec_file_load": 294,
-    },
+DENIED: Numbers = {
+    "syslog": (103, 116),
+    "uselib": (134, None),
+    "ustat": (136, None),
+    "sysfs": (139, None),
+    "vhangup": (153, 58),
+    "modify_ldt": (154, None),
+    "pivot_root": (155, 41),
+    "adjtimex": (159, 171),
+    "acct": (163, 89),
+    "settimeofday": (164, 170),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "create_module": (174, None),
+    "init_module": (175, 105),
+    "delete_module": (176, 106),
+    "get_kernel_syms": (177, None),
+    "query_module": (178, None),
+    "quotactl": (179, 60),
+    "nfsservctl": (180, 42),
+    "lookup_dcookie": (212, 18),
+    "clock_settime": (227, 112),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    "get_mempolicy": (239, 236),
+    "kexec_load": (246, 104),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "migrate_pages": (256, 238),
+    "unshare": (272, 97),
+    "move_pages": (279, 239),
+    "perf_event_open": (298, 241),
+    "fanotify_init": (300, 262),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "clock_adjtime": (305, 266),
+    "setns": (308, 268),
+    "kcmp": (312, 272),
+    "finit_module": (313, 273),
+    "kexec_file_load": (320, 294),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
 }
+"""Numbers of the denied calls."""
 
 
 def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
@@ -229,28 +174,28 @@ def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
 
 REFUSED, PASSED = step(RETURN, ERRNO | EPERM), step(RETURN, ALLOW)
 SKIPPED = step(RETURN, ERRNO | 0)
-"""The call does nothing and returns success."""
+"""Step that makes the call do nothing and return success."""
 SIZE = len(PASSED)
 
 
 def refuse(at: int, *values: int, test: int = EQUAL) -> bytes:
-    """Steps that refuse a call if the argument at `at` matches a value."""
+    """Return steps that refuse a call if the argument at `at` matches a value."""
     return step(LOAD, at) + b"".join(step(test, value, 0, 1) + REFUSED for value in values)
 
 
 def require(at: int, *values: int, mask: int = 0xFFFFFFFF) -> bytes:
-    """Steps that refuse a call unless the argument at `at` is among the values."""
+    """Return steps that refuse a call unless the argument at `at` is among the values."""
     tests = [step(EQUAL, value, len(values) - place) for place, value in enumerate(values)]
     return b"".join([step(LOAD, at), step(AND, mask), *tests, REFUSED])
 
 
 def accept(at: int, value: int) -> bytes:
-    """Steps that allow a call if the argument at `at` is the value, whatever the other arguments are."""
+    """Return steps that allow a call if the argument at `at` is the value, whatever the other arguments are."""
     return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
 
 
 def when(at: int, value: int, steps: bytes) -> bytes:
-    """The given steps, applied only to a call whose argument at `at` is the value."""
+    """Return the given steps, applied only to a call whose argument at `at` is the value."""
     return step(LOAD, at) + step(EQUAL, value, 0, len(steps) // SIZE) + steps
 
 
@@ -283,13 +228,23 @@ def checks(tcp_only: bool, server: int, counted: bool) -> dict[str, bytes]:
     return found
 
 
+def numbers_on(machine: str, calls: Numbers) -> dict[str, int]:
+    column = list(MACHINES).index(machine)
+    return {name: number for name, row in calls.items() if (number := row[column]) is not None}
+
+
+def denied(machine: str) -> dict[str, int]:
+    """Return the numbers of all calls that are refused whatever their arguments are."""
+    return {**DENIED_EVERYWHERE, **numbers_on(machine, DENIED)}
+
+
 @functools.lru_cache(maxsize=4)
 def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: bool = False, ipc: bool = True) -> bytes:
     """Return the filter, a BPF program, for a machine by its name of `uname -m`.
 
-    Programs cannot slow down or limit process 1 and `server`. `tcp_only` is for programs that run among the host's own.
-    They can slow down and limit only themselves, and cannot make the calls of HOST_WIDE. They can open only pairs of
-    Unix sockets, TCP sockets, and sockets for queries to the kernel. `counted` means that the memory of processes is
+    Programs cannot slow down or limit process 1 and `server`. `tcp_only` is for programs that run beside the host's
+    programs: these can slow down and limit only themselves, cannot make the calls of HOST_WIDE, and can open only pairs
+    of Unix sockets, TCP sockets, and sockets for queries to the kernel. `counted` means that the memory of processes is
     counted and bounded: the calls of UNCOUNTED and a change of a pipe's size are then refused. Without `ipc`, the calls
     of HOST_WIDE are refused. Raises KeyError for a machine without a list.
     """
@@ -304,10 +259,11 @@ def program(machine: str, tcp_only: bool = False, server: int = 1, *, counted: b
     missing = (CLONE3, *(UNCOUNTED[machine] if counted else ()), *(() if ipc and not tcp_only else HOST_WIDE[machine]))
     for number in missing:
         steps += [step(EQUAL, number, 0, 1), step(RETURN, ERRNO | ENOSYS)]
-    for number in sorted([*DENIED_EVERYWHERE.values(), *DENIED[machine].values()]):
+    for number in sorted(denied(machine).values()):
         steps += [step(EQUAL, number, 0, 1), REFUSED]
+    looked_at = numbers_on(machine, LOOKED_AT)
     for name, check in checks(tcp_only, server, counted).items():
-        steps += [step(EQUAL, LOOKED_AT[machine][name], 0, len(check) // SIZE + 1), check, PASSED]
+        steps += [step(EQUAL, looked_at[name], 0, len(check) // SIZE + 1), check, PASSED]
     return b"".join([*steps, PASSED])
 
 
@@ -320,9 +276,11 @@ def core_limit() -> int:
 
 
 def confine(tcp_only: bool = False, *, counted: bool = False, ipc: bool = True) -> None:
-    """Install the filter on this process, the tool server, and on all its descendants, for good. Raises OSError, and
-    KeyError as `program` does."""
+    """Install the filter on this process, the tool server, and on all its descendants, for good, and protect this
+    process from its descendants. Raises OSError, and KeyError as `program` does."""
     install(program(os.uname().machine, tcp_only, os.getpid(), counted=counted, ipc=ipc))
+    # Otherwise programs of the same user could read and change this process's memory and descriptors through /proc.
+    prctl(PR_SET_DUMPABLE, 0)
 
 
 def install(code: bytes) -> None:
@@ -330,5 +288,4 @@ def install(code: bytes) -> None:
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    libc = ctypes.CDLL(None, use_errno=True)
-    checked("seccomp", libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(MODE_FILTER), header, 0, 0))
+    checked("seccomp", LIBC.prctl(PR_SET_SECCOMP, ctypes.c_ulong(MODE_FILTER), header, 0, 0))

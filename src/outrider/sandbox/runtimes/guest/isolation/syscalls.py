@@ -93,10 +93,38 @@ def pivot_root(new: str, old: str) -> None:
 def clone_tree(path: str, attributes: int = 0) -> int:
     """Copy the mounts at a path, with further attributes. Returns a descriptor of the copy, which is attached nowhere
     and keeps its content when the root changes. Automounts are not triggered."""
-    flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE | AT_NO_AUTOMOUNT
-    tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
-    if attributes:
-        set_attributes(tree, path, attributes, AT_RECURSIVE)
+    return copy_mounts(path, attributes, AT_FDCWD, path, AT_RECURSIVE)
+
+
+def clone_plain(path: str, attributes: int) -> int:
+    """Copy mounts like `clone_tree`, at a path without symbolic links."""
+    held = open_plain(path)
+    try:
+        return copy_mounts(path, attributes, held, "", AT_RECURSIVE | AT_EMPTY_PATH)
+    finally:
+        os.close(held)
+
+
+def clone_bare(path: str, attributes: int) -> int:
+    """Copy the mount at a path like `clone_tree`, but without the mounts below it, so that the files hidden by these
+    mounts are visible in the copy. The kernel permits such a copy only to a process with privileges over its mount
+    namespace, and only for mounts in that namespace."""
+    # The copy is made private. Otherwise later mounts of the host below the path would appear in the copy, too.
+    return copy_mounts(path, attributes, AT_FDCWD, path, 0, MS_PRIVATE)
+
+
+def copy_mounts(path: str, attributes: int, folder: int, name: str, flags: int, propagation: int = 0) -> int:
+    """Copy the mounts at `name`, relative to the descriptor `folder`. Error messages have `path`."""
+    flags |= OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_NO_AUTOMOUNT
+    tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, folder, name.encode(), flags)
+    try:
+        if attributes:
+            wanted = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, propagation, 0), 32)
+            flags = AT_EMPTY_PATH | flags & AT_RECURSIVE
+            syscall(f"mount_setattr {path}", SYS_MOUNT_SETATTR, tree, b"", flags, wanted, 32)
+    except OSError:
+        os.close(tree)
+        raise
     return tree
 
 
@@ -114,39 +142,6 @@ def open_plain(path: str) -> int:
             os.close(held)
             raise OSError(errno.ELOOP, f"{part} is a symbolic link", path)
     return held
-
-
-def clone_plain(path: str, attributes: int) -> int:
-    """Copy mounts like `clone_tree`, at a path without symbolic links."""
-    held = open_plain(path)
-    try:
-        flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE | AT_NO_AUTOMOUNT | AT_EMPTY_PATH
-        tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, held, b"", flags)
-    finally:
-        os.close(held)
-    set_attributes(tree, path, attributes, AT_RECURSIVE)
-    return tree
-
-
-def clone_bare(path: str, attributes: int) -> int:
-    """Copy the mount at a path like `clone_tree`, but without the mounts below it, so that the files hidden by these
-    mounts are visible in the copy. The kernel permits such a copy only to a process with privileges over its mount
-    namespace, and only for mounts in that namespace."""
-    flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_NO_AUTOMOUNT
-    tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)
-    try:
-        # The copy is made private. Otherwise later mounts of the host below the path would appear in the copy, too.
-        set_attributes(tree, path, attributes, 0, MS_PRIVATE)
-    except OSError:
-        os.close(tree)
-        raise
-    return tree
-
-
-def set_attributes(tree: int, path: str, attributes: int, recursive: int, propagation: int = 0) -> None:
-    wanted = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, propagation, 0), 32)
-    flags = AT_EMPTY_PATH | recursive
-    syscall(f"mount_setattr {path}", SYS_MOUNT_SETATTR, tree, b"", flags, wanted, 32)
 
 
 def file_type(path: str) -> int:

@@ -44,7 +44,7 @@ class Zygote:
     def _ready(self, events: int) -> None:
         message, ancillary, _, _ = self.control.recvmsg(8, _socket.CMSG_SPACE(12), _socket.MSG_CMSG_CLOEXEC)
         if not message:
-            self.loop.stopped = True
+            self.loop.stop()
             return
         given = array.array("i")
         for _, _, data in ancillary:
@@ -104,8 +104,8 @@ class Zygote:
 
 def give_users(pid: int, plan: dict[str, Any]) -> None:
     """Map several users into the child's user namespace. A zygote that runs as root writes the maps itself. Otherwise
-    newuidmap and newgidmap write them, as /etc/subuid and /etc/subgid allow. Raises OSError. The child then reads the
-    end of its pipe, and exits."""
+    newuidmap and newgidmap write the maps, as /etc/subuid and /etc/subgid allow. Raises OSError; the caller then closes
+    the pipe of the child, which makes the child exit."""
     for kind in ("uid", "gid"):
         ids = plan[f"{kind}s"]
         if os.geteuid() == 0:
@@ -132,12 +132,12 @@ def become_sandbox(
         if mapped_reader >= 0:
             os.close(mapped_writer)
             if not os.read(mapped_reader, 1):
-                raise OSError("the sandbox was given no users")
+                raise OSError("the users of the sandbox could not be mapped")
         close_others({0, 1, 2, connection, *bare.values()})
         signal.set_wakeup_fd(-1)
         gateway = os.open(plan["gateway"], os.O_PATH) if plan["gateway"] else -1
         layers = isolate.enter(plan, bare)
-        serve(connection, connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
+        serve(connection, save_layers=lambda out: save_layers(out, layers), gateway=gateway)
         code = 0
     except BaseException as error:  # after any error this process must not continue as a second zygote
         os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))

@@ -37,8 +37,8 @@ them at once, so there must be few. Further displays and forms are dropped."""
 BINARY = ("image/png", "image/jpeg", "image/gif", "image/webp", "application/pdf")
 BACKEND = "module://matplotlib_inline.backend_inline"
 SPECIAL = re.compile(r"[%!?]|^\s*(?:[,;/]|>>>|\.\.\.|In ?\[)|\A\s", re.MULTILINE)
-"""Matches a text that may have IPython's own syntax. A text without a match is plain Python, unless it is only the name
-of a magic or alias."""
+"""Matches a text that may have IPython's own syntax. A text without a match is plain Python, except a text that is only
+the name of a magic or alias."""
 WORD = re.compile(r"\w+")
 PLAIN_TYPES = (int, float, complex, bool, str, bytes)
 

@@ -72,7 +72,7 @@ class PlainEngine:
     def run(self, source: str, number: int) -> int:
         """Execute one input. Returns 0 on success, 1 after an exception, else the status of the input's `exit`."""
         name = f"<input {number}>"
-        # Tracebacks take the input's lines from here.
+        # Tracebacks read the input's lines from this cache.
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         try:
             self.execute(source, name)

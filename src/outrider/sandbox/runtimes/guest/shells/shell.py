@@ -9,15 +9,16 @@ as open only after its first frame, and each program has OPEN_SECONDS to send th
 from __future__ import annotations
 
 import posix
-import select
 import sys
 from typing import TYPE_CHECKING
 
 from outrider.sandbox.runtimes.guest.command import READS_AT_END, Capture
 from outrider.sandbox.runtimes.guest.connection import Calls
 from outrider.sandbox.runtimes.guest.filesystem.paths import DEFAULT_PATH, find_program
-from outrider.sandbox.runtimes.guest.poll_loop import CHUNK, POLL_READ, read_ready
+from outrider.sandbox.runtimes.guest.poll_loop import POLL_READ, PipeWriter, read_ready
 from outrider.sandbox.runtimes.guest.processes import (
+    SIGINT,
+    SIGKILL,
     Process,
     descendants,
     kill_tree,
@@ -28,10 +29,7 @@ from outrider.sandbox.runtimes.guest.processes import (
 )
 
 if TYPE_CHECKING:
-    import signal as _signal
     from typing import Any
-else:
-    import _signal  # importing `signal` would lengthen the start-up by half
 
 INTERRUPT_EVERY = 0.1
 """Seconds between two interrupts of an input that keeps running."""
@@ -89,15 +87,13 @@ class LiveShell:
         self.call = 0
         self.cap = 0
         self.capture = Capture(1)
-        self.unsent = bytearray()
-        self.blocked = False
         self.ticks = 0
         self.note = b""
         self.shown = b""
         self.why = b""
-        self.dead = False
-        self.pid = self.output = self.input = -1
+        self.pid = self.output = -1
         self.descriptors: set[int] = set()
+        self.writer = PipeWriter(calls.loop, -1)
         self.program: Bash | Interpreter = Bash(self) if args["kind"] == "bash" else Interpreter(self)
         self.commands = self.program.commands()
         calls.running[number] = self._give_up
@@ -118,10 +114,9 @@ class LiveShell:
         try:
             self.program.start(self.commands[0], env)
         except OSError:
-            self.dead = True
             self._release()
             raise
-        for fd in self.descriptors:
+        for fd in (self.writer.fd, *self.descriptors):
             posix.set_blocking(fd, False)
         self.calls.loop.watch(self.output, POLL_READ, self._ready)
         self.calls.loop.exits[self.pid] = self._exited
@@ -158,7 +153,6 @@ class LiveShell:
         """Report that the shell does not exist: no command is left to try, or the host has cancelled the call."""
         if self.commands:
             self.close()
-        self.dead = True
         self._answer_opening({"shell": None, "why": self.why})
 
     def _answer_opening(self, fields: dict[str, Any]) -> None:
@@ -166,6 +160,11 @@ class LiveShell:
         self.calls.loop.timers.pop(self, None)
         self.calls.running.pop(call, None)
         self.calls.reply(call, fields)
+
+    @property
+    def dead(self) -> bool:
+        """Whether no program runs: the descriptors are closed as soon as the program has ended."""
+        return not self.descriptors
 
     def run(self, call: int, text: bytes, milliseconds: int, cap: int) -> None:
         if self.dead or self.call:
@@ -178,26 +177,6 @@ class LiveShell:
         self.calls.running[call] = self.cancel
         self.calls.loop.at(self, milliseconds / 1000, self.cancel)
         self.program.give(text)
-
-    def send(self, data: bytes) -> None:
-        self.unsent += data
-        self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self.unsent:
-                del self.unsent[: posix.write(self.input, self.unsent[:CHUNK])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.unsent.clear()
-        if self.blocked == bool(self.unsent):
-            return
-        self.blocked = not self.blocked
-        if self.blocked:
-            self.calls.loop.watch(self.input, select.POLLOUT, lambda events: self._flush())
-        else:
-            self.calls.loop.unwatch(self.input)
 
     def _ready(self, events: int) -> None:
         data = read_ready(self.output)
@@ -236,15 +215,15 @@ class LiveShell:
         self.ticks += 1
         self.calls.loop.at(self, INTERRUPT_EVERY, self.cancel)
         if self.ticks > RESTART_AFTER:
-            self.restart(b"the shell did not answer to an interrupt")
+            self.restart(b"the shell did not react to an interrupt")
             return
         table = processes()
         group, members = self.program.victims(table)
         # The interrupt of the group does not reach programs in other process groups, so these are killed at once.
         strays = {pid for pid in descendants(table, members) if table[pid].group != group}
         for pid in members | strays if self.ticks >= KILL_AFTER else strays:
-            send_signal(pid, _signal.SIGKILL)
-        send_signal(-group, _signal.SIGINT)
+            send_signal(pid, SIGKILL)
+        send_signal(-group, SIGINT)
         self.program.interrupted()
 
     def restart(self, reason: bytes) -> None:
@@ -266,7 +245,6 @@ class LiveShell:
             del self.commands[0]
             self._open_again()
             return
-        self.dead = True
         self._release()
         if self.call:
             self.finish(code)
@@ -278,8 +256,7 @@ class LiveShell:
 
     def _release(self) -> None:
         self.calls.loop.timers.pop(self, None)
-        self.unsent.clear()
-        self.blocked = False
+        self.writer.close()
         for fd in self.descriptors:
             self.calls.loop.unwatch(fd)
             posix.close(fd)
@@ -289,7 +266,6 @@ class LiveShell:
         """Kill the shell and its descendants. The call of a running input gets a reply."""
         if not self.dead:
             self._kill()
-            self.dead = True
         if self.call:
             self.note = b"\n[the shell was closed]\n"
             self.finish(None)
@@ -322,18 +298,18 @@ class Bash:
         env["PS1"] = ""
         env.pop("ENV", None)
         shell = self.shell
-        reader, shell.input = posix.pipe()
-        shell.descriptors = {shell.input}
+        reader, writer = posix.pipe()
+        shell.writer = PipeWriter(shell.calls.loop, writer)
         slave = -1
         try:
             shell.output, slave = posix.openpty()
-            shell.descriptors.add(shell.output)
+            shell.descriptors = {shell.output}
             self.mode = raw_terminal(slave)
             shell.pid = spawn(command, env, shell.args["cwd"], {0: reader, 1: slave, 2: slave}, tty=True)
         finally:
             for fd in {slave, reader} - {-1}:
                 posix.close(fd)
-        shell.send(PRELUDES[command[0]] + STATUS + self._report(0) + b"\n")
+        shell.writer.write(PRELUDES[command[0]] + STATUS + self._report(0) + b"\n")
         shell.opened()
 
     def give(self, text: bytes) -> None:
@@ -343,7 +319,7 @@ class Bash:
         # Without `command`, a plain sh would drop the whole line if `eval` finds bad syntax. Standard input is
         # /dev/null, because the input's programs would otherwise read the next input.
         line = b"__set_status $__status; command eval '" + quoted + b"\n' </dev/null; __status=$?; "
-        self.shell.send(line + self._report(self.shell.sequence) + b"\n")
+        self.shell.writer.write(line + self._report(self.shell.sequence) + b"\n")
 
     def _report(self, sequence: int) -> bytes:
         return b"printf '\\036%s:%d\\036' " + self.token + b".%d $__status" % sequence
@@ -407,7 +383,7 @@ class Bash:
         """Request another marker. An interrupt makes the shell drop the rest of the line, and with it the input's
         marker."""
         self.shell.sequence += self.shell.ticks == 1
-        self.shell.send(b"\n" + self._report(self.shell.sequence) + b"\n")
+        self.shell.writer.write(b"\n" + self._report(self.shell.sequence) + b"\n")
 
 
 def raw_terminal(fd: int) -> bytes:
@@ -455,8 +431,9 @@ class Interpreter:
         shell = self.shell
         self.frames = bytearray()
         shell.capture = Capture(WHY_MAX)
-        (inputs, shell.input), (shell.output, output), (self.results, results) = pipes(3)
-        shell.descriptors = {shell.output, shell.input, self.results}
+        (inputs, writer), (shell.output, output), (self.results, results) = pipes(3)
+        shell.writer = PipeWriter(shell.calls.loop, writer)
+        shell.descriptors = {shell.output, self.results}
         null = -1
         argv = [*command, "-c", shell.args["program"]]
         try:
@@ -469,7 +446,7 @@ class Interpreter:
 
     def give(self, text: bytes) -> None:
         """Send the program an input."""
-        self.shell.send(len(text).to_bytes(4, "big") + self.shell.sequence.to_bytes(4, "big") + text)
+        self.shell.writer.write(len(text).to_bytes(4, "big") + self.shell.sequence.to_bytes(4, "big") + text)
 
     def take(self, data: bytes) -> None:
         """Process a piece of output."""
