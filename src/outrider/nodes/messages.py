@@ -15,7 +15,7 @@ import msgspec
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
 from outrider.engines.gates import GateReport
 from outrider.engines.pool.leader import PoolState
-from outrider.engines.pool.record import EngineUse
+from outrider.engines.pool.members import EngineUse
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
 from outrider.sandbox.rootfs.store import RootImage

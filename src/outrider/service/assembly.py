@@ -14,14 +14,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
+from outrider.concurrency.cancellation import OffloadThread
 from outrider.concurrency.chores import Failures
-from outrider.concurrency.offload import OffloadThread
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.follower import FollowedPolicy, Leader
-from outrider.engines.pool.pace import RememberedPace
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.waits import RememberedPace
 from outrider.errors import InvalidField, ServiceError
 from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.pool_publisher import PoolPublisher

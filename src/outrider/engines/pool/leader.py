@@ -13,8 +13,8 @@ import msgspec
 
 from outrider.engines.base import AnyRequest, ChatChunk, Chunk, GenerateRequest, chunks_of
 from outrider.engines.pool.checks import check_ids, mistake_of
+from outrider.engines.pool.members import EngineState, EngineUse, state_of
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.record import EngineState, EngineUse, state_of
 from outrider.errors import EngineUnavailable, OutriderError
 from outrider.spec import PolicyPause
 
