@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from outrider.concurrency.offload import INLINE_BYTES, OffloadThread, Steps
+from outrider.concurrency.cancellation import INLINE_BYTES, OffloadThread, Steps
 
 
 @pytest.fixture

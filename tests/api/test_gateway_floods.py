@@ -19,7 +19,7 @@ from bench.processes import ROOT
 
 from api.test_gateway import CHAT, KEY, OneSession, a_gateway
 from outrider.api.gateway import Gateway
-from outrider.concurrency.offload import INLINE_BYTES
+from outrider.concurrency.cancellation import INLINE_BYTES
 from outrider.concurrency.watchdog import Watchdog
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.sessions.calls.limits import MAX_IN_SESSION, MAX_TEXT_BODY

@@ -9,8 +9,7 @@ import pytest
 
 from outrider.dialects.base import Caller, ModelRequest, WireCall
 from outrider.dialects.chat import CHAT_DIALECT
-from outrider.dialects.reading import MAX_DEPTH
-from outrider.dialects.sampling import MAX_TOKENS
+from outrider.dialects.reading import MAX_DEPTH, MAX_TOKENS
 from outrider.errors import RequestError
 from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
 from outrider.tokens.tree.canonical import message_key

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.dialects.base import Action, Caller, ModelRequest, RequestedSampling, WireCall
 from outrider.dialects.messages import MESSAGES_DIALECT
-from outrider.dialects.sampling import MAX_TOKENS
+from outrider.dialects.reading import MAX_TOKENS
 from outrider.errors import RequestError
 from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
 from support.wire import action_of

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from outrider.dialects.base import Action, Caller, WireCall
+from outrider.dialects.reading import MAX_TOKENS
 from outrider.dialects.responses.stored_items import MAX_STORED, PreviousResponseNotFound, store_of
-from outrider.dialects.sampling import MAX_TOKENS
 from outrider.errors import NotFound, RequestError
 from outrider.messages import Message, Role
 from support.responses import CALL, DIALECT, USER, body, completion, messages_of, parse, read, replied

@@ -271,7 +271,7 @@ async def fails_over_without_workers(worlds: Worlds) -> None:
         await pool.add_engine(ScriptedEngine(EngineOptions(name="other", options={"replies": [{"ids": [1, 2, 3]}]})))
         for number in range(2):
             await world.kill(number)
-        async with aclosing(pool.generate(world.request())) as reply:
+        async with aclosing(pool.calls.generate(world.request())) as reply:
             assert [token for chunk in [chunk async for chunk in reply] for token in chunk.ids] == [1, 2, 3]
             assert reply.served.engine == "other"
         behind = pool.status()[0]
@@ -324,7 +324,7 @@ async def gives_each_worker_as_an_engine(worlds: Worlds) -> None:
             assert status.ok, status.detail
             assert _urls(pool) == set(world.urls[:2])
             for session in range(4):
-                async with aclosing(pool.generate(world.request(f"session-{session}"))) as chunks:
+                async with aclosing(pool.calls.generate(world.request(f"session-{session}"))) as chunks:
                     assert [chunk async for chunk in chunks][-1].finish is FinishReason.STOP
             assert {seen.worker for seen in world.generated()} == {0, 1}
 

@@ -175,7 +175,9 @@ async def refused(kind: str, events: Sequence[Any]) -> tuple[str, str | None]:
     """The error with which a stream of these events is refused, and the suspicion against the server afterwards."""
     async with upstream(Answer(events=events), pages=PAGES) as (url, _), EnginePool(probing=NEVER) as pool:
         await pool.add(EngineSpec(kind=kind, name="e", url=url))
-        reply: PoolReply[Any] = pool.chat(chat_request("s")) if kind == "openai" else pool.generate(request("s"))
+        reply: PoolReply[Any] = (
+            pool.calls.chat(chat_request("s")) if kind == "openai" else pool.calls.generate(request("s"))
+        )
         with pytest.raises(EngineMisbehaved) as error:
             _ = [chunk async for chunk in reply]
         return error.value.message, pool.status()[0].suspect
@@ -246,7 +248,7 @@ def odd_engine(name: str, *, odd: int, after: int = 0) -> Odd:
 
 
 async def served(pool: EnginePool, session: str) -> str:
-    generation = pool.generate(request(session))
+    generation = pool.calls.generate(request(session))
     async with aclosing(generation) as chunks:
         assert [token for chunk in [chunk async for chunk in chunks] for token in chunk.ids] == IDS
     return generation.served.engine
@@ -271,12 +273,12 @@ async def test_a_bad_first_chunk_moves_the_call_to_a_better_engine_and_no_sessio
 async def test_a_bad_later_chunk_ends_the_call_and_the_session_goes_on_elsewhere() -> None:
     async with EnginePool(probing=NEVER) as pool:
         await pool.add_engine(odd_engine("odd", odd=1, after=2))
-        generation = pool.generate(request("s"))
+        generation = pool.calls.generate(request("s"))
         assert [(await anext(generation)).ids for _ in range(2)] == [[1], [2]]
         with pytest.raises(EngineMisbehaved):
             await anext(generation)
         assert await served(pool, "s") == "odd"  # it is the only one
-        pool.release("s")
+        pool.placement.release("s")
         await pool.add_engine(engine_of("good"))
         assert await served(pool, "s") == "good"
 
@@ -372,4 +374,4 @@ async def test_engines_of_ones_own_are_checked_too() -> None:
             await pool.add_engine(Boastful(EngineOptions(name="boastful")))
         await pool.add_engine(Mute())
         with pytest.raises(EngineMisbehaved, match="without those of its prompt"):
-            _ = [chunk async for chunk in pool.chat(chat_request("s"))]
+            _ = [chunk async for chunk in pool.calls.chat(chat_request("s"))]

@@ -350,7 +350,7 @@ async def test_a_generation_that_an_update_cuts_is_exact_in_both_parts(
         await pool.add_engine(engine)
         asked = [request(temperature=1.0, seed=n, max_tokens=200) for n in range(6)]
         asked = [msgspec.structs.replace(each, session_key=f"s{n}") for n, each in enumerate(asked)]
-        streams = [pool.generate(each) for each in asked]
+        streams = [pool.calls.generate(each) for each in asked]
         firsts = [await anext(stream) for stream in streams[:3]]
         async with asyncio.TaskGroup() as group:
             rests = [group.create_task(everything(stream)) for stream in streams]

@@ -14,8 +14,8 @@ import pytest
 from outrider.engines.base import EngineHealth, GenerateRequest, KnownVersions, SamplingParams
 from outrider.engines.gates import GateReport, PolicyGate
 from outrider.engines.pool.follower import FollowedPolicy, PoolFollower
+from outrider.engines.pool.members import EngineState, PoolState
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.record import EngineState, PoolState
 from outrider.lab.fakes.engine_servers.app import engine_app, serving
 from outrider.lab.fakes.engine_servers.asgi import ServeSettings
 from outrider.lab.fakes.engine_servers.prefix_cache import PrefixCache
@@ -170,7 +170,7 @@ async def test_a_request_that_the_server_keeps_through_a_pause_is_given_up(
                 input_ids=np.full(8, engine.end, dtype=np.int32),
                 sampling=SamplingParams(max_tokens=100),
             )
-            return [chunk async for chunk in pool.generate(request)]
+            return [chunk async for chunk in pool.calls.generate(request)]
 
         async with asyncio.timeout(20):
             say(0, None, 0)

@@ -67,7 +67,7 @@ async def test_workers_are_engines_with_the_routers_options() -> None:
         assert list(rows(pool)) == ["fleet", *map(name_of, urls)]
         assert {row.kind for row in pool.status()} == {"vllm-router", "vllm"}
         assert {engine.name for engine in pool.policy.status().engines} == set(map(name_of, urls))
-        assert (await pool.select("s")).logprob_kind == "sampling"
+        assert (await pool.calls.select("s")).logprob_kind == "sampling"
         with pytest.raises(Conflict):
             await pool.add(spec(url))
         assert "fleet" in pool
@@ -138,7 +138,7 @@ async def test_workers_stay_while_the_router_is_away_or_has_just_restarted() -> 
         await until(lambda: rows(pool)["fleet"].detail == "it lists no engine")
         show(pages, *urls)
         await until(lambda: rows(pool)["fleet"].ok)
-        async with aclosing(pool.generate(request("s"))) as chunks:
+        async with aclosing(pool.calls.generate(request("s"))) as chunks:
             assert [token for chunk in [chunk async for chunk in chunks] for token in chunk.ids] == IDS
 
 
@@ -147,7 +147,7 @@ async def test_generations_on_a_worker_that_left_end_by_themselves() -> None:
     async with fleet(stalled, other) as (pool, url, pages, urls):
         await pool.add(spec(url))
         pool.drain(name_of(urls[1]))
-        chunks = pool.generate(request("s"))
+        chunks = pool.calls.generate(request("s"))
         begun = await anext(chunks)
         show(pages, urls[1])
         await until(lambda: rows(pool)[name_of(urls[0])].draining)
@@ -160,7 +160,7 @@ async def test_the_pool_closes_without_waiting_for_workers_that_left() -> None:
     async with asyncio.timeout(10):
         async with fleet(engine_of("a", stall=2)) as (pool, url, pages, urls):
             await pool.add(spec(url))
-            chunks = pool.generate(request("s"))
+            chunks = pool.calls.generate(request("s"))
             await anext(chunks)
             show(pages)
             await until(lambda: rows(pool)[name_of(urls[0])].draining)

@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from outrider.concurrency.overdue import Overdue
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.follower import apply_state
 from outrider.engines.pool.leader import note_uses, pool_state
-from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS, Pace, PaceSummary, RememberedPace
+from outrider.engines.pool.members import EngineUse, use_of
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.record import EngineUse, use_of
+from outrider.engines.pool.waits import KNOWN_CALLS, LIMITS, Overdue, Pace, PaceSummary, RememberedPace
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.nodes.claims import checked_uses
 from support.clock import pass_time
@@ -227,7 +226,7 @@ async def test_what_the_consumer_does_is_no_pace_of_the_engines(way: str) -> Non
     async with EnginePool() as pool:
         await pool.add_engine(engine_of("a", Dripping))
         for number in range(2 * KNOWN_CALLS):
-            call = pool.generate(request(f"s{number}"), Overdue())
+            call = pool.calls.generate(request(f"s{number}"), Overdue())
             async with aclosing(call) as chunks:
                 async for chunk in chunks:
                     if way == "given up":

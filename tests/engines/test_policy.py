@@ -54,7 +54,7 @@ def request(session: str = "s", **sampling: Any) -> GenerateRequest:
 
 
 async def read(pool: EnginePool, asked: GenerateRequest) -> list[Chunk]:
-    async with aclosing(pool.generate(asked)) as chunks:
+    async with aclosing(pool.calls.generate(asked)) as chunks:
         return [chunk async for chunk in chunks]
 
 

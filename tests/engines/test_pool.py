@@ -24,8 +24,8 @@ from outrider.engines.base import (
 )
 from outrider.engines.pool.call import FAILOVERS
 from outrider.engines.pool.checks import overflow_fault
+from outrider.engines.pool.members import TOKENS_PER_REQUEST
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.record import TOKENS_PER_REQUEST
 from outrider.errors import (
     Conflict,
     ContextOverflow,
@@ -72,7 +72,7 @@ def pool_of(*, patience: float = 5.0, probing: RetryPolicy = NEVER, **options: A
 
 async def turn(pool: EnginePool, session: str, prompt_tokens: int = 4) -> str:
     """Run one whole generation. Returns the name of the engine that served it."""
-    generation = pool.generate(request(session, prompt_tokens))
+    generation = pool.calls.generate(request(session, prompt_tokens))
     async with aclosing(generation) as chunks:
         ids = [token for chunk in [chunk async for chunk in chunks] for token in chunk.ids]
     assert ids == IDS
@@ -80,7 +80,7 @@ async def turn(pool: EnginePool, session: str, prompt_tokens: int = 4) -> str:
 
 
 async def chunks_of(pool: EnginePool, session: str) -> list[Chunk]:
-    return [chunk async for chunk in pool.generate(request(session))]
+    return [chunk async for chunk in pool.calls.generate(request(session))]
 
 
 def named(pool: EnginePool, name: str) -> EngineStatus:
@@ -104,8 +104,8 @@ async def test_assigned_tokens_weigh() -> None:
         await pool.add_engine(engine_of("b"))
         assert await turn(pool, "long", prompt_tokens=20_000) == "a"
         assert [await turn(pool, f"short{n}") for n in range(5)] == ["b"] * 5
-        pool.release("long")
-        pool.release("long")
+        pool.placement.release("long")
+        pool.placement.release("long")
         assert await turn(pool, "next") == "a"
 
 
@@ -129,7 +129,7 @@ async def test_a_session_keeps_its_engine_until_it_is_released() -> None:
         first = await turn(pool, "s", prompt_tokens=20_000)
         await pool.add_engine(engine_of("b"))
         assert [await turn(pool, "s", prompt_tokens=20_000) for _ in range(5)] == [first] * 5
-        pool.release("s")
+        pool.placement.release("s")
         assert [(status.sessions, status.assigned_tokens) for status in pool.status()] == [(0, 0), (0, 0)]
 
 
@@ -138,14 +138,14 @@ async def test_a_session_leaves_an_engine_that_is_overloaded_and_does_not_come_b
         await pool.add_engine(engine_of("a"))
         sessions = [f"s{number}" for number in range(200)]
         for session in sessions:
-            await pool.select(session)
+            await pool.calls.select(session)
             await turn(pool, session, prompt_tokens=8000)
         await pool.add_engine(engine_of("b"))
         where = dict.fromkeys(sessions, "a")
         moves = 0
         for _ in range(5):
             for session in sessions:
-                await pool.select(session)
+                await pool.calls.select(session)
                 engine = await turn(pool, session, prompt_tokens=8000)
                 moves += engine != where[session]
                 where[session] = engine
@@ -161,9 +161,9 @@ async def test_a_few_more_requests_in_flight_move_no_session() -> None:
         for number in range(20):
             group.create_task(chunks_of(pool, f"s{number}"))
         await busy.stalled.wait()
-        await pool.select("s")
+        await pool.calls.select("s")
         await pool.add_engine(engine_of("free"))
-        assert (await pool.select("s")).engine == "busy"
+        assert (await pool.calls.select("s")).engine == "busy"
         busy.release()
 
 
@@ -197,7 +197,7 @@ async def test_removing_waits_for_generations_and_moves_their_sessions() -> None
         assert await turn(pool, "s") == "b"
         assert [status.name for status in pool.status()] == ["b"]
         await pool.add_engine(engine_of("a"))
-        pool.release("s")
+        pool.placement.release("s")
         assert {await turn(pool, f"again{n}") for n in range(4)} == {"a", "b"}
 
 
@@ -205,7 +205,7 @@ async def test_removing_cuts_what_does_not_end_in_time() -> None:
     async with pool_of() as pool, asyncio.TaskGroup() as group:
         spec = EngineSpec(kind="scripted", name="a", options={"replies": [{"ids": IDS, "stall": 1}]})
         await pool.add(spec)
-        generation = pool.generate(request("s"))
+        generation = pool.calls.generate(request("s"))
         assert (await anext(generation)).ids == [1]
         rest = group.create_task(anext_failure(generation))
         await pool.remove("a", seconds=0)
@@ -228,7 +228,7 @@ async def test_an_engine_that_dies_before_the_first_token_is_replaced() -> None:
         await pool.add_engine(dead)
         await pool.add_engine(spare)
         asked = request("s")
-        generation = pool.generate(asked)
+        generation = pool.calls.generate(asked)
         assert [token for chunk in [chunk async for chunk in generation] for token in chunk.ids] == IDS
         assert generation.served.engine == "b"
         assert list(spare.requests) == [asked]
@@ -298,7 +298,7 @@ def test_of_messages_the_bytes_bound_the_tokens(message: Message, believed: bool
 async def test_without_an_engine_a_request_waits_for_one() -> None:
     async with pool_of() as pool, asyncio.TaskGroup() as group:
         waiting = [group.create_task(turn(pool, f"s{n}")) for n in range(3)]
-        choice = group.create_task(pool.select("t"))
+        choice = group.create_task(pool.calls.select("t"))
         await asyncio.sleep(0)
         await pool.add_engine(engine_of("late"))
         assert [await task for task in waiting] == ["late"] * 3
@@ -366,7 +366,7 @@ async def test_a_mistake_in_an_engine_is_the_engines_failure() -> None:
         engine.unwell = 2
         with pytest.raises(EngineUnavailable, match="gone"):
             await turn(pool, "s")
-        assert (await pool.select("t")).engine == "a"
+        assert (await pool.calls.select("t")).engine == "a"
         assert engine.unwell == 0
 
 
@@ -397,7 +397,7 @@ async def test_closing_a_generation_aborts_it_and_frees_its_place() -> None:
     engine = engine_of("a", stall=1)
     async with pool_of() as pool:
         await pool.add_engine(engine)
-        generation = pool.generate(request("s"))
+        generation = pool.calls.generate(request("s"))
         await anext(generation)
         assert named(pool, "a").in_flight == 1
         await generation.aclose()
@@ -409,7 +409,7 @@ async def test_closing_a_generation_aborts_it_and_frees_its_place() -> None:
 async def test_what_served_is_known_with_the_first_chunk() -> None:
     async with pool_of() as pool:
         await pool.add_engine(engine_of("a"))
-        generation = pool.generate(request("s"))
+        generation = pool.calls.generate(request("s"))
         with pytest.raises(EngineUnavailable):
             _ = generation.served
         await anext(generation)
@@ -424,18 +424,18 @@ async def test_token_engines_are_preferred_and_chat_engines_serve_chat() -> None
     pages = {"/v1/models": {"data": [{"id": "m"}]}}
     async with upstream(Answer(events=events), pages=pages) as (url, _), pool_of(patience=0.01) as pool:
         await pool.add(EngineSpec(kind="openai", name="chat", url=url))
-        assert (await pool.select("s")).mode is TokenMode.CAPTURE
+        assert (await pool.calls.select("s")).mode is TokenMode.CAPTURE
         with pytest.raises(EngineUnavailable):
             await turn(pool, "s")
-        generation = pool.chat(chat_request("s"))
+        generation = pool.calls.chat(chat_request("s"))
         chunks = [chunk async for chunk in generation]
         assert chunks[-1].reply is not None
         assert chunks[-1].reply.content == "yes"
         assert (generation.served.mode, generation.served.logprob_kind) == (TokenMode.TEXT, LogprobKind.NONE)
         assert named(pool, "chat").generated_tokens == 7
         await pool.add_engine(engine_of("tokens"))
-        assert (await pool.select("s")).engine == "chat"
-        assert (await pool.select("t")).engine == "tokens"
+        assert (await pool.calls.select("s")).engine == "chat"
+        assert (await pool.calls.select("t")).engine == "tokens"
 
 
 async def test_specs_become_engines() -> None:
@@ -483,7 +483,7 @@ async def test_leaving_the_pool_closes_its_own_engines_only() -> None:
     mine = engine_of("mine")
     async with pool_of(patience=0.01) as pool:
         await pool.add(EngineSpec(kind="scripted", name="its", options={"replies": [{"ids": IDS, "stall": 1}]}))
-        its = pool.generate(request("s"))
+        its = pool.calls.generate(request("s"))
         await anext(its)
         await pool.add_engine(mine)
     with pytest.raises(EngineUnavailable, match="went down"):

@@ -123,7 +123,7 @@ def request(session: str = "s", prompt: Any = PROMPT, **sampling: Any) -> Genera
 
 
 async def read(pool: EnginePool, wanted: GenerateRequest) -> list[Chunk]:
-    async with aclosing(pool.generate(wanted)) as chunks:
+    async with aclosing(pool.calls.generate(wanted)) as chunks:
         return [chunk async for chunk in chunks]
 
 

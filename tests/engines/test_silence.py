@@ -11,12 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.concurrency.overdue import Overdue, SessionWait
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
-from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.silence import too_long
+from outrider.engines.pool.waits import KNOWN_CALLS, LIMITS, Overdue, SessionWait
 from outrider.errors import EngineSilent, EngineUnavailable
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from support.clock import pass_time
@@ -80,7 +79,7 @@ class Call:
     def __init__(self, pool: EnginePool, session: str, overdue: Overdue | None = None) -> None:
         self.overdue = overdue or Overdue()
         self.chunks: list[Chunk] = []
-        self.generation = pool.generate(request(session), self.overdue)
+        self.generation = pool.calls.generate(request(session), self.overdue)
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> list[int]:
@@ -101,7 +100,7 @@ async def until(condition: Callable[[], object], seconds: float = 300.0) -> None
 async def known(pool: EnginePool, sessions: str = "warm") -> None:
     for number in range(KNOWN_CALLS):
         await Call(pool, f"{sessions}{number}").task
-        pool.release(f"{sessions}{number}")
+        pool.placement.release(f"{sessions}{number}")
 
 
 async def known_slowly(pool: EnginePool) -> None:

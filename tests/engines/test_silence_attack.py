@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from outrider.concurrency.overdue import Overdue
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest
+from outrider.engines.pool.call import Flight, Flights
 from outrider.engines.pool.leader import pool_state
-from outrider.engines.pool.pace import KNOWN_CALLS, LIMITS
+from outrider.engines.pool.members import EngineRecord
 from outrider.engines.pool.pool import EnginePool
-from outrider.engines.pool.record import EngineRecord
-from outrider.engines.pool.silence import Flight
+from outrider.engines.pool.waits import KNOWN_CALLS, LIMITS, Overdue
 from outrider.errors import EngineSilent, EngineUnavailable
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.nodes.service_proxy import ForwardedEngine
@@ -92,7 +91,7 @@ async def test_a_cut_swallows_no_cancellation(order: tuple[str, ...]) -> None:
     a = engine_of("a")
     member = EngineRecord(a, await a.health(), kind="scripted", url=None, owned=False)
     chunks = nothing()
-    flight = Flight(member, request("s"), 4, 4, chunks, LIMITS, Overdue())
+    flight = Flight(Flights(LIMITS, lambda _: None), member, request("s"), 4, 4, chunks, Overdue())
 
     async def consume() -> int:
         task = asyncio.current_task()
@@ -201,7 +200,7 @@ async def test_an_engine_that_reads_a_long_prompt_slowly_keeps_its_call() -> Non
         long = msgspec.structs.replace(request("s"), input_ids=np.zeros(15_000, dtype=np.int32))
 
         async def ask() -> list[int]:
-            async with aclosing(pool.generate(long, Overdue())) as chunks:
+            async with aclosing(pool.calls.generate(long, Overdue())) as chunks:
                 return [token async for chunk in chunks for token in chunk.ids]
 
         asking = asyncio.create_task(ask())

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
 from outrider.engines.gates import GateReport
-from outrider.engines.pool.record import EngineUse
+from outrider.engines.pool.members import EngineUse
 from outrider.errors import Boundary, ErrorRecord, FailingChore
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState, StopReason

@@ -82,7 +82,7 @@ def request(prompt: list[int]) -> GenerateRequest:
 async def whole(pool: EnginePool, asked: GenerateRequest, begun: asyncio.Event | None = None) -> Chunk:
     """A reply as one chunk. `begun` is set when its first tokens are there."""
     chunks = []
-    async with aclosing(pool.generate(asked)) as stream:
+    async with aclosing(pool.calls.generate(asked)) as stream:
         async for chunk in stream:
             chunks.append(chunk)
             if begun is not None and chunk.ids:

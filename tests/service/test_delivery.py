@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from outrider.callbacks import verify
-from outrider.concurrency.offload import OffloadThread
+from outrider.concurrency.cancellation import OffloadThread
 from outrider.config import CallbacksConfig, Config
 from outrider.errors import NotFound
 from outrider.lifecycle import SessionState, StopReason

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outrider.engines.pool.pace import KNOWN_CALLS
+from outrider.engines.pool.waits import KNOWN_CALLS
 from outrider.errors import EngineError, HarnessError, RequestError, ServiceError
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome

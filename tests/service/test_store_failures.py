@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.concurrency.offload import OffloadThread
+from outrider.concurrency.cancellation import OffloadThread
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.pool import EnginePool

@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.sessions.calls.request_settings import derived_seed
+from outrider.dialects.base import RequestedSampling
+from outrider.sessions.calls.request_settings import seed_for
 from outrider.spec import SamplingSpec
 
 from .world import a_world
@@ -53,9 +54,15 @@ async def test_the_tasks_seed_wins_and_without_one_the_clients_is_each_samples_o
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 4096), st.integers(1, 10_000))
 def test_every_engine_takes_it(seed: int, sample: int, call: int) -> None:
-    assert 0 <= derived_seed(seed, sample, call) < 1 << 31
+    by_client = seed_for(SamplingSpec(), RequestedSampling(seed=seed), sample=sample, call=call)
+    by_task = seed_for(SamplingSpec(seed=seed % (1 << 63)), RequestedSampling(), sample=sample, call=call)
+    for made in (by_client, by_task):
+        assert made is not None
+        assert 0 <= made < 1 << 31
 
 
 def test_it_stays_what_it_is() -> None:
     """A client that submits the same task to a later version gets the same seeds."""
-    assert [derived_seed(0, 0, 1), derived_seed(42, 3, 2)] == [99209766, 358580291]
+    one = seed_for(SamplingSpec(seed=0), RequestedSampling(), sample=0, call=1)
+    other = seed_for(SamplingSpec(seed=42), RequestedSampling(), sample=3, call=2)
+    assert [one, other] == [99209766, 358580291]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from outrider.concurrency.offload import Steps
+from outrider.concurrency.cancellation import Steps
 
 T = TypeVar("T")
 

@@ -17,10 +17,12 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from outrider.concurrency.cancellation import Steps
 from outrider.dialects import DIALECTS, UNKNOWN_ROUTES
 from outrider.dialects.base import (
     Action,
     Completion,
+    Dialect,
     Opening,
     Routed,
     RouteTable,
@@ -30,8 +32,8 @@ from outrider.dialects.base import (
 from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.messages import Delta
 from outrider.sessions.calls.call import Step
-from outrider.sessions.calls.limits import Body, TooMuchAtOnce
-from outrider.sessions.conversation import RunEnded
+from outrider.sessions.calls.limits import LARGE, Body, BodyCapacity, TooMuchAtOnce
+from outrider.sessions.conversation import Conversation, RunEnded
 from outrider.sessions.models import SessionModels
 from outrider.wire.file_descriptors import EACH_MOST
 from outrider.wire.http_server import Receive, Scope, Send, claim, while_connected
@@ -40,6 +42,8 @@ PREFIX = "/s/"
 JSON = b"application/json"
 STREAM_PING_SECONDS = 10.0
 """If a streamed reply has been silent for this many seconds, a ping is sent, because clients give up silent streams."""
+ANY_CAPACITY = BodyCapacity(None, images=True)
+"""The widest limits of a body."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
@@ -126,8 +130,12 @@ class Gateway:
     ) -> None:
         """Receive and parse a request, and send the reply."""
         dialect = routed.dialect
-        received = await models.receive(body, _RequestBody(receive))
-        conversation = await models.called(dialect, call, received)
+        if not models.frozen:
+            conversation = models.policy
+            received = await conversation.receive(body, _RequestBody(receive))
+        else:
+            received = await body.received(_RequestBody(receive), _any_capacity)
+            conversation = await _named_conversation(models, dialect, call, received)
         request = await conversation.read(received, dialect, call)
         if routed.action is Action.COUNT_TOKENS:
             await reply.whole(200, msgspec.json.encode(dialect.count(await conversation.count(request))))
@@ -141,6 +149,26 @@ class Gateway:
                 async for steps in batches:
                     if isinstance(steps[-1], Completion):
                         await reply.whole(200, dialect.reply(request, steps[-1]))
+
+
+async def _any_capacity() -> BodyCapacity:
+    """Return the widest limits, because only the complete body shows which model is called."""
+    return ANY_CAPACITY
+
+
+async def _named_conversation(models: SessionModels, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
+    """Return the conversation for a request to a session with frozen models. If the request names a frozen model
+    exactly, the conversation is with this model. Any other name means the policy, because programs use model names of
+    their own for the policy. Raises TooLarge and ContextOverflow."""
+
+    def steps() -> Steps[str | None]:
+        if len(received) > LARGE:
+            yield from ANY_CAPACITY.checking(received)
+        yield len(received)
+        return dialect.model(call, received)
+
+    name = await models.policy.backend.offload.run_steps(steps())
+    return models.policy if name is None else models.frozen.get(name, models.policy)
 
 
 class _ClientReply:

@@ -1,7 +1,7 @@
 """Stores the usual paces of engines, so that the next service has them when it starts.
 
 Otherwise a service that starts while an engine is silent or slow would measure this slowness as the engine's usual
-pace, and would blame agents for the engine's fault. `engines/pool/pace.py` defines a pace.
+pace, and would blame agents for the engine's fault. `engines/pool/waits.py` defines a pace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from outrider.concurrency.chores import Chores, Failures
-from outrider.engines.pool.pace import RememberedPace
+from outrider.engines.pool.waits import RememberedPace
 from outrider.store.store import Store
 
 if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none

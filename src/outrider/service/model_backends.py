@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
-from outrider.concurrency.offload import OffloadThread
+from outrider.concurrency.cancellation import OffloadThread
 from outrider.config import Config
 from outrider.engines.pool.follower import FollowedPolicy, Leader
-from outrider.engines.pool.pace import RememberedPace
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.waits import RememberedPace
 from outrider.errors import InvalidField
 from outrider.service.tokenizer_check import tokenizer_check
 from outrider.sessions.calls.call import FrozenModel, ModelBackend

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from outrider.concurrency.cancellation import Steps
 from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Broadcast, wait_for_event
-from outrider.concurrency.offload import Steps
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field

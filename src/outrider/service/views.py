@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from outrider.concurrency.offload import OffloadThread, Steps
+from outrider.concurrency.cancellation import OffloadThread, Steps
 from outrider.errors import NotFound
 from outrider.redaction import without_keys
 from outrider.schemas import (

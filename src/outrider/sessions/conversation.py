@@ -14,12 +14,11 @@ from functools import partial
 
 import msgspec
 
-from outrider.concurrency.cancellation import shielded
-from outrider.concurrency.offload import Steps
-from outrider.concurrency.overdue import Overdue
+from outrider.concurrency.cancellation import Steps, shielded
 from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.record import ServingEngine
+from outrider.engines.pool.members import ServingEngine
+from outrider.engines.pool.waits import Overdue
 from outrider.errors import (
     ContextOverflow,
     EngineError,
@@ -33,17 +32,16 @@ from outrider.errors import (
 from outrider.lifecycle import StopReason
 from outrider.messages import images_in
 from outrider.sessions.calls.call import EngineCall, ModelBackend, Step
-from outrider.sessions.calls.failed_calls import FailedCalls
 from outrider.sessions.calls.limits import LARGE, Allowance, Body, BodyCapacity, LimitReached
 from outrider.sessions.calls.on_message_engine import CapturedTurns, MessageCall
 from outrider.sessions.calls.on_token_engine import TokenCall
 from outrider.sessions.calls.request_settings import (
     check_constraint,
     client_may_be_at_fault,
-    derived_seed,
     first_of,
     for_openai_api,
     sampling_for,
+    seed_for,
 )
 from outrider.spec import Limits, SamplingSpec
 from outrider.tokens.rendering.renderer import History
@@ -74,6 +72,53 @@ class RunEnded(RequestError):
 
     code = "session_ended"
     http_status = 410
+
+
+class _Failed(msgspec.Struct, frozen=True):
+    """A failed call. `begun` is the number of calls that had begun when the call failed."""
+
+    error: OutriderError
+    begun: int
+    tools: bool
+
+
+class FailedCalls:
+    """One model's failed calls, until later calls make up for them. If the run ends while a failed call is recorded,
+    the run has the error of this call. `begin` is called when a call begins. `ended` is called with the returned number
+    when the call has ended, unless the client caused the error or gave the call up.
+
+    A later call makes up for a failed call if the later call begins after the failure and succeeds. If the later call
+    fails as well, the later failure replaces the earlier failure. A call that was already running at the time of the
+    failure has no effect. A call without tools does not make up for a failed call with tools, because agents request
+    titles and branch names beside their work, and still do so when the work has failed.
+    """
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._failed: list[_Failed] = []
+
+    def begin(self) -> int:
+        """Return the number of a call that begins now."""
+        self._begun += 1
+        return self._begun
+
+    def ended(self, number: int, *, tools: bool, error: OutriderError | None = None) -> None:
+        """Record that a call succeeded, or failed with `error`. `tools` is True if the call is known to have offered
+        tools."""
+        self._failed = [one for one in self._failed if number <= one.begun or (one.tools and not tools)]
+        if error is not None:
+            self._failed.append(_Failed(error, self._begun, tools))
+
+    def clear(self) -> None:
+        """Clear the record, because another step of the task begins."""
+        self._failed.clear()
+
+    @property
+    def error(self) -> OutriderError | None:
+        """The newest recorded error of an engine, because of which the run must not be graded. If there is no such
+        error, the newest error of a prompt that was too long, or None."""
+        errors = [one.error for one in reversed(self._failed)]
+        return next((error for error in errors if not isinstance(error, ContextOverflow)), next(iter(errors), None))
 
 
 class Conversation:
@@ -125,7 +170,7 @@ class Conversation:
         self._allowance = Allowance(limits.response_tokens, frozen)
         self._sampling = sampling
         self._sample_index = sample_index
-        self._seeded_calls = 0
+        self._sampled_calls = 0
         self._failed = FailedCalls()
         self._record = record
         self._on_limit = on_limit
@@ -285,7 +330,7 @@ class Conversation:
         try:
             await self._idle.wait()
         finally:
-            self.backend.pool.release(self.session_key)
+            self.backend.pool.placement.release(self.session_key)
 
     def begin_step(self) -> None:
         """Begin the task's next step after `close`. Calls are accepted again, unless the record is broken."""
@@ -338,9 +383,9 @@ class Conversation:
 
     async def _assigned(self) -> ServingEngine:
         """Return the session's engine, for use outside of a call. Raises RunEnded or EngineError."""
-        assigned = await self.backend.pool.select(self.session_key, self._overdue)
+        assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         if not self._open:
-            self.backend.pool.release(self.session_key)
+            self.backend.pool.placement.release(self.session_key)
             raise RunEnded("this session's run is over")
         return assigned
 
@@ -370,7 +415,7 @@ class Conversation:
                 on_limit()
 
     async def _begin(self, request: ModelRequest, dialect: str) -> EngineCall:
-        assigned = await self.backend.pool.select(self.session_key, self._overdue)
+        assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         check_constraint(request, assigned)
@@ -449,21 +494,13 @@ class Conversation:
                     overflow=Overflow(prompt_tokens, context),
                 )
             room = min(room, left)
-        # With a task's seed, each call of each sample gets a different seed. With a client's seed, all calls of a
-        # sample get the same seed, because the client may expect equal replies to equal calls. Later attempts of a
-        # session repeat the seeds of the first attempt.
-        seed = None
-        if self._sampling.seed is not None:
-            self._seeded_calls += 1
-            seed = derived_seed(self._sampling.seed, self._sample_index, self._seeded_calls)
-        elif client.seed is not None:
-            seed = derived_seed(client.seed, self._sample_index)
+        self._sampled_calls += 1
         return sampling_for(
             self._sampling,
             client,
             room=room,
             context=context,
-            seed=seed,
+            seed=seed_for(self._sampling, client, sample=self._sample_index, call=self._sampled_calls),
             stop_ids=self.backend.renderer.stop_ids,
         )
 

@@ -5,18 +5,17 @@ Invariant: calls of a frozen model are not in the policy's conversation, and do 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from outrider.concurrency.offload import Steps
-from outrider.dialects.base import Completion, Dialect, ModelRequest, RequestedSampling, WireCall
+from outrider.dialects.base import Completion, ModelRequest, RequestedSampling
 from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError
 from outrider.harnesses.base import ModelRefused
 from outrider.messages import Message, ParsedMessages, ToolSpec
-from outrider.sessions.calls.limits import LARGE, Bodies, Body, BodyCapacity, LimitReached
+from outrider.sessions.calls.limits import Bodies, LimitReached
 
 if TYPE_CHECKING:
     from outrider.sessions.conversation import Conversation
@@ -31,51 +30,24 @@ class SessionModels:
         self.policy = policy
         self.bodies = Bodies(policy.backend.intake)
         self.under_way = 0
-        self._frozen = frozen
+        self.frozen = frozen
         self._all = (policy, *frozen.values())
-
-    async def receive(self, body: Body, parts: AsyncIterator[bytes]) -> bytes:
-        """Receive a request to any of the models. Raises the errors of `Conversation.receive`."""
-        if not self._frozen:
-            return await self.policy.receive(body, parts)
-
-        async def any_capacity() -> BodyCapacity:
-            """Return the widest limits, because only the complete body shows which model is called."""
-            return _ANY
-
-        return await body.received(parts, any_capacity)
-
-    async def called(self, dialect: Dialect, call: WireCall, received: bytes) -> Conversation:
-        """Return the conversation for a request. If the request names a frozen model exactly, the conversation is with
-        this model. Any other name means the policy, because programs use model names of their own for the policy.
-        Raises TooLarge and ContextOverflow."""
-        if not self._frozen:
-            return self.policy
-
-        def steps() -> Steps[str | None]:
-            if len(received) > LARGE:
-                yield from _ANY.checking(received)
-            yield len(received)
-            return dialect.model(call, received)
-
-        name = await self.policy.backend.offload.run_steps(steps())
-        return self.policy if name is None else self._frozen.get(name, self.policy)
 
     def named(self, name: str | None) -> Conversation:
         """Return the conversation with the model of this name, or with the policy if `name` is None. Raises NotFound
         for an unknown name."""
         if name is None or name == self.policy.backend.model:
             return self.policy
-        if name not in self._frozen:
-            known = ", ".join(map(repr, (self.policy.backend.model, *self._frozen)))
+        if name not in self.frozen:
+            known = ", ".join(map(repr, (self.policy.backend.model, *self.frozen)))
             raise NotFound(f"no model {name!r} is served", field="model", hint=f"the models are {known}")
-        return self._frozen[name]
+        return self.frozen[name]
 
     async def contexts(self) -> dict[str, int | None]:
         """Return the context length of each model by name; None if unknown. Waits for an engine of the policy, as
         `Conversation.context_tokens` does, and for no other engine."""
         found = {self.policy.backend.model: await self.policy.context_tokens()}
-        for name, conversation in self._frozen.items():
+        for name, conversation in self.frozen.items():
             backend = conversation.backend
             reported = (engine.context_tokens for engine in backend.pool.status())
             found[name] = backend.context_tokens or next(filter(None, reported), None)
@@ -163,6 +135,3 @@ async def completed(
             if isinstance(steps[-1], Completion):
                 return steps[-1]
     raise EngineUnavailable("the model call ended without a reply")
-
-
-_ANY = BodyCapacity(None, images=True)

@@ -27,8 +27,8 @@ from typing import cast
 
 import msgspec
 
-from outrider.concurrency.overdue import Overdue
 from outrider.concurrency.watchdog import Watchdog
+from outrider.engines.pool.waits import Overdue
 from outrider.errors import (
     ContextOverflow,
     ErrorRecord,

@@ -24,6 +24,11 @@ from outrider.dialects.reading import (
     TOOL,
     BodyReader,
     DeclaredTools,
+    JsonObject,
+    OutputLimit,
+    SamplingFields,
+    StopString,
+    StopStrings,
     arguments_from_text,
     bounded_notes,
     cached_tools,
@@ -31,18 +36,11 @@ from outrider.dialects.reading import (
     check_function,
     decode,
     image_from_address,
-    quoted,
-    refuse,
-)
-from outrider.dialects.sampling import (
-    JsonObject,
-    OutputLimit,
-    SamplingFields,
-    StopString,
-    StopStrings,
     note_unknown,
+    quoted,
     read_sampling,
     read_thinking,
+    refuse,
     response_format,
 )
 from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec, joined_text, message_of_parts

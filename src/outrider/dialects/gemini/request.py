@@ -26,14 +26,6 @@ from outrider.dialects.gemini.proto_json import Fields, decode_object, fields, i
 from outrider.dialects.gemini.tools import from_google_schema, read_tools
 from outrider.dialects.reading import (
     HISTORY,
-    apply_rules,
-    bounded_notes,
-    check_depth,
-    is_absent,
-    refuse,
-    rules_by_name,
-)
-from outrider.dialects.sampling import (
     JSON_OBJECT,
     MAX_TOKENS,
     Penalty,
@@ -41,8 +33,14 @@ from outrider.dialects.sampling import (
     StopStrings,
     Temperature,
     TopP,
+    apply_rules,
+    bounded_notes,
+    check_depth,
+    is_absent,
     json_schema,
     one_of,
+    refuse,
+    rules_by_name,
 )
 from outrider.messages import Role
 

@@ -26,21 +26,19 @@ from outrider.dialects.reading import (
     TOOL,
     BodyReader,
     DeclaredTools,
-    bounded_notes,
-    cached_tools,
-    check_depth,
-    decode,
-    quoted,
-    refuse,
-)
-from outrider.dialects.sampling import (
     JsonObject,
     OutputLimit,
     SamplingFields,
     StopStrings,
+    bounded_notes,
+    cached_tools,
+    check_depth,
+    decode,
     note_unknown,
+    quoted,
     read_sampling,
     read_thinking,
+    refuse,
     response_format,
 )
 from outrider.messages import ToolSpec

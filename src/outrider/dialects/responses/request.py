@@ -21,20 +21,26 @@ from msgspec import Raw
 
 from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall, opencode_caller
 from outrider.dialects.field_policy import RESPONSES
-from outrider.dialects.reading import HISTORY, TOOL, BodyReader, bounded_notes, check_depth, is_absent, refuse
-from outrider.dialects.responses.items import HOSTED_ITEMS, Item, PlacedItem, ResponsesHistory
-from outrider.dialects.responses.reply import ResponsesContext
-from outrider.dialects.responses.stored_items import store_of
-from outrider.dialects.responses.tools import ToolList, Tools, check_tool_choice, read_tools
-from outrider.dialects.sampling import (
+from outrider.dialects.reading import (
+    HISTORY,
+    TOOL,
+    BodyReader,
     OutputLimit,
     SamplingFields,
     StopString,
     StopStrings,
+    bounded_notes,
+    check_depth,
+    is_absent,
     read_sampling,
     read_thinking,
+    refuse,
     response_format,
 )
+from outrider.dialects.responses.items import HOSTED_ITEMS, Item, PlacedItem, ResponsesHistory
+from outrider.dialects.responses.reply import ResponsesContext
+from outrider.dialects.responses.stored_items import store_of
+from outrider.dialects.responses.tools import ToolList, Tools, check_tool_choice, read_tools
 
 COUNT = "/v1/responses/input_tokens"
 _LOGPROBS = "message.output_text.logprobs"

@@ -16,8 +16,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import msgspec
 
-from outrider.concurrency.overdue import Overdue
-from outrider.engines.base import AnyRequest, ChatChunk, Chunk, GenerateRequest, chunks_of
+from outrider.engines.base import AnyRequest, ChatChunk, ChatRequest, Chunk, GenerateRequest, chunks_of
 from outrider.engines.pool.checks import (
     ContinuedGeneration,
     TokenCheck,
@@ -28,9 +27,8 @@ from outrider.engines.pool.checks import (
     overflow_fault,
 )
 from outrider.engines.pool.health import HealthChecks
-from outrider.engines.pool.placement import Placement
-from outrider.engines.pool.record import EngineRecord, ServingEngine, serving
-from outrider.engines.pool.silence import SilenceWatch
+from outrider.engines.pool.members import EngineRecord, Placement, ServingEngine, serving
+from outrider.engines.pool.waits import PREFILL_TOKENS_PER_SECOND, Overdue, SessionWait, SilenceLimits, loop_time
 from outrider.errors import (
     ContextOverflow,
     EngineMisbehaved,
@@ -48,20 +46,110 @@ FAILOVERS = 3
 the maximum is the number of engines in the pool, if that number is larger."""
 
 CHARACTERS_PER_TOKEN = 4
-"""A rough ratio for estimating the tokens of a chat request. The estimate is used for the engine's load and for the
-time that the reply may take."""
+"""A rough ratio for estimating the tokens of texts. The estimate is used for an engine's load and for the time that a
+reply may take."""
+
+
+class EngineCalls:
+    """Runs calls on the engines in `members`. `EnginePool` describes the arguments after `flights`."""
+
+    def __init__(
+        self,
+        members: Mapping[str, EngineRecord],
+        placement: Placement,
+        health: HealthChecks,
+        flights: Flights,
+        *,
+        serves: str | None,
+        vocabulary: Vocabulary,
+        context_tokens: int | None,
+        text: Callable[[], TextStream] | None,
+        patience: float,
+    ) -> None:
+        self.members = members
+        self.placement = placement
+        self.health = health
+        self.flights = flights
+        self.gate = health.policy.gate
+        self.vocabulary = vocabulary
+        self.context = context_tokens
+        self.text = text
+        self.patience = patience
+        self._serves = serves
+
+    async def select(self, session_key: str, overdue: Overdue | None = None) -> ServingEngine:
+        """Return the session's engine, preferably an engine that takes tokens. The engine's mode shows whether
+        `generate` or `chat` has to be called next. Raises EngineUnavailable if no engine serves within `patience`
+        seconds.
+
+        If the session's engine is overloaded, this call moves the session to the least loaded engine. Call it only
+        between two generations of the session.
+        """
+        self.placement.rebalance(session_key)
+        return serving(await self.engine_for(session_key, (True, False), overdue))
+
+    def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
+        """Generate on the session's engine. Another engine takes over if this engine fails or misbehaves before the
+        first chunk. A reply that is cut off later, by a pause of the policy or because its engine stops responding, is
+        continued if the request's sampling allows a continuation (`continuable`). `overdue` records the overdue seconds
+        of the session's waits.
+
+        Raises the errors of `Engine.generate` and of `check_ids`, EngineUnavailable if no engine serves within
+        `patience` seconds, and EngineMisbehaved for an impossible reply.
+        """
+        return PoolReply(self, request, overdue)
+
+    def chat(self, request: ChatRequest, overdue: Overdue | None = None) -> PoolReply[ChatChunk]:
+        """Generate on an engine that takes messages. Failover, `overdue` and errors are the same as for `generate`."""
+        return PoolReply(self, request, overdue)
+
+    async def engine_for(
+        self, session_key: str, kinds: tuple[bool, ...], overdue: Overdue | None, avoid: str | None = None
+    ) -> EngineRecord:
+        """Return the session's engine (`Placement.pick`), waiting for an engine if none serves. Raises
+        EngineUnavailable if no engine serves within the pool's patience."""
+        if (member := self.placement.pick(session_key, kinds, avoid)) is not None:
+            return member
+        try:
+            async with asyncio.timeout(self.patience):
+                with nullcontext() if overdue is None else overdue.waiting("an engine that serves"):
+                    while (member := self.placement.pick(session_key, kinds)) is None:
+                        await self.placement.arrivals.next().wait()
+                    return member
+        except TimeoutError:
+            if self.gate.mode is not None:  # time during a pause does not count, because engines may be down then
+                await self.gate_opened(overdue)
+                return await self.engine_for(session_key, kinds, overdue, avoid)
+            troubles = "; ".join(f"{known.name}: {known.detail}" for known in self.members.values() if known.detail)
+            what = "this request" if self._serves is None else f"a request to the frozen model {self._serves!r}"
+            raise EngineUnavailable(
+                f"no engine to serve {what} within {self.patience:g} s" + (f" ({troubles})" if troubles else ""),
+                hint="attach an engine, or look at the state of those attached",
+            ) from None
+
+    async def gate_opened(self, overdue: Overdue | None) -> None:
+        with nullcontext() if overdue is None else overdue.held():
+            await self.gate.opened()
 
 
 class PoolReply(Generic[T]):
-    """An async iterator over the checked chunks of one generation. The consumer must close it like a generator, with
-    `contextlib.aclosing`."""
+    """One call: an async iterator over the checked chunks of its reply. The consumer must close it like a generator,
+    with `contextlib.aclosing`. `serving` is the engine of the next chunks, None before an engine has been assigned."""
 
-    def __init__(self, chunks: Callable[[PoolReply[T]], AsyncGenerator[T, None]]) -> None:
+    def __init__(self, calls: EngineCalls, request: AnyRequest, overdue: Overdue | None) -> None:
         self.serving: ServingEngine | None = None
-        """The engine of the next chunks, set by the pool. None before an engine has been assigned."""
-        self.earlier: tuple[VersionSpan, ...] = ()
-        """The version spans of the tokens that were sampled before the latest cut, set by the pool."""
-        self._chunks = chunks(self)
+        self._calls = calls
+        self._request = request
+        self._overdue = overdue
+        tokens = request if isinstance(request, GenerateRequest) else None
+        self._cuttable = tokens if tokens is not None and continuable(tokens.sampling) else None
+        """The request if its reply can be continued after a cut, otherwise None."""
+        self._continued: ContinuedGeneration | None = None
+        """The reply over all its requests, None while there was no cut."""
+        self._avoid: str | None = None
+        self._give_up_at: float | None = None
+        self._failed = self._dropped = 0
+        self._chunks = self._run()
 
     @property
     def served(self) -> ServingEngine:
@@ -72,20 +160,11 @@ class PoolReply(Generic[T]):
             raise EngineUnavailable("no engine has answered yet")
         return self.serving
 
-    def serve(self, member: EngineRecord) -> None:
-        """Set the engine of the next chunks. Only the pool calls this. Raises EngineUnavailable if the reply so far has
-        log-probabilities of another kind than the engine's."""
-        if self.earlier and self.served.logprob_kind is not member.engine.logprob_kind:
-            raise EngineUnavailable(
-                f"engine {member.name!r} cannot go on with a reply: its log-probabilities are of another kind",
-                hint="ask again",
-            )
-        self.serving = serving(member)
-
     def versions(self, length: int) -> tuple[VersionSpan, ...]:
         """Return the version spans of the first `length` tokens of a reply that has no last chunk, because it was ended
         early or given up."""
-        spans = [span for span in self.earlier if span.end <= length]
+        earlier = () if self._continued is None else self._continued.versions
+        spans = [span for span in earlier if span.end <= length]
         start = spans[-1].end if spans else 0
         if start < length:
             spans.append(VersionSpan(self.served.version, start, length))
@@ -101,174 +180,356 @@ class PoolReply(Generic[T]):
     def aclose(self) -> Awaitable[None]:
         return self._chunks.aclose()
 
-
-class EngineCalls:
-    """Runs calls on the engines in `members`. `EnginePool` describes the arguments after `silence`."""
-
-    def __init__(
-        self,
-        members: Mapping[str, EngineRecord],
-        placement: Placement,
-        health: HealthChecks,
-        silence: SilenceWatch,
-        *,
-        serves: str | None,
-        vocabulary: Vocabulary,
-        context_tokens: int | None,
-        text: Callable[[], TextStream] | None,
-        patience: float,
-    ) -> None:
-        self._members = members
-        self._placement = placement
-        self._health = health
-        self._silence = silence
-        self._gate = health.policy.gate
-        self._serves = serves
-        self._vocabulary = vocabulary
-        self._context = context_tokens
-        self._text = text
-        self._patience = patience
-
-    async def engine_for(
-        self, session_key: str, kinds: tuple[bool, ...], overdue: Overdue | None, avoid: str | None = None
-    ) -> EngineRecord:
-        """Return the session's engine (`Placement.pick`), waiting for an engine if none serves. Raises
-        EngineUnavailable if no engine serves within the pool's patience."""
-        if (member := self._placement.pick(session_key, kinds, avoid)) is not None:
-            return member
-        try:
-            async with asyncio.timeout(self._patience):
-                with nullcontext() if overdue is None else overdue.waiting("an engine that serves"):
-                    while (member := self._placement.pick(session_key, kinds)) is None:
-                        await self._placement.arrivals.next().wait()
-                    return member
-        except TimeoutError:
-            if self._gate.mode is not None:  # time during a pause does not count, because engines may be down then
-                await self._gate_opened(overdue)
-                return await self.engine_for(session_key, kinds, overdue, avoid)
-            troubles = "; ".join(f"{known.name}: {known.detail}" for known in self._members.values() if known.detail)
-            what = "this request" if self._serves is None else f"a request to the frozen model {self._serves!r}"
-            raise EngineUnavailable(
-                f"no engine to serve {what} within {self._patience:g} s" + (f" ({troubles})" if troubles else ""),
-                hint="attach an engine, or look at the state of those attached",
-            ) from None
-
-    async def chunks(
-        self, reply: PoolReply[Any], request: AnyRequest, overdue: Overdue | None
-    ) -> AsyncGenerator[Chunk | ChatChunk, None]:
-        """Run a call and yield its checked chunks. `EnginePool.generate` describes the errors."""
-        clock, gate, placement = asyncio.get_running_loop().time, self._gate, self._placement
-        session_key, takes_tokens = request.session_key, isinstance(request, GenerateRequest)
-        if isinstance(request, GenerateRequest):
-            check_ids(request, self._vocabulary)
-            prompt_tokens = len(request.input_ids)
-        else:
-            prompt_tokens = sum(len(message.content) for message in request.messages) // CHARACTERS_PER_TOKEN
-        cuttable = request if isinstance(request, GenerateRequest) and continuable(request.sampling) else None
-        whole = cuttable is None
-        asked = request
-        earlier: ContinuedGeneration | None = None
-        give_up_at: float | None = None
-        avoid: str | None = None
-        failed = dropped = 0
+    async def _run(self) -> AsyncGenerator[Any, None]:
+        """Yield the checked chunks of the whole reply. `EngineCalls.generate` describes the errors."""
+        calls, asked = self._calls, self._request
+        if isinstance(asked, GenerateRequest):
+            check_ids(asked, calls.vocabulary)
+        kinds = (isinstance(asked, GenerateRequest),)
         while True:
-            member = await self.engine_for(session_key, (takes_tokens,), overdue, avoid)
-            if gate.mode is not None:
-                await self._gate_opened(overdue)
-                give_up_at = None
+            member = await calls.engine_for(asked.session_key, kinds, self._overdue, self._avoid)
+            if calls.gate.mode is not None:
+                await calls.gate_opened(self._overdue)
+                self._give_up_at = None
                 continue
-            reply.serve(member)
-            generated, begun = 0, False
+            self._check_same_kind(member)
+            self.serving = serving(member)
+            attempt = _Attempt(calls, member, asked, whole=self._cuttable is None)
+            check, continued = attempt.check, self._continued
             cut: Chunk | None = None
-            cuts, version = gate.cuts, member.version
-            check = check_of(asked, member.name, self._vocabulary)
-            new_tokens = prompt_tokens - placement.context(session_key, member)
-            member.enter()
-            gate.enter(whole=whole)
-            placement.set_context(session_key, member, prompt_tokens)
-            placement.refresh(member)
             try:
                 async with aclosing(chunks_of(member.engine, asked)) as chunks:
-                    with self._silence.flight(member, asked, prompt_tokens, new_tokens, chunks, overdue) as flight:
-                        async for chunk in flight:
-                            generated += check.take(chunk)
-                            begun = True
-                            if chunk.finish is not None:
-                                ours = cuts != gate.cuts  # a pause of this pool: the chunk's version may be old
-                                # If something other than this pool has aborted the generation, the request is repeated
-                                # only if no token is lost.
-                                again = cuttable is not None if ours else not generated and dropped < FAILOVERS
-                                if chunk.finish is FinishReason.ABORT and takes_tokens and again:
-                                    dropped += not ours
-                                    cut = chunk
-                                    break
-                                if chunk.versions and not ours:
-                                    member.version = chunk.versions[-1].version
-                                if isinstance(chunk, ChatChunk) and chunk.output_ids is None:
-                                    reply.serving = msgspec.structs.replace(
-                                        reply.served, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE
-                                    )
-                            if earlier is None:
+                    with Flight(
+                        calls.flights, member, asked, attempt.prompt_tokens, attempt.new_tokens, chunks, self._overdue
+                    ) as flight:
+                        async for chunk in flight:  # this loop runs once per chunk, so its short steps are inlined
+                            attempt.generated += check.take(chunk)
+                            attempt.begun = True
+                            if chunk.finish is not None and self._is_cut(attempt, chunk):
+                                cut = chunk
+                                break
+                            if continued is None:
                                 yield chunk
                                 continue
-                            given = earlier.take(chunk, version)
+                            given = continued.take(chunk, attempt.version)
                             yield given
                             if given.finish is not None:
                                 return
                 member.failed_probes = 0
                 if cut is None:
                     return
-                earlier = earlier or ContinuedGeneration(cast(GenerateRequest, request), self._text)
-                given = earlier.take(msgspec.structs.replace(cut, finish=None, versions=()), version)
+                given = self._to_continue().take(
+                    msgspec.structs.replace(cut, finish=None, versions=()), attempt.version
+                )
                 yield given
                 if given.finish is not None:
                     return
-                earlier.cut(cast(TokenCheck, check).ids, cut, version)
+                self._end_part(attempt, cut)
             except EngineUnavailable as error:
-                silent = isinstance(error, EngineSilent)
-                if silent:  # not marked as failed here: the silence watch does this, unless only this call was lost
-                    placement.leave(session_key, member)
-                    avoid = member.name
-                else:
-                    self._health.mark_failed(member, error)
-                failed += 1
-                give_up_at = give_up_at or clock() + self._patience
-                ended_it = gate.mode is not None or cuts != gate.cuts
-                if (ended_it or (silent and failed <= FAILOVERS)) and cuttable is not None:
-                    earlier = earlier or ContinuedGeneration(cuttable, self._text)
-                    earlier.cut(cast(TokenCheck, check).ids, None, version)
-                elif begun or clock() >= give_up_at or failed > max(FAILOVERS, len(self._members)):
-                    raise
+                self._fail_over(attempt, error)
             except (EngineMisbehaved, ContextOverflow) as error:
-                known = self._context or member.health.context_tokens
-                fault = (
-                    overflow_fault(member.name, asked, known, error) if isinstance(error, ContextOverflow) else error
-                )
-                if fault is None:
-                    raise
-                self._health.mark_suspect(member, fault, request)
-                failed += 1
-                if begun or failed > FAILOVERS or not placement.has_unsuspected(takes_tokens):
-                    raise fault from (None if fault is error else error)
+                self._mistrust(attempt, asked, error)
             except OutriderError:
                 raise
             except Exception as error:  # an engine's code may raise any error
                 mistake = mistake_of(member.name, error)
-                self._health.mark_suspect(member, mistake, request)
+                calls.health.mark_suspect(member, mistake, self._request)
                 raise mistake from error
             finally:
-                member.leave(generated)
-                gate.leave(whole=whole)
-                placement.set_context(session_key, member, prompt_tokens + generated)
-                placement.refresh(member)
-            if earlier is not None:
-                if (last := earlier.ended()) is not None:
-                    yield last
+                attempt.end()
+            if self._continued is not None:
+                if (end := self._continued.ended()) is not None:
+                    yield end
                     return
-                reply.earlier = earlier.versions
-                asked = earlier.request()
-                prompt_tokens = len(asked.input_ids)
+                asked = self._continued.request()
 
-    async def _gate_opened(self, overdue: Overdue | None) -> None:
-        with nullcontext() if overdue is None else overdue.held():
-            await self._gate.opened()
+    def _check_same_kind(self, member: EngineRecord) -> None:
+        """Raise EngineUnavailable if the reply so far has log-probabilities of another kind than the engine's."""
+        begun = self._continued is not None and self._continued.versions
+        if begun and self.served.logprob_kind is not member.engine.logprob_kind:
+            raise EngineUnavailable(
+                f"engine {member.name!r} cannot go on with a reply: its log-probabilities are of another kind",
+                hint="ask again",
+            )
+
+    def _is_cut(self, attempt: _Attempt, chunk: Any) -> bool:
+        """Note the last chunk of an engine's reply. Returns True if the reply was cut off and goes on as a new
+        request."""
+        ours = attempt.cuts != self._calls.gate.cuts  # a pause of this pool: the chunk's version may be old
+        if chunk.finish is FinishReason.ABORT and attempt.member.takes_tokens:
+            # If something other than this pool has aborted the generation, the request is repeated only if no token is
+            # lost.
+            again = self._cuttable is not None if ours else not attempt.generated and self._dropped < FAILOVERS
+            if again:
+                self._dropped += not ours
+                return True
+        if chunk.versions and not ours:
+            attempt.member.version = chunk.versions[-1].version
+        if isinstance(chunk, ChatChunk) and chunk.output_ids is None:
+            self.serving = msgspec.structs.replace(self.served, mode=TokenMode.TEXT, logprob_kind=LogprobKind.NONE)
+        return False
+
+    def _to_continue(self) -> ContinuedGeneration:
+        self._continued = self._continued or ContinuedGeneration(cast(GenerateRequest, self._request), self._calls.text)
+        return self._continued
+
+    def _end_part(self, attempt: _Attempt, last: Chunk | None) -> None:
+        """Record the tokens of an engine whose reply goes on as a new request. `last` is the engine's last chunk."""
+        self._to_continue().cut(cast(TokenCheck, attempt.check).ids, last, attempt.version)
+
+    def _fail_over(self, attempt: _Attempt, error: EngineUnavailable) -> None:
+        """Note that the engine has failed. Raises the error if no other engine can take over."""
+        calls, member, gate, now = self._calls, attempt.member, self._calls.gate, loop_time()
+        silent = isinstance(error, EngineSilent)
+        if silent:  # not marked as failed here: the silence watch does this, unless only this call was lost
+            calls.placement.leave(self._request.session_key, member)
+            self._avoid = member.name
+        else:
+            calls.health.mark_failed(member, error)
+        self._failed += 1
+        self._give_up_at = self._give_up_at or now + calls.patience
+        ended_it = gate.mode is not None or attempt.cuts != gate.cuts
+        if (ended_it or (silent and self._failed <= FAILOVERS)) and self._cuttable is not None:
+            self._end_part(attempt, None)
+        elif attempt.begun or now >= self._give_up_at or self._failed > max(FAILOVERS, len(calls.members)):
+            raise error
+
+    def _mistrust(self, attempt: _Attempt, asked: AnyRequest, error: EngineMisbehaved | ContextOverflow) -> None:
+        """Note that the engine has sent an impossible reply, or has refused a prompt that fits. Raises the error if the
+        engine is right to refuse the prompt, or if no other engine can take over."""
+        calls, member = self._calls, attempt.member
+        fault: EngineMisbehaved | None
+        if isinstance(error, ContextOverflow):
+            fault = overflow_fault(member.name, asked, calls.context or member.health.context_tokens, error)
+            if fault is None:
+                raise error
+        else:
+            fault = error
+        calls.health.mark_suspect(member, fault, self._request)
+        self._failed += 1
+        if attempt.begun or self._failed > FAILOVERS or not calls.placement.has_unsuspected(member.takes_tokens):
+            raise fault from (None if fault is error else error)
+
+
+class _Attempt:
+    """One request of a call to one engine. `new_tokens` is the number of prompt tokens that are not in the session's
+    context on this engine, and `generated` the number of tokens received. `begun` is True once a chunk has passed the
+    checks. `version` and `cuts` are those of the engine and of the gate at the beginning."""
+
+    def __init__(self, calls: EngineCalls, member: EngineRecord, asked: AnyRequest, *, whole: bool) -> None:
+        self.member = member
+        self.check = check_of(asked, member.name, calls.vocabulary)
+        self.version = member.version
+        self.cuts = calls.gate.cuts
+        self.generated = 0
+        self.begun = False
+        self.prompt_tokens = (
+            len(asked.input_ids)
+            if isinstance(asked, GenerateRequest)
+            else sum(len(message.content) for message in asked.messages) // CHARACTERS_PER_TOKEN
+        )
+        self.new_tokens = self.prompt_tokens - calls.placement.context(asked.session_key, member)
+        self._calls = calls
+        self._session_key = asked.session_key
+        self._whole = whole
+        member.enter()
+        calls.gate.enter(whole=whole)
+        self._note_context()
+
+    def end(self) -> None:
+        """Count the end of the generation, successful or not."""
+        self.member.leave(self.generated)
+        self._calls.gate.leave(whole=self._whole)
+        self._note_context()
+
+    def _note_context(self) -> None:
+        placement = self._calls.placement
+        placement.set_context(self._session_key, self.member, self.prompt_tokens + self.generated)
+        placement.refresh(self.member)
+
+
+class Flights:
+    """The generations in flight of one pool. `some` is set while `SilenceWatch` has to check `all`. `given_up` is
+    called at the end of a generation whose consumer has stopped waiting for a chunk."""
+
+    def __init__(self, limits: SilenceLimits, given_up: Callable[[Flight], None]) -> None:
+        self.limits = limits
+        self.given_up = given_up
+        self.all: set[Flight] = set()
+        self.some = asyncio.Event()
+
+
+class Flight:
+    """One generation on one engine. Measures how long the consumer waits for the engine.
+
+    The consumer iterates over the chunks with `async for` within `with flight:`. `new_tokens` is the number of prompt
+    tokens that are not in the session's context on this engine. Iteration raises the engine's errors, and EngineSilent
+    if `SilenceWatch` has cut the generation off. Invariant: a generation is cut off only while its consumer waits for
+    the engine.
+    """
+
+    def __init__(
+        self,
+        flights: Flights,
+        member: EngineRecord,
+        request: AnyRequest,
+        prompt_tokens: int,
+        new_tokens: int,
+        chunks: AsyncGenerator[Any, None],
+        overdue: Overdue | None,
+    ) -> None:
+        self.member = member
+        self.request = request
+        self.prompt_tokens = prompt_tokens
+        self.new_tokens = new_tokens
+        self.overdue = overdue
+        self.error: EngineSilent | None = None
+        limits = flights.limits
+        first_due = member.pace.first_due(limits, prompt_tokens, request.sampling.max_tokens)
+        self.wait = SessionWait(f"engine {member.name!r}", first_due, queued=True)
+        self.began = loop_time()
+        self._flights, self._limits, self._least = flights, limits, limits.least
+        self._loop = asyncio.get_running_loop()
+        self._token_due = 0.0
+        self._next = chunks.__anext__
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling = 0
+        self._first: float | None = None
+        self._first_tokens = 0
+        self.tokens = 0
+        self._finished: float | None = None
+        """Time of the reply's last chunk, None before it has arrived."""
+        self._known = member.pace.known
+        self.forgiven = 0.0
+        """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The generation is not cut
+        off because of these seconds."""
+        self.given_up: tuple[float, float] | None = None
+        """Begin and end of the wait for a chunk that the consumer has given up, None if it has given up no wait."""
+        if overdue is not None:
+            overdue.add(self.wait)
+
+    def __enter__(self) -> Self:
+        self._flights.all.add(self)
+        self._flights.some.set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._flights.all.discard(self)
+        self.land()
+        if self.given_up is not None:
+            self._flights.given_up(self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        # This method runs once per chunk, so short steps are inlined.
+        wait, loop = self.wait, self._loop
+        wait.since = began = loop.time()
+        self._task = task = asyncio.current_task(loop)
+        if task is not None:
+            self._cancelling = task.cancelling()
+        try:
+            chunk = await self._next()
+        except BaseException as error:
+            now = loop.time()
+            self._end_stretch(now)
+            self._raise_if_cut()
+            if isinstance(error, asyncio.CancelledError):
+                # The wait begins only after the last chunk of the session's earlier calls, which the engine serves
+                # first.
+                began = max(began, 0.0 if self.overdue is None else self.overdue.behind(wait))
+                self.given_up = began, now
+            raise
+        now = loop.time()
+        seconds = now - began
+        # The session's `Overdue` is updated if this stretch is overdue, or if it was so long that a later call of the
+        # session, queued behind this call, may be overdue. A later call cannot be overdue within `least` seconds after
+        # a chunk of this call.
+        if seconds > self._least or seconds > wait.allowance - wait.waited:
+            self._end_stretch(now)
+        else:
+            wait.since = None
+            wait.waited += seconds
+        if self.error is not None:  # true if the engine's code has suppressed the cancellation
+            self._raise_if_cut()
+        member = self.member
+        member.last_sign = wait.last = now
+        tokens = (
+            len(chunk.ids)
+            if member.takes_tokens
+            else -(-(len(chunk.text) + len(chunk.reasoning)) // CHARACTERS_PER_TOKEN)
+        )
+        if self._first is None:
+            member.newest_answered = max(member.newest_answered, self.began)
+            self._first, self._first_tokens = wait.waited, tokens
+            self._token_due = member.pace.token_due()
+            self.forgiven = 0.0 if self._known else wait.overdue
+            wait.allowance = wait.waited + self._least  # an early first chunk gives later chunks no additional time
+        self.tokens += tokens
+        wait.allowance += tokens * self._token_due
+        if chunk.finish is not None:
+            self._finished = now
+            if self.overdue is not None:
+                self.overdue.given_up_seconds = 0.0
+        return chunk
+
+    def cut(self, error: EngineSilent) -> None:
+        """Cut the generation off. Does nothing if the consumer does not wait for the engine, or is being cancelled."""
+        task = self._task
+        if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
+            return
+        self.error = error
+        # The task is cancelled directly and not by a timer, because when a timer fires, the consumer may no longer wait
+        # for the engine and would be cancelled elsewhere.
+        task.cancel()
+
+    def _raise_if_cut(self) -> None:
+        """Raise EngineSilent if the generation was cut off and nothing else has cancelled the consumer."""
+        if self.error is not None and self._task is not None and self._task.uncancel() <= self._cancelling:
+            raise self.error from None
+
+    def land(self) -> None:
+        """End the flight, after a success or a failure, and record the measurements in the engine's pace."""
+        if self.overdue is not None:
+            self.overdue.remove(self.wait)
+        # Calls without a finish and calls with a slow consumer are not recorded, because their times do not show the
+        # engine's pace.
+        at_once = self._finished is not None and self._finished - self.began <= 2 * self.wait.waited + 1.0
+        if self._first is not None and self._finished is not None and at_once:
+            self.member.pace.note(
+                self._finished,
+                overdue=self.wait.overdue > 0,
+                first=self._first,
+                prompt_tokens=self.prompt_tokens,
+                first_tokens=self._first_tokens,
+                rest=self.wait.waited - self._first,
+                rest_tokens=self.tokens - self._first_tokens,
+            )
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds of the consumer's whole wait after which the call may count as lost."""
+        if self.begun:
+            return self.wait.allowance + self.grace
+        whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
+        return max(self.wait.allowance, 2 * whole) + self.grace
+
+    @property
+    def grace(self) -> float:
+        """Additional seconds before the engine is checked if its pace is unknown; 0 if the pace is known."""
+        if self._known:
+            return 0.0
+        if self.begun:
+            return self._limits.unknown_token * self.tokens
+        return self._limits.unknown + 9 * self.prompt_tokens / PREFILL_TOKENS_PER_SECOND
+
+    @property
+    def begun(self) -> bool:
+        """True once the first chunk has arrived."""
+        return self._first is not None
+
+    def _end_stretch(self, now: float) -> None:
+        if self.overdue is not None:
+            self.overdue.before_end(self.wait, now)
+        self.wait.end(now)

@@ -19,9 +19,9 @@ from typing import Protocol, Self, cast
 from outrider.concurrency.chores import Chores, Failures
 from outrider.engines.base import AnyEngine, EngineHealth, HoldsBack, RemembersVersions
 from outrider.engines.gates import GateReport
+from outrider.engines.pool.members import EngineRecord, EngineState, EngineUse, PoolState, use_of
 from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.pool import REMOVAL_SECONDS, EnginePool
-from outrider.engines.pool.record import EngineRecord, EngineState, EngineUse, PoolState, use_of
 from outrider.errors import EngineError, EngineUnavailable
 from outrider.spec import EngineSpec
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from outrider.engines.base import AnyRequest, ChatChunk, Chunk, GenerateRequest, chunks_of
 from outrider.engines.pool.checks import check_ids, mistake_of
-from outrider.engines.pool.record import EngineUse, PoolState, state_of
+from outrider.engines.pool.members import EngineUse, PoolState, state_of
 from outrider.errors import EngineUnavailable, OutriderError
 
 if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none

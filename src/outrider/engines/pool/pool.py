@@ -1,7 +1,6 @@
-"""Manages the engines of one model, and runs each call on one of these engines. Engines are added, drained and removed
-one by one, or follow a router's list.
+"""Manages the engines of one model. Engines are added, drained and removed one by one, or follow a router's list.
 
-`placement` assigns an engine to a session, `call` makes a call, `health` checks whether the engines work, `silence`
+`members` assigns an engine to a session, `call` runs a call, `health` checks whether the engines work, `silence`
 detects engines that have stopped responding, and `policy` pauses the engines while their weights change. Invariant: the
 pool closes each engine that it has started exactly once.
 """
@@ -13,33 +12,27 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from outrider import plugins
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import Feed
-from outrider.concurrency.overdue import Overdue
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import (
     AnyEngine,
     AwaitsWorkers,
-    ChatChunk,
-    ChatRequest,
-    Chunk,
     EngineHealth,
     EngineOptions,
-    GenerateRequest,
     ListsEngines,
 )
-from outrider.engines.pool.call import EngineCalls, PoolReply
+from outrider.engines.pool.call import EngineCalls
 from outrider.engines.pool.health import EngineCheck, HealthChecks, MakesPolicy
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
-from outrider.engines.pool.pace import LIMITS, RememberedPace, SilenceLimits
-from outrider.engines.pool.placement import Placement
+from outrider.engines.pool.members import EngineRecord, EngineState, Placement, status_of
 from outrider.engines.pool.policy import KnownPolicy, Policy
-from outrider.engines.pool.record import EngineRecord, EngineState, ServingEngine, serving, status_of
 from outrider.engines.pool.silence import SilenceWatch
+from outrider.engines.pool.waits import LIMITS, RememberedPace, SilenceLimits
 from outrider.errors import Conflict, EngineUnavailable, NotFound
 from outrider.schemas import EngineStatus
 from outrider.spec import EngineSpec
@@ -53,7 +46,8 @@ PROBING = RetryPolicy(first=0.25, longest=15.0)
 
 
 class EnginePool:
-    """The engines of one model. Enter the pool with `async with`.
+    """The engines of one model. Enter the pool with `async with`. `calls` runs calls on the engines, and `placement`
+    has the sessions that are assigned to each engine.
 
     `serves` is the name of a frozen model, None for the policy. Pools that share the set `claimed` never have two
     engines of the same name. `tokenizer` is passed to engines made from a spec. Token ids outside `vocabulary` are
@@ -113,11 +107,11 @@ class EnginePool:
         )
         self.policy = self.health.policy
         self._silence = SilenceWatch(silence, self.health)
-        self._calls = EngineCalls(
+        self.calls = EngineCalls(
             self.members,
             self.placement,
             self.health,
-            self._silence,
+            self._silence.flights,
             serves=serves,
             vocabulary=vocabulary,
             context_tokens=context_tokens,
@@ -249,38 +243,6 @@ class EnginePool:
         """Return the status of every list of engines, then of every engine, each in the order of their addition."""
         listings = [self._listing_status(listing) for listing in self._listings.values()]
         return listings + [status_of(member) for member in self.members.values()]
-
-    async def select(self, session_key: str, overdue: Overdue | None = None) -> ServingEngine:
-        """Return the session's engine, preferably an engine that takes tokens. The engine's mode shows whether
-        `generate` or `chat` has to be called next. Raises EngineUnavailable if no engine serves within `patience`
-        seconds.
-
-        If the session's engine is overloaded, this call moves the session to the least loaded engine. Call it only
-        between two generations of the session.
-        """
-        self.placement.rebalance(session_key)
-        return serving(await self._calls.engine_for(session_key, (True, False), overdue))
-
-    def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
-        """Generate on the session's engine. Another engine takes over if this engine fails or misbehaves before the
-        first chunk. A reply that is cut off later, by a pause of the policy or because its engine stops responding, is
-        continued if the request's sampling allows a continuation (`continuable`). `overdue` records the overdue seconds
-        of the session's waits.
-
-        Raises the errors of `Engine.generate` and of `check_ids`, EngineUnavailable if no engine serves within
-        `patience` seconds, and EngineMisbehaved for an impossible reply.
-        """
-        return PoolReply(lambda reply: cast(AsyncGenerator[Chunk, None], self._calls.chunks(reply, request, overdue)))
-
-    def chat(self, request: ChatRequest, overdue: Overdue | None = None) -> PoolReply[ChatChunk]:
-        """Generate on an engine that takes messages. Failover, `overdue` and errors are the same as for `generate`."""
-        return PoolReply(
-            lambda reply: cast(AsyncGenerator[ChatChunk, None], self._calls.chunks(reply, request, overdue))
-        )
-
-    def release(self, session_key: str) -> None:
-        """End the session's assignment, and subtract the session from its engine's load. Idempotent."""
-        self.placement.release(session_key)
 
     @asynccontextmanager
     async def _joining(self, name: str, source: EngineSpec | AnyEngine) -> AsyncGenerator[Any, None]:

@@ -1,33 +1,30 @@
 """Detects engines that have fallen silent, and calls that an engine has lost.
 
-Every generation in flight is a `Flight`. A flight measures how long its consumer waits for the engine, and compares the
-wait with the engine's recent calls (`Pace`). A `SilenceWatch` checks all flights a few times a second. If an engine
-sends no chunk to any call and a wait is overdue, the watch sends the engine a request for one token. If no token
-arrives, the engine counts as failed, and its generations continue on other engines. Overdue seconds are recorded in the
-session's `Overdue`. Invariant: a generation is cut off only while its consumer waits for the engine.
+Every generation in flight is a `Flight` (`call.py`). A flight measures how long its consumer waits for the engine, and
+compares the wait with the engine's recent calls (`Pace`). A `SilenceWatch` checks all flights a few times a second. If
+an engine sends no chunk to any call and a wait is overdue, the watch sends the engine a request for one token. If no
+token arrives, the engine counts as failed, and its generations continue on other engines. Overdue seconds are recorded
+in the session's `Overdue`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from outrider.concurrency.overdue import Overdue, SessionWait, loop_time
-from outrider.engines.base import AnyRequest, ChatChunk, GenerateRequest, SamplingParams
+from outrider.engines.base import AnyRequest, GenerateRequest, SamplingParams
+from outrider.engines.pool.call import Flight, Flights
 from outrider.engines.pool.health import HealthChecks
-from outrider.engines.pool.pace import (
+from outrider.engines.pool.members import EngineRecord
+from outrider.engines.pool.waits import (
     LIMITS,
     MUCH_SLOWER,
-    PREFILL_TOKENS_PER_SECOND,
     SLOW_PREFILL_TOKENS_PER_SECOND,
     SilenceLimits,
+    loop_time,
 )
-from outrider.engines.pool.record import EngineRecord
 from outrider.errors import EngineError, EngineSilent, EngineUnavailable
 from outrider.messages import Message, Role
 
@@ -38,224 +35,27 @@ SLOWER = 2.0
 because several such waits are as unlikely as one wait of their total length."""
 
 
-class Flight:
-    """One generation on one engine. The consumer iterates over the chunks with `async for`, then calls `land` once.
-
-    `new_tokens` is the number of prompt tokens that are not in the session's context on this engine. Iteration raises
-    the engine's errors, and EngineSilent if the watch has cut the generation off.
-    """
-
-    def __init__(
-        self,
-        member: EngineRecord,
-        request: AnyRequest,
-        prompt_tokens: int,
-        new_tokens: int,
-        chunks: AsyncGenerator[Any, None],
-        limits: SilenceLimits,
-        overdue: Overdue | None,
-    ) -> None:
-        self.member = member
-        self.request = request
-        self.prompt_tokens = prompt_tokens
-        self.new_tokens = new_tokens
-        self.error: EngineSilent | None = None
-        first_due = member.pace.first_due(limits, prompt_tokens, request.sampling.max_tokens)
-        self.wait = SessionWait(f"engine {member.name!r}", first_due, queued=True)
-        self.began = loop_time()
-        self._limits, self._least = limits, limits.least
-        self._loop = asyncio.get_running_loop()
-        self._token_due = 0.0
-        self._next = chunks.__anext__
-        self._overdue = overdue
-        self._task: asyncio.Task[Any] | None = None
-        self._cancelling = 0
-        self._first: float | None = None
-        self._first_tokens = 0
-        self._tokens = 0
-        self._finished: float | None = None
-        """Time of the reply's last chunk, None before it has arrived."""
-        self._known = member.pace.known
-        self.forgiven = 0.0
-        """Overdue seconds of the wait for the first chunk, if the engine's pace is unknown. The generation is not cut
-        off because of these seconds."""
-        self.given_up: GivenUp | None = None
-        """The wait that the consumer has given up, None if it has given up no wait."""
-        if overdue is not None:
-            overdue.add(self.wait)
-
-    def __aiter__(self) -> Flight:
-        return self
-
-    async def __anext__(self) -> Any:
-        # This method runs once per chunk, so short steps are inlined.
-        wait, loop = self.wait, self._loop
-        wait.since = began = loop.time()
-        self._task = task = asyncio.current_task(loop)
-        if task is not None:
-            self._cancelling = task.cancelling()
-        try:
-            chunk = await self._next()
-        except BaseException as error:
-            now = loop.time()
-            self._end_stretch(now)
-            self._raise_if_cut()
-            if isinstance(error, asyncio.CancelledError):
-                # The wait begins only after the last chunk of the session's earlier calls, which the engine serves
-                # first.
-                began = max(began, 0.0 if self._overdue is None else self._overdue.behind(wait))
-                self.given_up = self._given_up(began, now)
-            raise
-        now = loop.time()
-        seconds = now - began
-        # The session's `Overdue` is updated if this stretch is overdue, or if it was so long that a later call of the
-        # session, queued behind this call, may be overdue. A later call cannot be overdue within `least` seconds after
-        # a chunk of this call.
-        if seconds > self._least or seconds > wait.allowance - wait.waited:
-            self._end_stretch(now)
-        else:
-            wait.since = None
-            wait.waited += seconds
-        if self.error is not None:  # true if the engine's code has suppressed the cancellation
-            self._raise_if_cut()
-        member = self.member
-        member.last_sign = wait.last = now
-        tokens = len(chunk.ids) if member.takes_tokens else _about_tokens(chunk)
-        if self._first is None:
-            member.newest_answered = max(member.newest_answered, self.began)
-            self._first, self._first_tokens = wait.waited, tokens
-            self._token_due = member.pace.token_due()
-            self.forgiven = 0.0 if self._known else wait.overdue
-            wait.allowance = wait.waited + self._least  # an early first chunk gives later chunks no additional time
-        self._tokens += tokens
-        wait.allowance += tokens * self._token_due
-        if chunk.finish is not None:
-            self._finished = now
-            if self._overdue is not None:
-                self._overdue.given_up_seconds = 0.0
-        return chunk
-
-    def cut(self, error: EngineSilent) -> None:
-        """Cut the generation off. Does nothing if the consumer does not wait for the engine, or is being cancelled."""
-        task = self._task
-        if self.wait.since is None or self.error is not None or task is None or task.cancelling() > self._cancelling:
-            return
-        self.error = error
-        # The task is cancelled directly and not by a timer, because when a timer fires, the consumer may no longer wait
-        # for the engine and would be cancelled elsewhere.
-        task.cancel()
-
-    def _raise_if_cut(self) -> None:
-        """Raise EngineSilent if the generation was cut off and nothing else has cancelled the consumer."""
-        if self.error is not None and self._task is not None and self._task.uncancel() <= self._cancelling:
-            raise self.error from None
-
-    def land(self) -> None:
-        """End the flight, after a success or a failure, and record the measurements in the engine's pace."""
-        if self._overdue is not None:
-            self._overdue.remove(self.wait)
-        # Calls without a finish and calls with a slow consumer are not recorded, because their times do not show the
-        # engine's pace.
-        if self._first is not None and self._finished is not None and self._read_at_once(self._finished):
-            self.member.pace.note(
-                self._finished,
-                overdue=self.wait.overdue > 0,
-                first=self._first,
-                prompt_tokens=self.prompt_tokens,
-                first_tokens=self._first_tokens,
-                rest=self.wait.waited - self._first,
-                rest_tokens=self._tokens - self._first_tokens,
-            )
-
-    def _read_at_once(self, end: float) -> bool:
-        """Return True if the consumer read the chunks promptly: the consumer spent at least about half of the time
-        until `end` waiting for the engine."""
-        return end - self.began <= 2 * self.wait.waited + 1.0
-
-    def _given_up(self, began: float, now: float) -> GivenUp:
-        """Return the wait that the consumer has given up at the time `now`, after waiting for a chunk since `began`."""
-        pace, stretch = self.member.pace, now - began
-        if not pace.known:
-            return GivenUp(began, stretch, None)
-        first = pace.usual_first(self.prompt_tokens, self.request.sampling.max_tokens)
-        if not self._tokens:
-            return GivenUp(began, stretch, first)
-        token = pace.usual_token
-        whole, waited = first + token * (self._tokens + 1), self.wait.waited
-        late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
-        if late and stretch >= SLOWER * token:  # a consumer that gives up sooner does so because of the reply's content
-            return GivenUp(began, waited, whole)
-        return GivenUp(began, stretch, token)
-
-    @property
-    def longest_wait(self) -> float:
-        """Seconds of the consumer's whole wait after which the call may count as lost."""
-        if self.begun:
-            return self.wait.allowance + self.grace
-        whole = self.member.pace.whole_reply(self.request.sampling.max_tokens)
-        return max(self.wait.allowance, 2 * whole) + self.grace
-
-    @property
-    def grace(self) -> float:
-        """Additional seconds before the engine is checked if its pace is unknown; 0 if the pace is known."""
-        if self._known:
-            return 0.0
-        if self.begun:
-            return self._limits.unknown_token * self._tokens
-        return self._limits.unknown + 9 * self.prompt_tokens / PREFILL_TOKENS_PER_SECOND
-
-    @property
-    def begun(self) -> bool:
-        """True once the first chunk has arrived."""
-        return self._first is not None
-
-    def _end_stretch(self, now: float) -> None:
-        if self._overdue is not None:
-            self._overdue.before_end(self.wait, now)
-        self.wait.end(now)
-
-
 class SilenceWatch:
     """Checks all flights of a pool. The pool runs `look` repeatedly in the background."""
 
     def __init__(self, limits: SilenceLimits, health: HealthChecks) -> None:
         self.limits = limits
+        self.flights = Flights(limits, self._note_given_up)
         self._health = health
         self._gate = health.policy.gate
-        self._flights: set[Flight] = set()
-        self._flying = asyncio.Event()
         self._deaf_until = 0.0
         """Silence before this time is not counted, because the policy was paused or the event loop was blocked."""
         self._questions: dict[EngineRecord, TokenProbe] = {}
         """The token probes in progress, by engine."""
 
-    @contextmanager
-    def flight(
-        self,
-        member: EngineRecord,
-        request: AnyRequest,
-        prompt_tokens: int,
-        new_tokens: int,
-        chunks: AsyncGenerator[Any, None],
-        overdue: Overdue | None,
-    ) -> Iterator[Flight]:
-        """Watch a generation during the block. The block must read the chunks from the returned flight."""
-        flight = Flight(member, request, prompt_tokens, new_tokens, chunks, self.limits, overdue)
-        self._flights.add(flight)
-        self._flying.set()
-        try:
-            yield flight
-        finally:
-            self._flights.discard(flight)
-            flight.land()
-            if overdue is not None and (given_up := flight.given_up) and given_up.waited >= UNANSWERED_SECONDS:
-                self._note_given_up(flight, given_up, overdue)
-
-    def _note_given_up(self, flight: Flight, given_up: GivenUp, overdue: Overdue) -> None:
-        """Add a check of the wait to the session's `pending_checks`. If the engine has sent no chunk since the wait
-        began, a request for one token is sent to the engine immediately, because the length of the silence cannot be
-        measured when the run is judged."""
-        member = flight.member
+    def _note_given_up(self, flight: Flight) -> None:
+        """Add a check of a wait that was given up to the session's `pending_checks`. If the engine has sent no chunk
+        since the wait began, a request for one token is sent to the engine immediately, because the length of the
+        silence cannot be measured when the run is judged."""
+        member, overdue = flight.member, flight.overdue
+        given_up = given_up_wait(flight)
+        if overdue is None or given_up.waited < UNANSWERED_SECONDS:
+            return
         question: TokenProbe | None = None
         if member.last_sign <= given_up.began and not member.removed:
             question = self._questions.get(member)
@@ -273,18 +73,18 @@ class SilenceWatch:
 
     async def look(self) -> None:
         """Wait until there is a flight, then check all flights and token probes once."""
-        await self._flying.wait()
+        await self.flights.some.wait()
         before = loop_time()
         await asyncio.sleep(self.limits.tick)
         now = loop_time()
         if self._gate.mode is not None or now - before > 2 * self.limits.tick + 0.5:
             self._deaf_until = now
-        for flight in list(self._flights):
+        for flight in list(self.flights.all):
             self._look(flight, now)
         for question in self._questions.values():
             question.note_sign()
-        if not self._flights:
-            self._flying.clear()
+        if not self.flights.all:
+            self.flights.some.clear()
 
     def _look(self, flight: Flight, now: float) -> None:
         member, wait = flight.member, flight.wait
@@ -336,7 +136,7 @@ class SilenceWatch:
             )
             member.silent = request
             self._health.mark_failed(member, failure)
-            for flight in list(self._flights):
+            for flight in list(self.flights.all):
                 if flight.member is member:
                     flight.cut(failure)
         else:
@@ -350,7 +150,7 @@ class SilenceWatch:
         has to read first, and for compiling or loading a model if the engine has sent no chunk yet."""
         known = member.pace.known or member.newest_answered
         seconds = self.limits.check if known else self.limits.first_check
-        waiting = [flight.new_tokens for flight in self._flights if flight.member is member and not flight.begun]
+        waiting = [flight.new_tokens for flight in self.flights.all if flight.member is member and not flight.begun]
         reading = min(max(waiting, default=0) / SLOW_PREFILL_TOKENS_PER_SECOND, self.limits.longest_check)
         due = member.pace.first_due(self.limits, 0, 1) if member.pace.known else self.limits.unknown
         return max(seconds, reading, due)
@@ -403,6 +203,24 @@ class GivenUp(msgspec.Struct, frozen=True):
     usual: float | None
 
 
+def given_up_wait(flight: Flight) -> GivenUp:
+    """Return the wait that the consumer of a generation has given up."""
+    assert flight.given_up is not None
+    began, now = flight.given_up
+    pace, stretch = flight.member.pace, now - began
+    if not pace.known:
+        return GivenUp(began, stretch, None)
+    first = pace.usual_first(flight.prompt_tokens, flight.request.sampling.max_tokens)
+    if not flight.tokens:
+        return GivenUp(began, stretch, first)
+    token = pace.usual_token
+    whole, waited = first + token * (flight.tokens + 1), flight.wait.waited
+    late = stretch < UNANSWERED_SECONDS or waited * token > stretch * whole
+    if late and stretch >= SLOWER * token:  # a consumer that gives up sooner does so because of the reply's content
+        return GivenUp(began, waited, whole)
+    return GivenUp(began, stretch, token)
+
+
 async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, before: float) -> None:
     """Raise EngineUnavailable if the engine was at fault when a client gave up a call. `before` is the total number of
     seconds of the calls that were given up directly before this call."""
@@ -430,11 +248,6 @@ def too_long(silent: float, usual: float | None, before: float = 0.0) -> bool:
     if usual is None:
         return silent + before > LIMITS.least
     return silent + (before if silent >= SLOWER * usual else 0.0) > MUCH_SLOWER * usual
-
-
-def _about_tokens(chunk: ChatChunk) -> int:
-    """Estimate the number of tokens of a text chunk, at four characters per token."""
-    return -(-(len(chunk.text) + len(chunk.reasoning)) // 4)
 
 
 def probe_request(request: AnyRequest) -> AnyRequest:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from outrider.concurrency.offload import OffloadThread
+from outrider.concurrency.cancellation import OffloadThread
 from outrider.dialects.base import Completion, Opening
 from outrider.engines.base import ChatChunk, Chunk
 from outrider.messages import Delta

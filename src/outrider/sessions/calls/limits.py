@@ -21,7 +21,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from outrider.concurrency.offload import Steps
+from outrider.concurrency.cancellation import Steps
 from outrider.errors import ContextOverflow, Overflow, RequestError, TooLarge
 from outrider.lifecycle import StopReason
 

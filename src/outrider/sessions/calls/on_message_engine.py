@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import ChatChunk, ChatRequest, SamplingParams
+from outrider.engines.pool.waits import Overdue
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.calls.call import ModelBackend, Step, count_differences
@@ -82,7 +82,7 @@ class MessageCall:
     def start(self, share: TokenShare) -> PoolReply[ChatChunk]:
         self._share = share
         self._sampling = clamped(self._sampling, share)
-        self._generation = self._backend.pool.chat(
+        self._generation = self._backend.pool.calls.chat(
             ChatRequest(
                 request_id=self.id,
                 session_key=self._session_key,

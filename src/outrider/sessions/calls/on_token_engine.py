@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from outrider.concurrency.overdue import Overdue
 from outrider.dialects.base import Completion, ModelRequest, Opening
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
+from outrider.engines.pool.waits import Overdue
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
 from outrider.sessions.calls.call import ModelBackend, Step, count_differences
@@ -86,7 +86,7 @@ class TokenCall:
             stop_ids=self._sampling.stop_token_ids,
             call_id=self.id[:12],
         )
-        self._generation = self._backend.pool.generate(
+        self._generation = self._backend.pool.calls.generate(
             GenerateRequest(
                 request_id=self.id,
                 session_key=self._session_key,

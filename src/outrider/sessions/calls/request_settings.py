@@ -14,7 +14,7 @@ import msgspec
 
 from outrider.dialects.base import ModelRequest, RequestedSampling
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.record import ServingEngine
+from outrider.engines.pool.members import ServingEngine
 from outrider.errors import RequestError
 from outrider.sessions.calls.limits import TokenShare
 from outrider.spec import SamplingSpec
@@ -68,11 +68,21 @@ def first_of(task: T | None, asked: T | None, otherwise: T) -> T:
     return otherwise if asked is None else asked
 
 
-def derived_seed(seed: int, *numbers: int) -> int:
-    """Return a seed from 0 to MAX_SEED for a `seed` and `numbers`, such as a sample's index. Different numbers give
-    different seeds, because with one seed for all calls the samples of a group would be copies of each other. The
-    result is the same on any machine and in any version."""
-    text = "/".join(map(str, (seed, *numbers)))
+def seed_for(task: SamplingSpec, client: RequestedSampling, *, sample: int, call: int) -> int | None:
+    """Return the seed of a call, from 0 to MAX_SEED; None if neither the task nor the client has a seed. `sample` is
+    the sample's index in its group, and `call` the number of the call in its attempt.
+
+    With a task's seed, each call of each sample gets a different seed: with one seed for all, the samples of a group
+    would be copies of each other. With a client's seed, all calls of a sample get the same seed, because the client may
+    expect equal replies to equal calls. Later attempts of a session repeat the seeds of the first attempt. The result
+    is the same on any machine and in any version.
+    """
+    if task.seed is not None:
+        text = f"{task.seed}/{sample}/{call}"
+    elif client.seed is not None:
+        text = f"{client.seed}/{sample}"
+    else:
+        return None
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from outrider.concurrency.offload import PIECE_BYTES, Steps
+from outrider.concurrency.cancellation import PIECE_BYTES, Steps
 from outrider.errors import RequestError, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import ThinkingSwitch

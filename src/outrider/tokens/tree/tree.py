@@ -21,8 +21,8 @@ system messages at its beginning. The first matching rule applies:
    in common with earlier requests, because many agents have the same system messages. Else the join is a `fork`, whose
    cause is the reason why the recorded ids cannot be used.
 
-The tree calls no engine and no store, and awaits nothing. Long work is split into steps (`concurrency/offload.py`), so
-a session with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a
+The tree calls no engine and no store, and awaits nothing. Long work is split into steps (`OffloadThread`), so a session
+with a long history does not block other sessions. Invariant: a node's ids never change, and a prompt with a
 parent begins with all of the parent's ids.
 """
 
@@ -33,7 +33,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from outrider.concurrency.offload import Steps
+from outrider.concurrency.cancellation import Steps
 from outrider.errors import ContextOverflow, Overflow, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import History, Renderer
