@@ -40,7 +40,7 @@ def test_a_seed_gives_one_episode_and_a_generator_many() -> None:
 
 
 def test_a_group_spec_is_a_group() -> None:
-    group = GroupSpec.model_validate(group_spec(EPISODE, 8, runtime="memory", idempotency_key="k"))
+    group = GroupSpec.model_validate(group_spec(EPISODE, 8, runtime="memory") | {"idempotency_key": "k"})
     assert (group.n, group.idempotency_key, group.task.instruction) == (8, "k", EPISODE.question)
     (step,) = group.task.runtime.prepare
     assert isinstance(step, Write)

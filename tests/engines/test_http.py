@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 
+import orjson
 import pytest
 
 from engines.upstream import Answer, upstream
@@ -10,7 +11,7 @@ from engines.worlds import HASTY
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.adapters.options import server_url
 from outrider.engines.base import EngineOptions
-from outrider.engines.http.client import HttpClient, encode
+from outrider.engines.http.client import HttpClient
 from outrider.engines.http.failures import StatusFailure
 from outrider.errors import EngineError, EngineUnavailable, InvalidField
 
@@ -21,7 +22,7 @@ async def payloads(url: str, retry: RetryPolicy = PATIENT) -> list[bytes]:
     client = HttpClient("e", url, retry=retry)
     await client.start()
     try:
-        async with aclosing(client.events("/x", lambda attempt: (encode({"attempt": attempt}),))) as found:
+        async with aclosing(client.events("/x", lambda attempt: (orjson.dumps({"attempt": attempt}),))) as found:
             return [payload async for payloads in found for payload in payloads]
     finally:
         await client.close()

@@ -122,18 +122,22 @@ async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
     """However many tasks come, each with a check that hangs, they have their own line."""
     checks = await host.part(PART)
     await act(host, "nothing")
-    submitted = [asyncio.ensure_future(checks.check_submitted({"act": "spin"}, seconds=60)) for _ in range(32)]
+    submitted = [asyncio.ensure_future(checks.check({"act": "spin"}, seconds=60, submitted=True)) for _ in range(32)]
     await until(host, 1 + SUBMITTED_AT_ONCE)
     assert (await act(host, "work", seconds=5)).answer == {"said": "worked"}
     await until(host, 1 + SUBMITTED_AT_ONCE)
-    assert (await checks.check_submitted({"act": "nothing"}, seconds=60)).answer == {"said": "nothing"}  # nor others
+    assert (await checks.check({"act": "nothing"}, seconds=60, submitted=True)).answer == {
+        "said": "nothing"
+    }  # nor others
     assert not any(one.done() for one in submitted)
     for one in submitted:
         one.cancel()
     await asyncio.wait(submitted)
     await until(host, 1)
-    assert (await checks.check_submitted({"act": "nothing"}, seconds=5)).answer == {"said": "nothing"}
-    assert (await checks.check_submitted({"act": "spin"}, seconds=0.3)).fault == "too long to check: more than 0.3 s"
+    assert (await checks.check({"act": "nothing"}, seconds=5, submitted=True)).answer == {"said": "nothing"}
+    assert (
+        await checks.check({"act": "spin"}, seconds=0.3, submitted=True)
+    ).fault == "too long to check: more than 0.3 s"
 
 
 class Spins:
@@ -142,7 +146,7 @@ class Spins:
     spec: Mapping[str, Any] = MappingProxyType({"act": "spin"})
 
     async def check_spec(self, host: Host) -> None:
-        await (await host.part(PART)).check_submitted(dict(self.spec), seconds=60)
+        await (await host.part(PART)).check(dict(self.spec), seconds=60, submitted=True)
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         raise NotImplementedError

@@ -46,7 +46,14 @@ class CombiningEvaluator:
         self._parts = _parts(options.parts, spec, endpoints)
         self._weighted = isinstance(options, WeightedOptions)
         option = "weights" if self._weighted else "passed"
-        self._numbers = _by_part(getattr(options, option), self._parts, option)
+        numbers: dict[str, float] = getattr(options, option)
+        if unknown := numbers.keys() - self._parts.keys():
+            raise InvalidField(
+                f"there is no part {sorted(unknown)[0]!r}",
+                field=f"{FIELD}.options.{option}",
+                hint=f"parts: {', '.join(self._parts)}",
+            )
+        self._numbers = dict.fromkeys(self._parts, 1.0) | numbers
 
     async def check_spec(self, host: Host) -> None:
         for name, part in self._parts.items():
@@ -66,7 +73,11 @@ class CombiningEvaluator:
                 for index, given in verdict.turns.items():
                     turns[index] = turns.get(index, 0.0) + self._numbers[name] * given
             reward = sum(self._numbers[name] * verdict.reward for name, verdict in verdicts.items())
-        return _whole(reward, verdicts, turns)
+        metrics = {name: verdict.reward for name, verdict in verdicts.items()}
+        for name, verdict in verdicts.items():
+            metrics |= {f"{name}/{metric}": number for metric, number in verdict.metrics.items()}
+        reasons = [f"{name}: {verdict.reason[:MAX_REASON]}" for name, verdict in verdicts.items() if verdict.reason]
+        return Verdict(reward=reward, metrics=metrics, reason="\n".join(reasons) or None, turns=turns)
 
 
 def _parts(
@@ -92,17 +103,6 @@ def _parts(
     return made
 
 
-def _by_part(numbers: dict[str, float], parts: dict[str, EvaluatorPart], option: str) -> dict[str, float]:
-    """Return a number for each part, by default 1. Raises InvalidField if `numbers` names an unknown part."""
-    if unknown := numbers.keys() - parts.keys():
-        raise InvalidField(
-            f"there is no part {sorted(unknown)[0]!r}",
-            field=f"{FIELD}.options.{option}",
-            hint=f"parts: {', '.join(parts)}",
-        )
-    return dict.fromkeys(parts, 1.0) | numbers
-
-
 async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[str, Verdict]:
     """Return the verdicts of the parts by name. Raises EvaluatorError with the name of the failed part. Exceptions of a
     part that are neither EvaluatorError nor ValueError are not changed."""
@@ -121,12 +121,3 @@ async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[s
             raise EvaluatorError(f"part {name!r} rewards rows, in place of a whole that other parts have a share in")
         verdicts[name] = verdict
     return verdicts
-
-
-def _whole(reward: float, verdicts: dict[str, Verdict], turns: dict[int, float]) -> Verdict:
-    """Make the verdict of the whole, with the reward, metrics and reason of each part under the part's name."""
-    metrics = {name: verdict.reward for name, verdict in verdicts.items()}
-    for name, verdict in verdicts.items():
-        metrics |= {f"{name}/{metric}": number for metric, number in verdict.metrics.items()}
-    reasons = [f"{name}: {verdict.reason[:MAX_REASON]}" for name, verdict in verdicts.items() if verdict.reason]
-    return Verdict(reward=reward, metrics=metrics, reason="\n".join(reasons) or None, turns=turns)

@@ -66,8 +66,10 @@ class HarborEvaluator:
     async def evaluate(self, outcome: Outcome) -> Verdict:
         for one in self._options.without:
             await leave_out(outcome.runtime, one.folder, one.patterns)
-        if self._options.alone:
-            await clear(outcome.runtime)
+        if self._options.alone:  # an agent may have written to /tests
+            done = await outcome.runtime.exec(CLEAR, seconds=STEP_SECONDS)
+            if done.exit_code != 0:
+                raise EvaluatorError("/tests cannot be cleared", log_tail=done.log_tail(), inside=True)
         rewards = await verify(outcome.runtime, self._options.tests, self._options.env, seconds=self._seconds)
         return verdict_of(rewards)
 
@@ -98,13 +100,6 @@ async def verify(
         except ValueError as error:
             raise await failure(runtime, done, f"{path} is no rewards: {error}") from error
     raise await failure(runtime, done, f"test.sh wrote neither {REWARD_JSON} nor {REWARD_TEXT}")
-
-
-async def clear(runtime: Runtime) -> None:
-    """Empty /tests, which an agent may have written to."""
-    done = await runtime.exec(CLEAR, seconds=STEP_SECONDS)
-    if done.exit_code != 0:
-        raise EvaluatorError("/tests cannot be cleared", log_tail=done.log_tail(), inside=True)
 
 
 async def failure(runtime: Runtime, done: ExecResult, message: str) -> EvaluatorError:

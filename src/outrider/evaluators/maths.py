@@ -54,7 +54,8 @@ class MathEvaluator:
         """Raise InvalidField for a gold answer that math-verify cannot use or cannot check in time (see
         `math_check.check`)."""
         golds = self._options.gold
-        checked = await (await checks_of(host, CHECKS)).check_submitted({"golds": golds}, seconds=self._options.seconds)
+        checks = await checks_of(host, CHECKS)
+        checked = await checks.check({"golds": golds}, seconds=self._options.seconds, submitted=True)
         answer = checked.answer or {"unusable": 0, "why": f"is {checked.fault}"}
         if (number := answer["unusable"]) is not None:
             place = "" if len(golds) == 1 or checked.answer is None else f".{number}"

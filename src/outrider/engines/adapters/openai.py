@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 import msgspec
+import orjson
 
 from outrider.concurrency.retries import RetryPolicy
 from outrider.constraint import Constraint, ConstraintKind
@@ -29,7 +30,7 @@ from outrider.engines.adapters.server_api import (
     structured_outputs,
 )
 from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHealth, EngineOptions, KnownVersions
-from outrider.engines.http.client import DEFAULT_RETRY, HttpClient, encode
+from outrider.engines.http.client import DEFAULT_RETRY, HttpClient
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pool.checks import max_characters, too_long
 from outrider.errors import EngineError, EngineUnavailable
@@ -125,9 +126,9 @@ class OpenAIEngine:
             if not model:  # the options name no model, so the server's first model is used
                 model = self._model = served_model(await self._http.get("/v1/models"), None, self.name).id
             if any(part.size > LARGE_IMAGE for message in request.messages for part in images_in(message)):
-                body = await asyncio.to_thread(lambda: encode(self._body(request, model)))
+                body = await asyncio.to_thread(lambda: orjson.dumps(self._body(request, model)))
             else:
-                body = encode(self._body(request, model))
+                body = orjson.dumps(self._body(request, model))
             async with aclosing(self._http.events(ROUTE, lambda _: (body,))) as batches:
                 async for payloads in batches:
                     for payload in payloads:

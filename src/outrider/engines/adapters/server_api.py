@@ -140,17 +140,13 @@ def penalties_and_bias(sampling: SamplingParams) -> dict[str, Any]:
     for name, value in (
         ("presence_penalty", sampling.presence_penalty),
         ("frequency_penalty", sampling.frequency_penalty),
-        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # vLLM refuses a number above max_tokens
-        ("logit_bias", bias_json(sampling)),
+        ("min_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # servers refuse a number above max_tokens
+        # with token ids as strings, because the keys of a JSON object are strings
+        ("logit_bias", {str(token): bias for token, bias in sampling.logit_bias.items()}),
     ):
         if value:
             fields[name] = value
     return fields
-
-
-def bias_json(sampling: SamplingParams) -> dict[str, float]:
-    """Return `logit_bias` with the token ids as strings, because the keys of a JSON object are strings."""
-    return {str(token): bias for token, bias in sampling.logit_bias.items()}
 
 
 def structured_outputs(constraint: Constraint) -> dict[str, Any]:

@@ -15,16 +15,17 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
+import orjson
 
 from outrider.concurrency.retries import RetryPolicy
-from outrider.constraint import Constraint, ConstraintKind
+from outrider.constraint import ConstraintKind
 from outrider.engines.adapters.ids_json import body_with_ids
 from outrider.engines.adapters.options import ServerOptions, read_options
 from outrider.engines.adapters.policy_versions import LabelSpan
-from outrider.engines.adapters.server_api import bias_json, checked_logprobs, finish_of
+from outrider.engines.adapters.server_api import checked_logprobs, finish_of, penalties_and_bias
 from outrider.engines.adapters.server_engine import WEIGHTS_SECONDS, ServerEngine, ServerEvent, ServerReply
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, KnownVersions, PauseMode
-from outrider.engines.http.client import DEFAULT_RETRY, encode
+from outrider.engines.http.client import DEFAULT_RETRY
 from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import StatusFailure
 from outrider.errors import EngineError, EngineMisbehaved, EngineRejected
@@ -32,6 +33,12 @@ from outrider.trajectory import FinishReason, LogprobKind
 
 log = logging.getLogger("outrider.engine")
 
+CONSTRAINT_FIELDS = {
+    ConstraintKind.JSON_OBJECT: "json_schema",  # with the schema of any object, as SGLang's chat route sends
+    ConstraintKind.JSON_SCHEMA: "json_schema",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.GRAMMAR: "ebnf",
+}
 ABORTED = 499
 """The code of the error event that the server sends after it has aborted a request because of a pause."""
 ABORTED_WORDS = re.compile(rb"Request \w{32} was aborted")
@@ -85,7 +92,7 @@ class _SGLangReply(ServerReply[_Event]):
         if meta is None:
             raise EngineMisbehaved(f"engine {self._engine!r} sent an event without meta_info")
         if (finish := meta.finish_reason) and finish.type == "abort" and (finish.status_code or 0) >= 400:
-            raise StatusFailure(finish.status_code or 0, encode({"message": finish.message}))
+            raise StatusFailure(finish.status_code or 0, orjson.dumps({"message": finish.message}))
         # An event is cumulative if its number of ids is `total`, and incremental if the number is `new`. For the first
         # event both are equal.
         total, new = meta.completion_tokens, meta.completion_tokens - self._length
@@ -93,9 +100,7 @@ class _SGLangReply(ServerReply[_Event]):
         if new:
             self.first_token()
         if finish is not None and finish.type == "abort" and len(ids) == 1 < total:
-            ids = [
-                entry[1] for entry in entries
-            ]  # the server has requeued the request, and then sends only the last id
+            ids = [entry[1] for entry in entries]  # a server that has requeued the request sends only the last id
         if new < 0 or len(ids) not in (total, new) or len(entries) not in (total, new):
             raise EngineMisbehaved(
                 f"engine {self._engine!r} sent {len(ids)} ids and {len(entries)} log-probabilities in an event"
@@ -152,7 +157,41 @@ class SGLangEngine(ServerEngine[_SGLangReply]):
                 f"engine {self.name!r} is SGLang's router, which drops a request's logit_bias",
                 hint=f"add its workers instead: outrider engines add sglang-router={self._http.url}",
             )
-        return _body(request, salt(), attempt)
+        sampling = request.sampling
+        # The server returns 400 for an unknown key in `sampling_params`, so only documented keys are sent.
+        params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        altered = penalties_and_bias(sampling)
+        if "min_tokens" in altered:
+            altered["min_new_tokens"] = altered.pop("min_tokens")
+        if sampling.repetition_penalty == 1:
+            del altered["repetition_penalty"]
+        params |= altered
+        if sampling.seed is not None:
+            params["sampling_seed"] = sampling.seed
+        if (form := sampling.constraint) is not None:
+            text = '{"type": "object"}' if form.kind is ConstraintKind.JSON_OBJECT else form.text
+            params[CONSTRAINT_FIELDS[form.kind]] = text
+        body = {
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "rid": request_name(request, attempt),
+            "routing_key": request.session_key,
+            "extra_key": salt(),
+            "stream": True,
+        }
+        return body_with_ids(body, "input_ids", request.input_ids)
 
     def aborted(self, error: Exception, reply: _SGLangReply, *, paused: bool) -> bool:
         """Return True if the server has aborted the request, whether or not this adapter has paused it. In a stream the
@@ -220,56 +259,3 @@ def request_name(request: GenerateRequest, attempt: int) -> str:
     """Return the `rid` of one attempt of a request. When SGLang aborts a request, it aborts all requests whose `rid`
     begins with this request's `rid`, so all `rid`s have the same length."""
     return hashlib.blake2b(f"{request.request_id}/{attempt}".encode(), digest_size=16).hexdigest()
-
-
-def _constraint(constraint: Constraint) -> dict[str, str]:
-    match constraint.kind:
-        case ConstraintKind.JSON_OBJECT:
-            return {"json_schema": '{"type": "object"}'}  # as SGLang's chat route does for this constraint
-        case ConstraintKind.JSON_SCHEMA:
-            return {"json_schema": constraint.text}
-        case ConstraintKind.REGEX:
-            return {"regex": constraint.text}
-        case ConstraintKind.GRAMMAR:
-            return {"ebnf": constraint.text}
-
-
-def _body(request: GenerateRequest, salt: str, attempt: int) -> list[Buffer]:
-    sampling = request.sampling
-    # The server returns 400 for an unknown key in `sampling_params`, so only documented keys are sent.
-    params: dict[str, Any] = {
-        "max_new_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-        "no_stop_trim": True,
-    }
-    if sampling.repetition_penalty != 1:
-        params["repetition_penalty"] = sampling.repetition_penalty
-    for name, value in (
-        ("presence_penalty", sampling.presence_penalty),
-        ("frequency_penalty", sampling.frequency_penalty),
-        ("min_new_tokens", min(sampling.min_tokens, sampling.max_tokens)),  # larger values cause an error
-        ("logit_bias", bias_json(sampling)),
-    ):
-        if value:
-            params[name] = value
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    if sampling.constraint is not None:
-        params |= _constraint(sampling.constraint)
-    body = {
-        "sampling_params": params,
-        "return_logprob": True,
-        "logprob_start_len": -1,
-        "rid": request_name(request, attempt),
-        "routing_key": request.session_key,
-        "extra_key": salt,
-        "stream": True,
-    }
-    return body_with_ids(body, "input_ids", request.input_ids)

@@ -146,7 +146,40 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode]
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
-        return _body(request, self._model, route, salt(), attempt)
+        sampling = request.sampling
+        # Every field that could change the sampling is sent, so that the model's generation_config.json cannot change
+        # the sampling.
+        params: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop": list(sampling.stop),
+            "logprobs": 0,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            **penalties_and_bias(sampling),
+        }
+        if sampling.seed is not None:
+            params["seed"] = sampling.seed
+        if sampling.constraint is not None:
+            params["structured_outputs"] = structured_outputs(sampling.constraint)
+        # Each attempt has its own id, because the server may still run an earlier attempt whose connection broke.
+        body: dict[str, Any] = {
+            "request_id": f"{request.request_id}-{attempt}",
+            "cache_salt": salt(),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self._model is not None:
+            body["model"] = self._model
+        if route == GENERATE:
+            body["sampling_params"] = params
+            return body_with_ids(body, "token_ids", request.input_ids)
+        body |= {**params, "return_token_ids": True, "return_weight_versions": True}
+        return body_with_ids(body, "prompt", request.input_ids)
 
     def aborted(self, error: Exception, reply: _VLLMReply, *, paused: bool) -> bool:
         # When a pause aborts a stream, vLLM 0.26 often ends the response without an error, but sends no finish.
@@ -250,39 +283,3 @@ def _logprobs(given: _Logprobs | None, ids: list[int], engine: str) -> list[floa
         if named is not None and named != token_id:
             raise EngineMisbehaved(f"engine {engine!r} gave the log-probability of {named} for token {token_id}")
     return checked_logprobs(ids, [entry.logprob for entry in entries], engine)
-
-
-def _body(request: GenerateRequest, model: str | None, route: str, salt: str, attempt: int) -> list[Buffer]:
-    sampling = request.sampling
-    # Every field that could change the sampling is sent, so that the model's generation_config.json cannot change it.
-    params: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "stop": list(sampling.stop),
-        "logprobs": 0,
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-        **penalties_and_bias(sampling),
-    }
-    if sampling.seed is not None:
-        params["seed"] = sampling.seed
-    if sampling.constraint is not None:
-        params["structured_outputs"] = structured_outputs(sampling.constraint)
-    # Each attempt has its own id, because the server may still run an earlier attempt whose connection broke.
-    body: dict[str, Any] = {
-        "request_id": f"{request.request_id}-{attempt}",
-        "cache_salt": salt,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    if model is not None:
-        body["model"] = model
-    if route == GENERATE:
-        body["sampling_params"] = params
-        return body_with_ids(body, "token_ids", request.input_ids)
-    body |= {**params, "return_token_ids": True, "return_weight_versions": True}
-    return body_with_ids(body, "prompt", request.input_ids)

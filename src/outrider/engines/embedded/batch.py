@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -94,9 +95,8 @@ class RowBatch(Generic[RowT]):
             if stop is None:
                 staying.append(place)
             else:
-                chunk = Chunk(
-                    ids=chunk.ids,
-                    logprobs=chunk.logprobs,
+                chunk = msgspec.structs.replace(
+                    chunk,
                     finish=stop.reason,
                     stop_match=stop.match,
                     versions=row.sequence.version_spans(),

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from outrider.engines.adapters.options import read_options
-from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.base import Capability, EngineOptions, PauseMode
 from outrider.engines.embedded.function_engine import FunctionEngine
 from outrider.errors import EngineUnavailable, InvalidField
 from outrider.trajectory import LogprobKind
@@ -52,7 +52,7 @@ class EmbeddedEngine(FunctionEngine):
         if options.model is None:
             raise InvalidField("the embedded engine needs the model's folder", field="model")
         super().__init__(
-            self._sample,
+            lambda request: self._running().generate(request),
             name=options.name,
             model=options.model,
             logprob_kind=LogprobKind.RAW,
@@ -128,9 +128,6 @@ class EmbeddedEngine(FunctionEngine):
         checker = RequestChecker(vocab=shape.vocab, context=context, tokenizer=tokenizer)
         batch: RowBatch[QueuedRow] = RowBatch(self._llama.extend, kept=slots)
         return SamplerThread(self, batch, checker, rows=slots, threads=self._options.threads)
-
-    def _sample(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        return self._running().generate(request)
 
     async def _trouble(self) -> str:
         return "not started" if self._thread is None else self._thread.end or ""

@@ -68,10 +68,6 @@ class Cut:
         await wait_for_event(self._made, seconds)
 
 
-def encode(body: Any) -> bytes:
-    return orjson.dumps(body)
-
-
 class HttpClient:
     """The connections to one engine server, between `start` and `close`.
 
@@ -109,7 +105,9 @@ class HttpClient:
     async def post(self, path: str, body: Any = None, *, seconds: float | None = CONTROL_SECONDS) -> Any:
         """Send a POST without retries. Returns the response's JSON value, None for an empty response. `seconds` is the
         time limit, None for no limit."""
-        return self._parsed(path, await self._call("POST", path, () if body is None else (encode(body),), seconds))
+        return self._parsed(
+            path, await self._call("POST", path, () if body is None else (orjson.dumps(body),), seconds)
+        )
 
     async def events(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -58,11 +58,15 @@ class RelayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     others.
     """
 
-    heartbeat_seconds: float = 5.0
+    heartbeat_seconds: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     silence_seconds: float = 20.0
-    resume_seconds: float = 30.0
-    window: int = 64
-    total_window: int = 4096
+    resume_seconds: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    window: Annotated[int, msgspec.Meta(gt=0)] = 64
+    total_window: Annotated[int, msgspec.Meta(gt=0)] = 4096
+
+    def __post_init__(self) -> None:
+        if self.silence_seconds <= self.heartbeat_seconds:
+            raise ValueError("silence_seconds must be above heartbeat_seconds")
 
 
 class _Generation:

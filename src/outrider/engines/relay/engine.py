@@ -63,7 +63,6 @@ class RelayEngine:
         self.name = options.name
         self.logprob_kind = LogprobKind.SAMPLING
         self._options = read_options(RelayOptions, options.options)
-        _check(self._options)
         self._workers: dict[str, AttachedWorker] = {}
         self._arriving: dict[str, AttachedWorker] = {}
         """Workers that are being checked and brought to the state of the other workers, by instance."""
@@ -434,12 +433,3 @@ async def _refuse(socket: Socket, refused: _Refused) -> None:
         await socket.close(refused.code, close_reason(str(refused)))
     except Disconnected:
         return
-
-
-def _check(options: RelayOptions) -> None:
-    """Raise InvalidField for numbers with which no worker could run."""
-    for name in ("heartbeat_seconds", "resume_seconds", "window", "total_window"):
-        if getattr(options, name) <= 0:
-            raise InvalidField(f"engine options: {name} must be above 0", field="options")
-    if options.silence_seconds <= options.heartbeat_seconds:
-        raise InvalidField("engine options: silence_seconds must be above heartbeat_seconds", field="options")

@@ -151,26 +151,16 @@ class Checks:
         seconds: float,
         bucket: str = "",
         off_the_clock: OffTheClock = nullcontext,
+        submitted: bool = False,
     ) -> CheckResult:
         """Run the library's check of `request`, for up to `seconds` of processor time. Time spent in queues does not
         count. Tenants take turns, and the buckets of each tenant take turns as well. The wait for the slow line is in a
-        block of `off_the_clock` (see `Outcome`). Raises EvaluatorError."""
-        return await self._check(request, seconds, self._answers, bucket, off_the_clock)
+        block of `off_the_clock` (see `Outcome`). Raises EvaluatorError.
 
-    async def check_submitted(self, request: dict[str, Any], *, seconds: float) -> CheckResult:
-        """Run a check of a submitted task like `check`, but at a low priority and with at most SUBMITTED_AT_ONCE checks
-        per line. Checks of sessions' answers do not wait for submitted tasks. The service makes at most one such call
-        per tenant at a time (`SubmissionChecks`), so that no tenant fills the line."""
-        return await self._check(request, seconds, self._submitted, "", nullcontext)
-
-    async def _check(
-        self,
-        request: dict[str, Any],
-        seconds: float,
-        lines: Lines,
-        bucket: str,
-        off_the_clock: OffTheClock,
-    ) -> CheckResult:
+        A check of a `submitted` task has a low priority, and each line runs at most SUBMITTED_AT_ONCE such checks, so
+        that checks of sessions' answers do not wait for submitted tasks. The service makes at most one such call per
+        tenant at a time (`SubmissionChecks`), so that no tenant fills the line."""
+        lines = self._submitted if submitted else self._answers
         body = await asyncio.to_thread(msgspec.json.encode, request)
         quick = min(seconds, QUICK_SECONDS)
         async with lines.quick.take(tenant_of(bucket), bucket):

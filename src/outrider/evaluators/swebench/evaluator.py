@@ -68,7 +68,8 @@ class SwebenchEvaluator:
     async def check_spec(self, host: Host) -> None:
         """Raise InvalidField if swebench does not have the row's parser, or if the parser refuses this row."""
         request = self._options.model_dump(include=ROW)
-        checked = await (await checks_of(host, CHECKS)).check_submitted(request, seconds=self._options.check_seconds)
+        checks = await checks_of(host, CHECKS)
+        checked = await checks.check(request, seconds=self._options.check_seconds, submitted=True)
         answer = checked.answer or {"unusable": checked.fault, "field": "log_parser"}
         if answer["unusable"] is not None:
             raise InvalidField(f"{answer['unusable']} ({LIBRARY})", field=f"task.evaluator.options.{answer['field']}")

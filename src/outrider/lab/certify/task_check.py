@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ async def check_tasks(
         for step, gold in enumerate(solutions(example))
     ]
     bodies = [checked_task(example, number, "nothing") for number, example in enumerate(examples)]
-    tasks = [task for body in bodies if (task := _valid(body)) is not None]
+    tasks: list[TaskSpec] = []
+    for body in bodies:
+        with suppress(OutriderError):  # the submission refuses an invalid task later
+            tasks.append(validate_group({"task": body, "n": 1}).task)
     with tempfile.TemporaryDirectory(prefix="outrider-check-") as data:
         config = Config(
             port=0,
@@ -105,14 +109,6 @@ async def check_tasks(
                         reports[number] = report_of(examples[number].id, **found[number])
                         watch(reports[number])
     return [reports[number] for number in range(len(examples))]
-
-
-def _valid(task: dict[str, Any]) -> TaskSpec | None:
-    """Return the validated task, or None for an invalid task, which the submission refuses later."""
-    try:
-        return validate_group({"task": task, "n": 1}).task
-    except OutriderError:
-        return None
 
 
 def solutions(example: Example) -> tuple[Gold, ...]:

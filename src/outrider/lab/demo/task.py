@@ -66,9 +66,7 @@ def answer_for(zone: str) -> str:
     return f"It is in {zone}."
 
 
-def group_spec(
-    episode: Episode, n: int, *, runtime: str = "namespace", idempotency_key: str | None = None
-) -> dict[str, Any]:
+def group_spec(episode: Episode, n: int, *, runtime: str = "namespace") -> dict[str, Any]:
     """Return the body of `POST /v1/groups` for `n` sessions of an episode."""
     task = {
         "instruction": episode.question,
@@ -83,10 +81,7 @@ def group_spec(
         "sampling": {"temperature": 1.0, "top_p": 1.0, "max_tokens": MAX_TOKENS},
         "labels": {"item": episode.item, "zone": episode.zone},
     }
-    body: dict[str, Any] = {"task": task, "n": n}
-    if idempotency_key is not None:
-        body["idempotency_key"] = idempotency_key
-    return body
+    return {"task": task, "n": n}
 
 
 def grade(outcome: Outcome) -> Verdict:

@@ -289,22 +289,16 @@ NETWORK_HINT = (
 )
 
 
-def unsupported(config: TaskToml, *, offline: bool = False) -> Iterator[Unsupported]:
-    """Yield all unsupported fields of a valid `task.toml`. With `offline`, a requested network is not reported."""
-    for found in _unsupported(config):
-        if not (offline and found.hint is NETWORK_HINT):
-            yield found
-
-
-def _unsupported(config: TaskToml) -> Iterator[Unsupported]:
-    yield from of_environment(config.environment, "environment")
-    yield from of_phase(config.agent, "agent")
-    yield from of_verifier(config.verifier, "verifier")
-    yield from of_artifacts(config.artifacts, "artifacts")
-    for number, step in enumerate(config.steps or ()):
-        yield from of_phase(step.agent, f"steps.{number}.agent")
-        yield from of_verifier(step.verifier, f"steps.{number}.verifier")
-        yield from of_artifacts(step.artifacts, f"steps.{number}.artifacts")
+def unsupported(config: TaskToml, *, offline: bool = False) -> list[Unsupported]:
+    """Return all unsupported fields of a valid `task.toml`. With `offline`, a requested network is not reported."""
+    found = [*of_environment(config.environment, "environment")]
+    parts: list[tuple[TaskToml | HarborStep, str]] = [(config, "")]
+    parts += [(step, f"steps.{number}.") for number, step in enumerate(config.steps or ())]
+    for part, at in parts:
+        found += of_phase(part.agent, f"{at}agent")
+        found += of_verifier(part.verifier, f"{at}verifier")
+        found += of_artifacts(part.artifacts, f"{at}artifacts")
+    return [each for each in found if not (offline and each.hint is NETWORK_HINT)]
 
 
 def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:

@@ -147,7 +147,10 @@ class HarborFolder:
             task["steps_reward"] = config.multi_step_reward_strategy or "mean"
         seconds = [self._agent_seconds(step) for step in (first, *steps[1:])]
         if any(each is not None for each in seconds):
-            task["limits"] = limits([each or AGENT_SECONDS for each in seconds])
+            given = [each or AGENT_SECONDS for each in seconds]
+            task["limits"] = {"agent_seconds": given[0]}
+            if sum(given) > AGENT_SECONDS:
+                task["limits"]["session_seconds"] = sum(given) + PREPARING_SECONDS
         return Example(id=name, task=task, gold=self.gold())
 
     def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
@@ -373,12 +376,3 @@ def patterns(artifacts: Artifacts) -> list[str]:
     because its path may be a file or a folder."""
     _, *named = sources(artifacts)
     return [f"{ARTIFACTS}/**", *(pattern for source in named for pattern in (source, f"{source}/**"))]
-
-
-def limits(agent_seconds: Sequence[float]) -> dict[str, float]:
-    """Return the limits of a task. `agent_seconds` has the time limit of the agent in each step."""
-    whole = sum(agent_seconds)
-    return {
-        "agent_seconds": agent_seconds[0],
-        **({"session_seconds": whole + PREPARING_SECONDS} if whole > AGENT_SECONDS else {}),
-    }

@@ -38,15 +38,13 @@ class _StructuredOutputs(msgspec.Struct):
 
     def constraint(self) -> Constraint:
         """Return the requested constraint. Raises EngineRejected unless exactly one form is requested."""
-        found = []
-        if self.json is not None:
-            found.append(Constraint(ConstraintKind.JSON_SCHEMA, msgspec.json.encode(self.json).decode()))
-        if self.json_object:
-            found.append(Constraint(ConstraintKind.JSON_OBJECT))
-        if self.regex is not None:
-            found.append(Constraint(ConstraintKind.REGEX, self.regex))
-        if self.grammar is not None:
-            found.append(Constraint(ConstraintKind.GRAMMAR, self.grammar))
+        forms = {
+            ConstraintKind.JSON_SCHEMA: None if self.json is None else msgspec.json.encode(self.json).decode(),
+            ConstraintKind.JSON_OBJECT: "" if self.json_object else None,
+            ConstraintKind.REGEX: self.regex,
+            ConstraintKind.GRAMMAR: self.grammar,
+        }
+        found = [Constraint(kind, text) for kind, text in forms.items() if text is not None]
         if len(found) != 1:
             raise EngineRejected("structured_outputs must ask for exactly one form", field="structured_outputs")
         return found[0]
