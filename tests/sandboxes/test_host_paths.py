@@ -14,8 +14,8 @@ import pytest
 
 from outrider.config import Config, SandboxesConfig, TlsConfig
 from outrider.errors import InvalidField, RuntimeFailure
-from outrider.sandbox.host_paths import KEPT, SHOWN, HostPaths, Kept, Located, Named, refused
-from outrider.sandbox.runtimes.host_process.landlock import READ
+from outrider.sandbox.host_paths import KEPT, HostPaths, Kept, Located, Named, refused
+from outrider.sandbox.runtimes.shown_folders import SHOWN
 from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
 
@@ -150,7 +150,7 @@ def test_settings_do_not_lie_where_sandboxes_look(folder: Path, kind: str, shown
 
 
 def test_landlock_shows_no_folder_with_private_keys() -> None:
-    assert not {"/etc/ssl", "/etc/pki/tls", "/etc"}.intersection(READ)
+    assert not {"/etc/ssl", "/etc/pki/tls", "/etc"}.intersection(SHOWN["process-landlock"])
 
 
 def test_another_spelling_is_the_same_folder(folder: Path) -> None:

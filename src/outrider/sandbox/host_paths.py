@@ -2,7 +2,7 @@
 
 A task names files of the host by an `upload` (below the setting `files`), or by a mount, a root folder, an image's path
 or a virtual environment (below an entry of `sandboxes.allow`). Some folders of the host are visible in every sandbox of
-a kind (`SHOWN`). `KEPT` lists the files and folders that must not become readable as a whole in these ways. Folders are
+a kind (`shown_folders.SHOWN`). `KEPT` lists the files and folders that must not become readable as a whole in these ways. Folders are
 compared by device and inode, not by name alone, because a link, a bind mount or another spelling may lead to the same
 folder. Invariant: the path read or mounted is the checked path, with all links resolved; uploads are opened without
 following any link (see sandbox/runtimes/tool_server/uploads.py).
@@ -24,20 +24,13 @@ import msgspec
 
 from outrider.config import Config
 from outrider.errors import InvalidField, RuntimeFailure
-from outrider.sandbox.runtimes.host_process.landlock import READ as SHOWN_BY_LANDLOCK
 from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
-from outrider.sandbox.runtimes.namespace.plan import SYSTEM_FOLDERS
+from outrider.sandbox.runtimes.shown_folders import SHOWN
 from outrider.sandbox.runtimes.tool_server.uploads import entries
 from outrider.spec import RuntimeSpec
 
 Id = tuple[int, int] | str
 """Device and inode, or the path itself if it does not exist or cannot be examined."""
-
-SHOWN = {
-    "namespace": ("/usr", *(f"/{name}" for name in SYSTEM_FOLDERS)),
-    "process-landlock": SHOWN_BY_LANDLOCK,
-}
-"""Folders of the host that are visible in every sandbox of a kind, whatever its task names."""
 
 
 class HostPathRule(NamedTuple):

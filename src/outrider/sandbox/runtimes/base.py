@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from outrider.errors import LOG_TAIL, RuntimeFailure
-from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import RuntimeSpec
+
+if TYPE_CHECKING:
+    from outrider.sandbox.runtimes.node_host import Host
 
 MAX_OUTPUT = 10 << 20
 """Maximum bytes kept of one output stream. The middle of a longer stream is replaced by a note with the number of bytes

@@ -20,6 +20,7 @@ from outrider.sandbox.runtimes.base import Availability, SandboxContext
 from outrider.sandbox.runtimes.guest.isolation import landlock, seccomp
 from outrider.sandbox.runtimes.host_process.process import ProcessRuntime, gateway_url, launch, sandbox_on_host
 from outrider.sandbox.runtimes.kernel.cgroups import find
+from outrider.sandbox.runtimes.shown_folders import SHOWN
 from outrider.sandbox.runtimes.tool_server.bundle import confined, server_command
 from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import RuntimeSpec
@@ -27,15 +28,6 @@ from outrider.spec import RuntimeSpec
 CONFINEMENT = ("isolation.syscalls", "isolation.seccomp", "isolation.landlock")
 NEEDED = 3
 """The version of Landlock (Linux 6.2) that also prevents truncating a file without write access."""
-READ = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc"),
-    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/pki/ca-trust", "/etc/crypto-policies"),
-    # Only these entries are readable, because their parent folders may also contain the keys of the machine's
-    # certificates.
-    *(f"/etc/{folder}/{name}" for folder in ("ssl", "pki/tls") for name in ("certs", "cert.pem", "openssl.cnf")),
-    *("/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/localtime", "/etc/mime.types"),
-    *("/etc/os-release", "/etc/protocols", "/etc/services", "/sys/devices/system/cpu"),
-)
 WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty", "/dev/ptmx", "/dev/pts")
 """Writable paths. /dev/pts also gives access to other terminals of the service's user; without /dev/pts no new
 terminal can be opened."""
@@ -74,7 +66,7 @@ def confined_program(
 ) -> tuple[list[str], bytes]:
     """Return the tool server's command and code, with the code of guest/isolation/landlock.py before the server's own.
     That module parses the words after the command."""
-    shown = [*READ, str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
+    shown = [*SHOWN["process-landlock"], str(Path(sys.base_prefix).resolve()), *map(str, context.mounts)]
     words = [
         str(urlsplit(gateway_url(context)).port or 0),
         *(f"read={path}" for path in shown),

@@ -17,8 +17,8 @@ import msgspec
 
 from outrider.sandbox.runtimes.kernel.mounts import MountPoint
 from outrider.sandbox.runtimes.limits import kernel_version
+from outrider.sandbox.runtimes.shown_folders import SYSTEM_FOLDERS
 
-SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 EMPTY_FOLDERS = ("dev", "etc", "proc", "root", "run", "tmp", "usr", "var/tmp")
 ETC_FOLDERS = ("alternatives", "ssl/certs", "pki/ca-trust/extracted", "pki/tls/certs", "crypto-policies")
 ETC_COPIED = ("ld.so.cache", "localtime", "mime.types", "os-release", "protocols", "services", "ssl/openssl.cnf")
