@@ -2,10 +2,10 @@
 
 A task names files of the host by an `upload` (below the setting `files`), or by a mount, a root folder, an image's path
 or a virtual environment (below an entry of `sandboxes.allow`). Some folders of the host are visible in every sandbox of
-a kind (`shown_folders.SHOWN`). `KEPT` lists the files and folders that must not become readable as a whole in these ways. Folders are
-compared by device and inode, not by name alone, because a link, a bind mount or another spelling may lead to the same
-folder. Invariant: the path read or mounted is the checked path, with all links resolved; uploads are opened without
-following any link (see sandbox/runtimes/tool_server/uploads.py).
+a kind (`runtimes/shown_folders.py`). `KEPT` lists the files and folders that must not become readable as a whole in
+these ways. Folders are compared by device and inode, not by name alone, because a link, a bind mount or another
+spelling may lead to the same folder. Invariant: the path read or mounted is the checked path, with all links resolved;
+uploads are opened without following any link (see sandbox/runtimes/tool_server/uploads.py).
 """
 
 from __future__ import annotations
