@@ -39,7 +39,7 @@ class Running:
     async def until(self, holds: Callable[[ServiceStatus], bool]) -> ServiceStatus:
         async with asyncio.timeout(60):
             while not holds(status := await self.status()):
-                """The status is asked for again."""
+                await asyncio.sleep(0.05)  # questions without a pause would take the time that the service needs
         return status
 
     async def rewards(self, n: int = 2) -> list[float | None]:
