@@ -51,9 +51,9 @@ def footprint(pid: int) -> Footprint | None:
     return Footprint(int(status["VmRSS"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd")))
 
 
-def nodes_of(program: int) -> set[int]:
-    """Return the processes that run sessions for a service or for a joined machine, without the main process."""
-    below = descendants(program).items()
+def nodes_of(*programs: int) -> set[int]:
+    """Return the processes that run sessions for services or for joined machines, without their main processes."""
+    below = descendants(*programs).items()
     return {pid for pid, command in below if "outrider.cli.node_process" in command}
 
 

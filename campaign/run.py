@@ -510,8 +510,7 @@ class Run:
         """Return the processes that run sessions, without the service's main process."""
         if not self._fleet.several:
             return set()
-        programs = (self._service, *(machine.program for machine in self._machines))
-        return {pid for program in programs for pid in leaks.nodes_of(program.pid)}
+        return leaks.nodes_of(self._service.pid, *(machine.program.pid for machine in self._machines))
 
     def _homes(self) -> list[leaks.Home]:
         joined = [leaks.Home(machine.temporary, machine.processes, joined=True) for machine in self._machines]

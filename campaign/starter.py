@@ -26,7 +26,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 PROGRAMS = ("campaign.engine", "campaign.machine", "campaign.reader", "campaign.service")
 
 
-def descendants(of: int) -> dict[int, str]:
+def descendants(*of: int) -> dict[int, str]:
     """Return the command lines of the descendants of `of`, zombies included, by process number."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
@@ -36,10 +36,10 @@ def descendants(of: int) -> dict[int, str]:
                     parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
             except OSError:
                 continue  # the process has just ended
-    below = {of}
+    below = set(of)
     while more := {pid for pid, parent in parents.items() if parent in below} - below:
         below |= more
-    return {pid: _command(pid) for pid in below - {of}}
+    return {pid: _command(pid) for pid in below.difference(of)}
 
 
 def _command(pid: int) -> str:

@@ -11,10 +11,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from anthropic import AsyncAnthropic
-from google import genai
-from google.genai.types import HttpOptions
-from openai import AsyncOpenAI, RateLimitError
 
 from outrider.api.gateway import Gateway
 from outrider.engines.base import EngineOptions
@@ -32,6 +28,7 @@ from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Turn
 from sessions.world import a_world
+from support.later import anthropic, genai, openai
 from support.tokenizer import write_other_tokenizer
 
 from .test_gateway import KEY, OneSession
@@ -88,7 +85,10 @@ async def a_pair(folder: Path, reply: Any = f"{SAID['judge']}<|im_end|>", **limi
 
 
 async def test_the_openai_sdk_calls_both(tmp_path: Path) -> None:
-    async with a_pair(tmp_path) as pair, AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="k", max_retries=0) as client:
+    async with (
+        a_pair(tmp_path) as pair,
+        openai.AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="k", max_retries=0) as client,
+    ):
         for asked, name in [("judge", "judge"), ("policy", "policy"), ("gpt-5", "policy"), ("judge", "judge")]:
             whole = await client.chat.completions.create(model=asked, messages=USER)
             assert (whole.model, whole.choices[0].message.content) == (asked, SAID[name])
@@ -109,7 +109,10 @@ async def test_the_openai_sdk_calls_both(tmp_path: Path) -> None:
 
 
 async def test_the_anthropic_sdk_calls_both(tmp_path: Path) -> None:
-    async with a_pair(tmp_path) as pair, AsyncAnthropic(base_url=pair.url, api_key="k", max_retries=0) as client:
+    async with (
+        a_pair(tmp_path) as pair,
+        anthropic.AsyncAnthropic(base_url=pair.url, api_key="k", max_retries=0) as client,
+    ):
         counted = []
         for name in SAID:
             whole = await client.messages.create(model=name, messages=USER, max_tokens=50)
@@ -127,7 +130,7 @@ async def test_the_anthropic_sdk_calls_both(tmp_path: Path) -> None:
 async def test_the_google_sdk_calls_both(tmp_path: Path) -> None:
     text = USER[0]["content"]
     async with a_pair(tmp_path) as pair:
-        client = genai.Client(api_key=KEY, http_options=HttpOptions(base_url=pair.url)).aio
+        client = genai.Client(api_key=KEY, http_options=genai.types.HttpOptions(base_url=pair.url)).aio
         try:
             counted = []
             for name in SAID:
@@ -150,10 +153,10 @@ async def test_the_google_sdk_calls_both(tmp_path: Path) -> None:
 async def test_a_limit_is_told_with_the_models_name(tmp_path: Path) -> None:
     async with (
         a_pair(tmp_path, turns=1) as pair,
-        AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="k", max_retries=0) as c,
+        openai.AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="k", max_retries=0) as c,
     ):
         await c.chat.completions.create(model="judge", messages=USER)
-        with pytest.raises(RateLimitError, match="'judge': max_turns"):
+        with pytest.raises(openai.RateLimitError, match="'judge': max_turns"):
             await c.chat.completions.create(model="judge", messages=USER)
         await c.chat.completions.create(model="policy", messages=USER)
         assert pair.models.policy.limit is None

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI
 
 from outrider.api.gateway import Gateway, _ClientReply, _with_pings
 from outrider.lab.fakes.engine_servers.app import serving
@@ -20,6 +19,7 @@ from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
 from outrider.trajectory import FinishReason
 from sessions.world import BASH, World, a_world, call_markup
+from support.later import openai
 
 KEY = "the-session-key"
 CHAT = f"/s/{KEY}/v1/chat/completions"
@@ -204,7 +204,7 @@ async def test_the_official_sdk_drives_a_tool_call_over_two_turns(tmp_path: Path
     async with (
         a_world(tmp_path, ["Let me see." + call_markup("ls"), "done<|im_end|>"]) as world,
         serving(Gateway(OneSession(world.models))) as url,
-        AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client,
     ):
         messages: list[Any] = [{"role": "user", "content": "list"}]
         first = await _ask(client, messages, stream)
@@ -219,7 +219,7 @@ async def test_the_official_sdk_drives_a_tool_call_over_two_turns(tmp_path: Path
         assert [turn.join.value for turn in world.turns] == ["root", "append"]
 
 
-async def _ask(client: AsyncOpenAI, messages: list[Any], stream: bool) -> Any:
+async def _ask(client: openai.AsyncOpenAI, messages: list[Any], stream: bool) -> Any:
     if not stream:
         whole = await client.chat.completions.create(model="any", messages=messages, tools=[cast(Any, BASH)])
         return whole.choices[0].message

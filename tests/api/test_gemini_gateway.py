@@ -10,26 +10,29 @@ from typing import Any
 
 import aiohttp
 import pytest
-from google import genai
-from google.genai import errors, types
 
 from api.test_gateway import KEY, OneSession
 from outrider.api.gateway import Gateway
 from outrider.lab.fakes.engine_servers.app import serving
 from sessions.world import World, a_world, call_markup
+from support.later import genai
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 
 PARAMETERS = {"type": "OBJECT", "properties": {"command": {"type": "STRING"}}}
-BASH = types.Tool(
-    function_declarations=[types.FunctionDeclaration(name="bash", parameters=types.Schema.model_validate(PARAMETERS))]
-)
-WITH_BASH = types.GenerateContentConfig(
-    tools=[BASH], automatic_function_calling=types.AutomaticFunctionCallingConfig(disable=True)
-)
-WITH_THOUGHTS = types.GenerateContentConfig(thinking_config=types.ThinkingConfig(include_thoughts=True))
 RAW = f"/s/{KEY}/v1beta/models/any"
 HELLO = {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}
+
+
+def with_bash() -> genai.types.GenerateContentConfig:
+    schema = genai.types.Schema.model_validate(PARAMETERS)
+    tool = genai.types.Tool(function_declarations=[genai.types.FunctionDeclaration(name="bash", parameters=schema)])
+    by_hand = genai.types.AutomaticFunctionCallingConfig(disable=True)
+    return genai.types.GenerateContentConfig(tools=[tool], automatic_function_calling=by_hand)
+
+
+def with_thoughts() -> genai.types.GenerateContentConfig:
+    return genai.types.GenerateContentConfig(thinking_config=genai.types.ThinkingConfig(include_thoughts=True))
 
 
 @asynccontextmanager
@@ -38,8 +41,8 @@ async def a_client(
 ) -> AsyncIterator[Any]:
     """A scripted world and the official client of its gateway."""
     async with a_world(folder, replies, **script) as world, serving(Gateway(OneSession(world.models))) as url:
-        options = types.HttpOptions(
-            base_url=url + path, api_version=version, retry_options=types.HttpRetryOptions(attempts=1)
+        options = genai.types.HttpOptions(
+            base_url=url + path, api_version=version, retry_options=genai.types.HttpRetryOptions(attempts=1)
         )
         client = genai.Client(api_key=KEY, http_options=options)
         try:
@@ -61,7 +64,7 @@ async def a_connection(
         yield world, http
 
 
-async def ask(client: Any, contents: Any, config: Any, *, stream: bool) -> list[types.GenerateContentResponse]:
+async def ask(client: Any, contents: Any, config: Any, *, stream: bool) -> list[genai.types.GenerateContentResponse]:
     """The reply's chunks; one when it is not streamed."""
     if not stream:
         return [await client.models.generate_content(model="any", contents=contents, config=config)]
@@ -69,7 +72,7 @@ async def ask(client: Any, contents: Any, config: Any, *, stream: bool) -> list[
     return [chunk async for chunk in chunks]
 
 
-def parts(chunks: list[types.GenerateContentResponse]) -> list[types.Part]:
+def parts(chunks: list[genai.types.GenerateContentResponse]) -> list[genai.types.Part]:
     return [part for chunk in chunks for part in (chunk.candidates or [])[0].content.parts]
 
 
@@ -79,7 +82,7 @@ async def test_a_plain_answer(tmp_path: Path, stream: bool, path: str, version: 
     async with a_client(tmp_path, "hi there<|im_end|>", path=path, version=version) as (world, client):
         chunks = await ask(client, "hello", None, stream=stream)
     assert "".join(chunk.text or "" for chunk in chunks) == "hi there"
-    assert (chunks[-1].candidates or [])[0].finish_reason is types.FinishReason.STOP
+    assert (chunks[-1].candidates or [])[0].finish_reason is genai.types.FinishReason.STOP
     assert chunks[-1].usage_metadata.candidates_token_count == len(world.turns[0].output_ids) // 4
     assert (chunks[-1].model_version, world.turns[0].dialect) == ("any", "gemini")
     assert len({chunk.response_id for chunk in chunks}) == 1
@@ -90,27 +93,27 @@ async def test_a_plain_answer(tmp_path: Path, stream: bool, path: str, version: 
 async def test_thoughts_are_shown_to_those_who_ask(tmp_path: Path, stream: bool) -> None:
     reply = "<think>\nLet me see.\n</think>\n\nFine.<|im_end|>"
     async with a_client(tmp_path, reply, reply) as (_, client):
-        shown = parts(await ask(client, "hello", WITH_THOUGHTS, stream=stream))
+        shown = parts(await ask(client, "hello", with_thoughts(), stream=stream))
         hidden = parts(await ask(client, "hello", None, stream=stream))
     assert "".join(part.text or "" for part in shown if part.thought) == "Let me see."
     assert "".join(part.text or "" for part in shown if not part.thought) == "Fine."
     assert [part.thought for part in hidden] == [None] * len(hidden)
 
 
-def as_sent(parts: list[types.Part]) -> types.Content:
-    return types.Content(role="model", parts=parts)
+def as_sent(parts: list[genai.types.Part]) -> genai.types.Content:
+    return genai.types.Content(role="model", parts=parts)
 
 
-def without_ids(parts: list[types.Part]) -> types.Content:
+def without_ids(parts: list[genai.types.Part]) -> genai.types.Content:
     bare = [part.model_copy(deep=True) for part in parts]
     for part in bare:
         part.thought_signature = None
         if part.function_call:
             part.function_call.id = None
-    return types.Content(role="model", parts=bare)
+    return genai.types.Content(role="model", parts=bare)
 
 
-def renamed(parts: list[types.Part]) -> types.Content:
+def renamed(parts: list[genai.types.Part]) -> genai.types.Content:
     """As Gemini CLI does."""
     content = without_ids(parts)
     for part, sent in zip(content.parts or (), parts, strict=True):
@@ -124,14 +127,14 @@ def renamed(parts: list[types.Part]) -> types.Content:
 async def test_a_tool_call_over_three_turns_is_one_branch(tmp_path: Path, stream: bool, echo: Any) -> None:
     replies = ["Let me see." + call_markup("ls"), call_markup("ls"), "done<|im_end|>"]
     async with a_client(tmp_path, *replies) as (world, client):
-        contents: list[Any] = [types.Content(role="user", parts=[types.Part(text="list")])]
+        contents: list[Any] = [genai.types.Content(role="user", parts=[genai.types.Part(text="list")])]
         for _ in range(2):
-            got = parts(await ask(client, contents, WITH_BASH, stream=stream))
+            got = parts(await ask(client, contents, with_bash(), stream=stream))
             [call] = [part.function_call for part in got if part.function_call]
             assert (call.name, call.args) == ("bash", {"command": "ls"})
-            answer = types.Part.from_function_response(name="bash", response={"output": "a.txt"})
-            contents += [echo(got), types.Content(role="user", parts=[answer])]
-        last = await ask(client, contents, WITH_BASH, stream=stream)
+            answer = genai.types.Part.from_function_response(name="bash", response={"output": "a.txt"})
+            contents += [echo(got), genai.types.Content(role="user", parts=[answer])]
+        last = await ask(client, contents, with_bash(), stream=stream)
     assert "".join(chunk.text or "" for chunk in last) == "done"
     assert [turn.join.value for turn in world.turns] == ["root", "append", "append"]
     assert [turn.drift_tokens for turn in world.turns] == [0, 0, 0]
@@ -163,7 +166,7 @@ async def test_models(tmp_path: Path, version: str) -> None:
     async with a_client(tmp_path, "hi<|im_end|>", version=version, context_tokens=4096) as (_, client):
         assert [entry.name async for entry in await client.models.list()] == ["models/policy"]
         one = await client.models.get(model="policy")
-        with pytest.raises(errors.ClientError) as caught:
+        with pytest.raises(genai.errors.ClientError) as caught:
             await client.models.get(model="nothing")
     assert (one.name, one.input_token_limit) == ("models/policy", 4096)
     assert (caught.value.code, caught.value.status) == (404, "NOT_FOUND")
@@ -171,11 +174,11 @@ async def test_models(tmp_path: Path, version: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_refusals_are_the_client_s_own_errors(tmp_path: Path, stream: bool) -> None:
-    two = types.GenerateContentConfig(candidate_count=2)
+    two = genai.types.GenerateContentConfig(candidate_count=2)
     async with a_client(tmp_path, "hi<|im_end|>", context_tokens=16) as (world, client):
-        with pytest.raises(errors.ClientError, match="exceeds the maximum number of tokens allowed") as overflow:
+        with pytest.raises(genai.errors.ClientError, match="exceeds the maximum number of tokens allowed") as overflow:
             await ask(client, "many words " * 50, None, stream=stream)
-        with pytest.raises(errors.ClientError, match="candidateCount") as refused:
+        with pytest.raises(genai.errors.ClientError, match="candidateCount") as refused:
             await ask(client, "hello", two, stream=stream)
     assert (overflow.value.code, overflow.value.status) == (400, "INVALID_ARGUMENT")
     assert (
@@ -186,7 +189,7 @@ async def test_refusals_are_the_client_s_own_errors(tmp_path: Path, stream: bool
 
 async def test_an_unknown_key_is_unauthenticated(tmp_path: Path) -> None:
     async with a_client(tmp_path, "hi<|im_end|>", path="/s/another-key") as (_, client):
-        with pytest.raises(errors.ClientError) as caught:
+        with pytest.raises(genai.errors.ClientError) as caught:
             await client.models.generate_content(model="any", contents="hello")
     assert (caught.value.code, caught.value.status) == (401, "UNAUTHENTICATED")
 
@@ -194,7 +197,7 @@ async def test_an_unknown_key_is_unauthenticated(tmp_path: Path) -> None:
 async def test_an_engine_that_dies_mid_stream_raises_in_the_client(tmp_path: Path) -> None:
     script = {"reply": "some words here<|im_end|>", "fail": "unavailable", "after": 2}
     async with a_client(tmp_path, script) as (_, client):
-        with pytest.raises(errors.ServerError) as caught:
+        with pytest.raises(genai.errors.ServerError) as caught:
             await ask(client, "hello", None, stream=True)
     assert (caught.value.code, caught.value.status) == (503, "UNAVAILABLE")
 

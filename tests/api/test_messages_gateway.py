@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
-from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import TypeAdapter
 
 from api.test_gateway import KEY, OneSession
 from outrider.api.gateway import Gateway
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.spec import Limits
 from sessions.world import World, a_world, call_markup
+from support import messages
+from support.later import anthropic
 
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 BASH: Any = {
     "name": "bash",
     "description": "Run a command.",
@@ -34,21 +31,21 @@ THINKS_AND_CALLS = "<think>\nLet me see.\n</think>\n\nI look." + call_markup("ls
 
 
 @asynccontextmanager
-async def a_client(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[tuple[World, AsyncAnthropic]]:
+async def a_client(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[tuple[World, anthropic.AsyncAnthropic]]:
     """The official client, told the session's key as its API key."""
     async with (
         a_world(folder, replies, **script) as world,
         serving(Gateway(OneSession(world.models))) as url,
-        AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0) as client,
+        anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0) as client,
         asyncio.timeout(20),
     ):
         yield world, client
 
 
-async def ask(client: AsyncAnthropic, how: str, **fields: Any) -> Message:
+async def ask(client: anthropic.AsyncAnthropic, how: str, **fields: Any) -> anthropic.types.Message:
     """One call: in one piece, streamed and put together by the SDK, or streamed and put together here."""
     if how == "whole":
-        whole: Message = await client.messages.create(**fields)
+        whole: anthropic.types.Message = await client.messages.create(**fields)
         return whole
     if how == "helper":
         async with client.messages.stream(**fields) as stream:
@@ -59,10 +56,10 @@ async def ask(client: AsyncAnthropic, how: str, **fields: Any) -> Message:
     return put_together(events)
 
 
-def put_together(events: list[Any]) -> Message:
+def put_together(events: list[Any]) -> anthropic.types.Message:
     """The message that raw events make; the order in which they must come is asserted on the way."""
     for event in events:
-        EVENT.validate_python(event.model_dump(exclude_unset=True), strict=True)
+        messages.event().validate_python(event.model_dump(exclude_unset=True), strict=True)
     start, *middle, last, stop = events
     assert [start.type, last.type, stop.type] == ["message_start", "message_delta", "message_stop"]
     message = start.message.model_copy()
@@ -84,7 +81,7 @@ def put_together(events: list[Any]) -> Message:
     assert not opened
     fields = {"content": blocks, "usage": last.usage.model_dump(), "stop_reason": last.delta.stop_reason}
     fields["stop_sequence"] = last.delta.stop_sequence
-    return Message.model_validate({**message.model_dump(), **fields})
+    return anthropic.types.Message.model_validate({**message.model_dump(), **fields})
 
 
 def add(block: dict[str, Any], delta: Any) -> None:
@@ -277,7 +274,7 @@ async def test_a_used_up_session_is_told_so(tmp_path: Path) -> None:
             await ask(client, "helper", **HELLO)
 
 
-def root(client: AsyncAnthropic) -> str:
+def root(client: anthropic.AsyncAnthropic) -> str:
     return str(client.base_url).rstrip("/")
 
 

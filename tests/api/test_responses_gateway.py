@@ -10,10 +10,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import openai
 import pytest
-from openai import AsyncOpenAI
-from openai.types.responses import Response
 
 from outrider.api.gateway import Gateway
 from outrider.lab.fakes.engine_servers.app import serving
@@ -21,6 +18,7 @@ from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
 from outrider.trajectory import FinishReason
 from sessions.world import World, a_world, call_markup
+from support.later import openai
 from support.responses import CUSTOM, FUNCTION, NAMESPACE, USER, echo, events
 
 KEY = "the-session-key"
@@ -41,22 +39,22 @@ class OneSession:
 class Client:
     """The official client, asking one way or the other, and the world behind it."""
 
-    def __init__(self, world: World, url: str, sdk: AsyncOpenAI) -> None:
+    def __init__(self, world: World, url: str, sdk: openai.AsyncOpenAI) -> None:
         self.world = world
         self.url = url
         self.sdk = sdk
 
-    async def ask(self, input: Any, stream: bool, **fields: Any) -> Response:
+    async def ask(self, input: Any, stream: bool, **fields: Any) -> openai.types.responses.Response:
         """A response whose every part the client's strict types accept."""
         asked = {"model": "any", "input": input, **fields}
         if not stream:
             whole = await self.sdk.responses.create(**asked)
-            return Response.model_validate(whole.to_dict(mode="json"), strict=True)
+            return openai.types.responses.Response.model_validate(whole.to_dict(mode="json"), strict=True)
         async with self.sdk.responses.stream(**asked) as told:
             async for _ in told:
                 pass
             final = await told.get_final_response()
-        return Response.model_validate(final.to_dict(mode="json"), strict=True)
+        return openai.types.responses.Response.model_validate(final.to_dict(mode="json"), strict=True)
 
     def joins(self) -> list[str]:
         return [turn.join.value for turn in self.world.turns]
@@ -70,7 +68,7 @@ async def a_client(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[
     async with (
         a_world(folder, replies, **script) as world,
         serving(Gateway(OneSession(world.models))) as url,
-        AsyncOpenAI(base_url=f"{url}/s/{KEY}/v1", api_key="k", max_retries=0) as sdk,
+        openai.AsyncOpenAI(base_url=f"{url}/s/{KEY}/v1", api_key="k", max_retries=0) as sdk,
     ):
         yield Client(world, url, sdk)
 
@@ -81,7 +79,7 @@ def custom_markup(name: str, arguments: Any) -> str:
     )
 
 
-def items(response: Response) -> list[dict[str, Any]]:
+def items(response: openai.types.responses.Response) -> list[dict[str, Any]]:
     return [item.to_dict(mode="json", exclude_unset=True) for item in response.output]
 
 

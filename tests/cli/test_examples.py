@@ -14,7 +14,7 @@ from cli.world import Cli, write_task
 from evaluators.grader_server import a_grader
 from outrider.cli.task_sources import load_example, load_group
 from outrider.config import GraderConfig
-from outrider.doctor import diagnose
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from support.service import call, running_service, say
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,8 +24,7 @@ MATHS = ("discharge", "lattice_points", "reservoir")
 AGENT = '[harness]\nagent = "tools"\noptions = {tools = ["bash"]}\n'
 
 needs_namespaces = pytest.mark.skipif(
-    not next(found.ok for found in diagnose().runtimes if found.name == "namespace"),
-    reason="user namespaces do not work on this machine",
+    not NamespaceRuntime.available().ok, reason="user namespaces do not work on this machine"
 )
 
 

@@ -38,8 +38,8 @@ class Running:
 
     async def until(self, holds: Callable[[ServiceStatus], bool]) -> ServiceStatus:
         async with asyncio.timeout(60):
-            while not holds(status := await self.status()):
-                """The status is asked for again."""
+            while not holds(status := await self.status()):  # noqa: ASYNC110  # it is another process
+                await asyncio.sleep(0.05)
         return status
 
     async def rewards(self, n: int = 2) -> list[float | None]:
@@ -133,6 +133,7 @@ async def test_without_descriptors_it_goes_on(tmp_path: Path) -> None:
         assert await service.rewards() == [1.0, 1.0]
 
 
+@pytest.mark.deep
 async def test_a_service_with_256_descriptors_is_crowded_and_lives(tmp_path: Path) -> None:
     def few() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from importlib.util import find_spec
 
 import pytest
 import renderers
@@ -13,10 +14,10 @@ from outrider.lab.demo.task import ITEMS, ZONES, Episode, make_task
 from outrider.messages import Message, Role
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
+from support.later import torch
 from support.reference_llama import ReferenceLlama
 
-torch = pytest.importorskip("torch")
-
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 TOKENIZER = Tokenizer.load(POLICY)
 SCRIPT = Script.load()
 EPISODE = Episode("maple", "jade", "Where is maple?")

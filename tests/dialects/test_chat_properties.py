@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from outrider.dialects.base import Completion, Opening
 from outrider.dialects.chat import CHAT_DIALECT
@@ -18,6 +17,7 @@ from outrider.dialects.chat.request import parse_message
 from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
+from support.later import openai
 from support.wire import CALL
 
 TEXT = st.text(max_size=12)
@@ -159,7 +159,7 @@ class Accumulated:
             self.add(json.loads(event.removeprefix("data: ")))
 
     def add(self, chunk: dict[str, Any]) -> None:
-        ChatCompletionChunk.model_validate(chunk, strict=True)
+        openai.types.chat.ChatCompletionChunk.model_validate(chunk, strict=True)
         if chunk.get("usage"):
             self.usage.append(chunk["usage"])
         if "prompt_token_ids" in chunk:
@@ -201,7 +201,7 @@ def test_a_stream_says_what_the_one_piece_reply_says(
     request = CHAT_DIALECT.parse(CALL, json.dumps(asked).encode(), {})
     done = completion(steps, calls, finish)
     whole = json.loads(CHAT_DIALECT.reply(request, done))
-    ChatCompletion.model_validate(whole, strict=True)
+    openai.types.chat.ChatCompletion.model_validate(whole, strict=True)
     added = Accumulated(streamed(request, steps, done))
     choice = whole["choices"][0]
     assert added.finish == [choice["finish_reason"]]

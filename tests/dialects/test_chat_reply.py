@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai.types import Model
 
 from outrider.dialects.base import Completion, Opening, WireCall
 from outrider.dialects.chat import CHAT_DIALECT
@@ -29,6 +28,7 @@ from outrider.errors import (
 )
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
+from support.later import openai
 from support.wire import CALL
 
 TOOL_CALL = ToolCall("c", "f", "{}")
@@ -99,7 +99,7 @@ def test_models() -> None:
     call = WireCall("GET", "/v1/models")
     listed = json.loads(CHAT_DIALECT.models(call, {"a": 4096, "b": 8192}))
     assert listed["object"] == "list"
-    assert [Model.model_validate(model, strict=True).id for model in listed["data"]] == ["a", "b"]
+    assert [openai.types.Model.model_validate(model, strict=True).id for model in listed["data"]] == ["a", "b"]
     assert [model["max_model_len"] for model in listed["data"]] == [4096, 8192]
     assert "max_model_len" not in json.loads(CHAT_DIALECT.models(call, {"a": None}))["data"][0]
 

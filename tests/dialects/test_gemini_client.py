@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from google import genai
-from google.genai import errors, types
 
 from outrider.dialects.base import ModelRequest, Opening, WireCall
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, ToolCall
 from support.gemini import DIALECT, completed, said, stream
+from support.later import genai
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 
@@ -28,7 +27,10 @@ DONE = completed(
         tool_calls=(ToolCall("call_a", "bash", '{"cmd": "ls\u2028"}'), ToolCall("call_b", "now", "{}")),
     )
 )
-THOUGHTS = types.GenerateContentConfig(thinking_config=types.ThinkingConfig(include_thoughts=True))
+
+
+def thoughts() -> genai.types.GenerateContentConfig:
+    return genai.types.GenerateContentConfig(thinking_config=genai.types.ThinkingConfig(include_thoughts=True))
 
 
 def broken(request: ModelRequest) -> bytes:
@@ -55,8 +57,8 @@ async def served(*, breaks: bool = False) -> AsyncIterator[Any]:
     app = web.Application()
     app.add_routes([web.post("/{version}/models/{call}", answer)])
     async with TestServer(app) as server, asyncio.timeout(20):
-        options = types.HttpOptions(
-            base_url=str(server.make_url("/")), retry_options=types.HttpRetryOptions(attempts=1)
+        options = genai.types.HttpOptions(
+            base_url=str(server.make_url("/")), retry_options=genai.types.HttpRetryOptions(attempts=1)
         )
         client = genai.Client(api_key="k", http_options=options)
         try:
@@ -66,7 +68,7 @@ async def served(*, breaks: bool = False) -> AsyncIterator[Any]:
             client.close()
 
 
-def check(parts: list[types.Part]) -> None:
+def check(parts: list[genai.types.Part]) -> None:
     assert "".join(part.text or "" for part in parts if part.thought) == DONE.reply.reasoning
     assert "".join(part.text or "" for part in parts if not part.thought) == DONE.reply.content
     calls = [part.function_call for part in parts if part.function_call]
@@ -79,7 +81,7 @@ def check(parts: list[types.Part]) -> None:
 
 async def test_one_piece() -> None:
     async with served() as models:
-        got = await models.generate_content(model="m", contents="hi", config=THOUGHTS)
+        got = await models.generate_content(model="m", contents="hi", config=thoughts())
     check(got.candidates[0].content.parts)
     assert (got.usage_metadata.total_token_count, got.usage_metadata.cached_content_token_count) == (10, 2)
 
@@ -87,14 +89,14 @@ async def test_one_piece() -> None:
 async def test_streamed_with_a_ping_between_any_two_chunks() -> None:
     async with served() as models:
         chunks = [
-            chunk async for chunk in await models.generate_content_stream(model="m", contents="hi", config=THOUGHTS)
+            chunk async for chunk in await models.generate_content_stream(model="m", contents="hi", config=thoughts())
         ]
     check([part for chunk in chunks for part in chunk.candidates[0].content.parts])
-    assert [chunk.candidates[0].finish_reason for chunk in chunks] == [None] * 4 + [types.FinishReason.STOP]
+    assert [chunk.candidates[0].finish_reason for chunk in chunks] == [None] * 4 + [genai.types.FinishReason.STOP]
     assert chunks[-1].usage_metadata.total_token_count == 10
 
 
 async def test_a_stream_that_breaks_raises_in_the_client() -> None:
     async with served(breaks=True) as models:
-        with pytest.raises(errors.ServerError, match="the engine went away"):
+        with pytest.raises(genai.errors.ServerError, match="the engine went away"):
             [_ async for _ in await models.generate_content_stream(model="m", contents="hi")]

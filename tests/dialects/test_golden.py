@@ -23,12 +23,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from anthropic.types import ErrorResponse, RawMessageStreamEvent
-from anthropic.types import Message as AnthropicMessage
-from google.genai.types import GenerateContentResponse
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response
-from pydantic import TypeAdapter
 
 from outrider.dialects.base import Completion, Dialect, ModelRequest, Opening, WireCall
 from outrider.dialects.chat import CHAT_DIALECT
@@ -38,28 +32,28 @@ from outrider.dialects.responses import RESPONSES_DIALECT
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message
 from outrider.trajectory import FinishReason
-from support import gemini, responses, wire
+from support import gemini, messages, responses, wire
+from support.later import anthropic, genai, openai
 
 FOLDER = Path(__file__).parents[1] / "golden"
-ANTHROPIC_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 FLAGS = ("stream", "include_usage", "logprobs", "return_token_ids")
 Sections = dict[str, str]
 
 
 def chat_client_accepts(case: Sections) -> None:
     if "reply" in case:
-        ChatCompletion.model_validate_json(case["reply"], strict=True)
+        openai.types.chat.ChatCompletion.model_validate_json(case["reply"], strict=True)
     events = [line.removeprefix("data: ") for line in case["stream"].splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     for chunk in events[:-1]:
         if not chunk.startswith('{"error"'):
-            ChatCompletionChunk.model_validate_json(chunk, strict=True)
+            openai.types.chat.ChatCompletionChunk.model_validate_json(chunk, strict=True)
 
 
 def responses_client_accepts(case: Sections) -> None:
     told = responses.events(case["stream"].encode())
     if "reply" in case:
-        Response.model_validate_json(case["reply"], strict=True)
+        openai.types.responses.Response.model_validate_json(case["reply"], strict=True)
         assert json.loads(case["reply"]) == told[-1]["response"]
     else:
         assert told[-1]["type"] == "response.failed"
@@ -67,7 +61,7 @@ def responses_client_accepts(case: Sections) -> None:
 
 def messages_client_accepts(case: Sections) -> None:
     if "reply" in case:
-        AnthropicMessage.model_validate_json(case["reply"], strict=True)
+        anthropic.types.Message.model_validate_json(case["reply"], strict=True)
     for event in case["stream"].removesuffix("\n\n").split("\n\n"):
         name, data = event.split("\n")
         payload = data.removeprefix("data: ")
@@ -75,16 +69,16 @@ def messages_client_accepts(case: Sections) -> None:
             case "event: ping":
                 assert payload == '{"type":"ping"}'
             case "event: error":
-                ErrorResponse.model_validate_json(payload, strict=True)
+                anthropic.types.ErrorResponse.model_validate_json(payload, strict=True)
             case _:
-                assert name == f"event: {ANTHROPIC_EVENT.validate_json(payload, strict=True).type}"
+                assert name == f"event: {messages.event().validate_json(payload, strict=True).type}"
 
 
 def gemini_client_accepts(case: Sections) -> None:
     chunks = gemini.chunks(case["stream"].encode(), events="alt=sse" in case["call"])
     for chunk in [*chunks, *([json.loads(case["reply"])] if "reply" in case else [])]:
         if "error" not in chunk:
-            GenerateContentResponse.model_validate(chunk)
+            genai.types.GenerateContentResponse.model_validate(chunk)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,8 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from anthropic.types import Message as WireMessage
-from anthropic.types import RawMessageStreamEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, WireCall
 from outrider.dialects.messages import MESSAGES_DIALECT
@@ -18,10 +15,11 @@ from outrider.errors import RequestError
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.tokens.tree.canonical import message_key
 from outrider.trajectory import FinishReason
+from support import messages
+from support.later import anthropic
 
 DIALECT = MESSAGES_DIALECT
 CALL = WireCall("POST", "/v1/messages")
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HI = {"role": "user", "content": "hi"}
 TEXT = st.text(max_size=12)
 JSON = st.recursive(
@@ -137,7 +135,7 @@ class Accumulated:
     def add(self, name: str, data: str) -> str:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        EVENT.validate_python(event, strict=True)
+        messages.event().validate_python(event, strict=True)
         match event["type"]:
             case "message_start":
                 self.message = event["message"]
@@ -186,7 +184,7 @@ def test_a_stream_says_what_the_one_piece_reply_says(
     request = DIALECT.parse(CALL, json.dumps(asked).encode(), {})
     done = completion(steps, calls, finish, stop_match)
     body = DIALECT.reply(request, done)
-    WireMessage.model_validate_json(body, strict=True)
+    anthropic.types.Message.model_validate_json(body, strict=True)
     whole, added = json.loads(body), Accumulated(streamed(request, steps, done)).message
     one, many = whole.pop("content"), added.pop("content")
     assert added == whole

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from anthropic.types import ErrorResponse, ModelInfo
 
 from outrider.dialects.base import Completion, ModelRequest, Opening, StreamWriter, WireCall
 from outrider.dialects.messages import MESSAGES_DIALECT
@@ -27,6 +26,7 @@ from outrider.errors import (
 )
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
+from support.later import anthropic
 
 DIALECT = MESSAGES_DIALECT
 OPENING = Opening(id="1", created=1, model="m", prompt_tokens=7)
@@ -251,7 +251,7 @@ def test_errors(error: OutriderError, status: int, kind: str, message: str) -> N
     assert error.http_status == status
     assert told == {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
     if status != 413:  # documented, and missing in the SDK's own list
-        ErrorResponse.model_validate_json(json.dumps(told), strict=True)
+        anthropic.types.ErrorResponse.model_validate_json(json.dumps(told), strict=True)
 
 
 def test_a_count() -> None:
@@ -267,7 +267,7 @@ def test_models(context: int | None) -> None:
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "a", "b/c")
     one = json.loads(DIALECT.models(WireCall("GET", f"{MODELS}/b/c"), {"a": 512, "b/c": context}))
     assert one == listed["data"][1]
-    assert ModelInfo.model_validate_json(json.dumps(one), strict=True).max_input_tokens == context
+    assert anthropic.types.ModelInfo.model_validate_json(json.dumps(one), strict=True).max_input_tokens == context
     with pytest.raises(NotFound):
         DIALECT.models(WireCall("GET", f"{MODELS}/c"), {"a": context})
     empty = json.loads(DIALECT.models(WireCall("GET", MODELS), {}))

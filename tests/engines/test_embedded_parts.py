@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -10,20 +11,23 @@ import pytest
 from outrider.engines.base import SamplingParams
 from outrider.trajectory import FinishReason
 from support.embedded import TOKENIZER
+from support.later import Later, torch
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    from outrider.engines.embedded import sampler, sequence
+else:  # both import torch
+    sampler, sequence = Later("outrider.engines.embedded.sampler"), Later("outrider.engines.embedded.sequence")
 
-from outrider.engines.embedded.sampler import SamplingState, sample  # noqa: E402  # these import torch
-from outrider.engines.embedded.sequence import StopChecker  # noqa: E402
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 
 PROBABILITIES = (0.4, 0.3, 0.2, 0.08, 0.02)
 
 
 def drawn(count: int = 4000, **sampling: Any) -> list[float]:
     """The frequency of each token over many draws of one stream."""
-    state = SamplingState(SamplingParams(max_tokens=1, seed=0, **sampling))
+    state = sampler.SamplingState(SamplingParams(max_tokens=1, seed=0, **sampling))
     logits = torch.tensor([PROBABILITIES]).log().repeat(count, 1)
-    draws = sample(logits, [state] * count)
+    draws = sampler.sample(logits, [state] * count)
     assert all(draw.logprob == pytest.approx(np.log(PROBABILITIES[draw.token]), abs=1e-5) for draw in draws)
     return [sum(draw.token == token for draw in draws) / count for token in range(len(PROBABILITIES))]
 
@@ -52,8 +56,8 @@ def test_rows_of_a_batch_keep_to_their_own_parameters() -> None:
         SamplingParams(max_tokens=1, top_p=0.3),
     ]
     free = SamplingParams(max_tokens=1, seed=1)
-    streams = [*(SamplingState(row) for row in rows), SamplingState(free)]
-    draws = [sample(torch.tensor([PROBABILITIES] * 4).log(), streams) for _ in range(100)]
+    streams = [*(sampler.SamplingState(row) for row in rows), sampler.SamplingState(free)]
+    draws = [sampler.sample(torch.tensor([PROBABILITIES] * 4).log(), streams) for _ in range(100)]
     assert all(draw.token == 0 for step in draws for draw in step[:3])
     assert {step[3].token for step in draws} >= {0, 1, 2}
 
@@ -61,7 +65,7 @@ def test_rows_of_a_batch_keep_to_their_own_parameters() -> None:
 def stops(text: str, *, limit: int = 100, **sampling: Any) -> tuple[int, object, object] | None:
     """The number of tokens of `text` after which a watch stops, the reason, and the match."""
     params = SamplingParams(max_tokens=limit, **sampling)
-    watch = StopChecker(params, limit=limit, text=TOKENIZER.stream())
+    watch = sequence.StopChecker(params, limit=limit, text=TOKENIZER.stream())
     for count, token in enumerate(TOKENIZER.encode(text), 1):
         if stop := watch.push(token):
             return count, stop.reason, stop.match
@@ -103,7 +107,7 @@ def test_what_alters_the_logits(
     sampling: dict[str, Any], prompt: tuple[int, ...], before: tuple[int, ...], expected: tuple[float, ...]
 ) -> None:
     """Expected values computed by hand, from vLLM's formulas."""
-    state = SamplingState(SamplingParams(max_tokens=9, **sampling), prompt=prompt)
+    state = sampler.SamplingState(SamplingParams(max_tokens=9, **sampling), prompt=prompt)
     for token in before:
         state.accept(token)
     row = torch.tensor(LOGITS)
@@ -114,8 +118,8 @@ def test_what_alters_the_logits(
 def test_an_altered_row_keeps_its_raw_log_probability_and_its_neighbours() -> None:
     logits = torch.tensor([LOGITS, LOGITS])
     biased = SamplingParams(max_tokens=1, temperature=0.0, logit_bias={0: -100.0})
-    first, second = sample(
-        logits, [SamplingState(biased), SamplingState(SamplingParams(max_tokens=1, temperature=0.0))]
+    first, second = sampler.sample(
+        logits, [sampler.SamplingState(biased), sampler.SamplingState(SamplingParams(max_tokens=1, temperature=0.0))]
     )
     assert (first.token, second.token) == (1, 0)
     raw = torch.tensor(LOGITS).log_softmax(dim=-1).tolist()

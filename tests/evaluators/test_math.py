@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from outrider.spec import EvaluatorSpec, HarnessSpec
 from outrider.trajectory import Verdict
 from support.service import running_service, say
 
-pytest.importorskip("math_verify", reason="math-verify is not installed")
+pytestmark = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
 
 Grade = Callable[..., Awaitable[Verdict]]
 HANGING = (

@@ -127,6 +127,7 @@ def with_runtime(example: str, **runtime: Any) -> GroupSpec:
     )
 
 
+@pytest.mark.deep
 @needs_namespaces
 async def test_ipython_has_what_the_sandboxes_own_python_has(tmp_path: Path) -> None:
     """An environment of the host with SymPy and IPython, as the page about these agents shows it."""
@@ -229,7 +230,7 @@ async def test_a_program_that_is_never_right_is_submitted_all_the_same(tmp_path:
 
 @needs_namespaces
 @pytest.mark.usefixtures("own_agents")
-@pytest.mark.parametrize(("answer", "worth"), [("200", 1.0), ("400", 0.0)])
+@pytest.mark.parametrize(("answer", "worth"), [("200", 1.0), pytest.param("400", 0.0, marks=pytest.mark.deep)])
 async def test_a_search_is_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, worth: float) -> None:
     pytest.importorskip("math_verify")
     page = {"title": "Caesium-137", "url": "https://a.example/cs", "content": "half-life: 30.05 years"}

@@ -196,6 +196,7 @@ async def test_the_sessions_of_a_process_that_dies_or_hangs_run_again(
         again = await running.done(await running.submit("ask", n=16))
         async with asyncio.timeout(30):  # the process was started again
             while len(process_of(again)) < 2:
+                await asyncio.sleep(0.1)
                 again = await running.done(await running.submit("ask", n=16))
         assert killed not in process_of(again)
         assert len(node_processes()) == 2

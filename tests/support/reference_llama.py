@@ -6,15 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from support.later import torch
 
 
 class ReferenceLlama:
     """The published weights in float64, so that all the error measured is the engine's."""
 
-    def __init__(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        from safetensors.torch import load_file  # here: it imports torch
+
         self.config = json.loads((folder / "config.json").read_text())
         published = load_file(folder / "model.safetensors") if state is None else state
         self.state = {name: tensor.double() for name, tensor in published.items()}
@@ -32,7 +32,7 @@ class ReferenceLlama:
             ids.append(int(self.logits(ids)[-1].argmax()))
         return ids[len(prompt) :]
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
         embedding = self.state["model.embed_tokens.weight"]
         x = embedding[torch.tensor(list(ids))]
         for layer in range(self.config["num_hidden_layers"]):
@@ -41,19 +41,19 @@ class ReferenceLlama:
             x = x + self._mlp(name, self._norm(x, f"{name}.post_attention_layernorm"))
         return self._norm(x, "model.norm") @ self.state.get("lm_head.weight", embedding).T
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         scale = (x.square().mean(dim=-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
         return x * scale * self.state[f"{name}.weight"]
 
-    def _mlp(self, name: str, x: Tensor) -> Tensor:
+    def _mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
         gate = self._linear(f"{name}.mlp.gate_proj", x)
         return self._linear(f"{name}.mlp.down_proj", gate * gate.sigmoid() * self._linear(f"{name}.mlp.up_proj", x))
 
-    def _linear(self, name: str, x: Tensor) -> Tensor:
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         result = x @ self.state[f"{name}.weight"].T
         return result + self.state[f"{name}.bias"] if f"{name}.bias" in self.state else result
 
-    def _attention(self, name: str, x: Tensor) -> Tensor:
+    def _attention(self, name: str, x: torch.Tensor) -> torch.Tensor:
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         dim, tokens = self.config["head_dim"], len(x)
         query = self._turn(self._linear(f"{name}.self_attn.q_proj", x).view(tokens, heads, dim))
@@ -67,7 +67,7 @@ class ReferenceLlama:
             mixed.append(scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ value[:, shared])
         return self._linear(f"{name}.self_attn.o_proj", torch.cat(mixed, dim=-1))
 
-    def _turn(self, x: Tensor) -> Tensor:
+    def _turn(self, x: torch.Tensor) -> torch.Tensor:
         """Rotary position embedding as complex multiplication: element i pairs with element i + dim / 2."""
         tokens, _, dim = x.shape
         speed = self.config["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, get_args
 
 import msgspec
-from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel
 
 from outrider.dialects.base import Completion, Memory, ModelRequest, Opening, WireCall
 from outrider.dialects.responses import RESPONSES_DIALECT
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
+from support.later import openai
 
 DIALECT = RESPONSES_DIALECT
 CALL = WireCall("POST", "/v1/responses")
@@ -27,9 +29,6 @@ NAMESPACE: dict[str, Any] = {
 }
 TOOLS = [FUNCTION, CUSTOM, NAMESPACE]
 
-_EVENTS = {
-    get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])
-}
 
 
 def body(**fields: Any) -> bytes:
@@ -71,7 +70,7 @@ def completion(
 def replied(request: ModelRequest, done: Completion) -> dict[str, Any]:
     """The non-streamed reply, checked against the official client's strict types."""
     whole: dict[str, Any] = json.loads(DIALECT.reply(request, done))
-    Response.model_validate(whole, strict=True)
+    openai.types.responses.Response.model_validate(whole, strict=True)
     return whole
 
 
@@ -98,9 +97,16 @@ def events(stream: bytes) -> list[dict[str, Any]]:
         event: dict[str, Any] = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == len(found)
-        _EVENTS[event["type"]].model_validate(event, strict=True)
+        _event_kinds()[event["type"]].model_validate(event, strict=True)
         found.append(event)
     return found
+
+
+@cache
+def _event_kinds() -> dict[str, type[BaseModel]]:
+    """The official client's classes of events by their types."""
+    kinds = get_args(get_args(openai.types.responses.ResponseStreamEvent)[0])
+    return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}
 
 
 def echo(output: Sequence[dict[str, Any]], reasoning: str = "keep", *, ids: bool = True) -> list[dict[str, Any]]:

@@ -1,0 +1,33 @@
+"""Large packages that only a few tests use. Each is imported when a test first uses it.
+
+Every worker of pytest collects all tests. At the top of their files, these imports took half of the processor time of a
+collection.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["anthropic", "genai", "openai", "torch"]
+
+
+class Later:
+    """A stand-in for a module, with the module's attributes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # pytest asks every name in a file of tests for such attributes
+            raise AttributeError(attribute)
+        return getattr(import_module(self._name), attribute)
+
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
+    import torch
+    from google import genai
+else:
+    anthropic, genai, openai, torch = map(Later, ("anthropic", "google.genai", "openai", "torch"))
