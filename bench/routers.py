@@ -15,7 +15,7 @@ from typing import cast
 
 from bench.fleet import Call, Path, Session
 from outrider.engines.base import Engine, EngineHealth
-from outrider.engines.pool.members import EngineRecord, Placement
+from outrider.engines.pool.placement import EngineRecord, Placement
 from outrider.trajectory import LogprobKind, TokenMode
 
 VIRTUAL_NODES = 160

@@ -10,7 +10,7 @@ from typing import get_args
 
 import outrider
 from docs.pages import ROOT, page
-from outrider.engines.pool.members import EngineTask
+from outrider.engines.pool.placement import EngineTask
 from outrider.sessions.blame import ANY, RULES, Blame, BlameRule, Facts
 
 SOURCES = Path(outrider.__file__).parent

@@ -14,7 +14,7 @@ import pytest
 from outrider.engines.base import EngineHealth, GenerateRequest, KnownVersions, SamplingParams
 from outrider.engines.gates import GateReport, PolicyGate
 from outrider.engines.pool.follower import FollowedPolicy, PoolFollower
-from outrider.engines.pool.members import EngineState, PoolState
+from outrider.engines.pool.placement import EngineState, PoolState
 from outrider.engines.pool.pool import EnginePool
 from outrider.lab.fakes.engine_servers.app import engine_app, serving
 from outrider.lab.fakes.engine_servers.asgi import ServeSettings

@@ -12,7 +12,7 @@ import pytest
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.follower import apply_state
 from outrider.engines.pool.leader import note_uses, pool_state
-from outrider.engines.pool.members import EngineUse, use_of
+from outrider.engines.pool.placement import EngineUse, use_of
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.waits import KNOWN_CALLS, LIMITS, Overdue, Pace, PaceSummary, RememberedPace
 from outrider.lab.fakes.scripted_engine import ScriptedEngine

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.engines.pool.members import LoadHeap
+from outrider.engines.pool.placement import LoadHeap
 
 NAMES = st.sampled_from("abcd")
 

@@ -24,7 +24,7 @@ from outrider.engines.base import (
 )
 from outrider.engines.pool.call import FAILOVERS
 from outrider.engines.pool.checks import overflow_fault
-from outrider.engines.pool.members import TOKENS_PER_REQUEST
+from outrider.engines.pool.placement import TOKENS_PER_REQUEST
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import (
     Conflict,

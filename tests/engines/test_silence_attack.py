@@ -14,7 +14,7 @@ import pytest
 from outrider.engines.base import Chunk, EngineHealth, GenerateRequest
 from outrider.engines.pool.call import Flight, Flights
 from outrider.engines.pool.leader import pool_state
-from outrider.engines.pool.members import EngineRecord
+from outrider.engines.pool.placement import EngineRecord
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.waits import KNOWN_CALLS, LIMITS, Overdue
 from outrider.errors import EngineSilent, EngineUnavailable

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
 from outrider.engines.gates import GateReport
-from outrider.engines.pool.members import EngineUse
+from outrider.engines.pool.placement import EngineUse
 from outrider.errors import Boundary, ErrorRecord, FailingChore
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import GroupState, SessionState, StopReason
@@ -549,7 +549,7 @@ async def test_a_claim_of_a_version_does_not_raise_the_policys(start: Starts) ->
         await running.service.pool.add_engine(Plain())
         uses = {"plain": EngineUse(version=(1 << 31) - 1)}
         await node.say(replace(report(), uses=(ModelUses(model=None, engines=uses),)))
-        member = running.service.pool.members["plain"]
+        member = running.service.pool.placement["plain"]
         async with asyncio.timeout(30):
             while "bad" not in member.uses:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

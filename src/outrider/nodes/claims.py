@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from outrider.engines.pool.checks import LOWEST, MAX_COUNT, ROUNDING
-from outrider.engines.pool.members import EngineUse
+from outrider.engines.pool.placement import EngineUse
 from outrider.engines.relay.messages import MAX_DETAIL
 from outrider.errors import MAX_TEXT, bounded
 from outrider.evaluators.verdict import MAX_REASON, MAX_REWARD

@@ -14,7 +14,7 @@ import msgspec
 
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
 from outrider.engines.gates import GateReport
-from outrider.engines.pool.members import EngineUse, PoolState
+from outrider.engines.pool.placement import EngineUse, PoolState
 from outrider.errors import ErrorRecord, ServiceError
 from outrider.lifecycle import SessionState
 from outrider.sandbox.rootfs.store import RootImage

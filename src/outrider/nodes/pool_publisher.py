@@ -12,7 +12,7 @@ from typing import Self
 
 from outrider.concurrency.chores import Chores, Failures
 from outrider.engines.pool.leader import loads_elsewhere, pool_state
-from outrider.engines.pool.members import PoolState
+from outrider.engines.pool.placement import PoolState
 from outrider.nodes.remote_node import Pools, RemoteNode
 
 LOADS_SECONDS = 0.1

@@ -24,7 +24,7 @@ from outrider.config import is_local
 from outrider.engines.base import ChatRequest, GenerateRequest, SamplingParams
 from outrider.engines.pool.checks import MAX_COUNT
 from outrider.engines.pool.leader import forwarded, note_uses, pool_state
-from outrider.engines.pool.members import PoolState
+from outrider.engines.pool.placement import PoolState
 from outrider.errors import Conflict, EngineUnavailable, ErrorRecord, OutriderError, ServiceError, bounded
 from outrider.lifecycle import StopReason
 from outrider.nodes import messages

@@ -21,7 +21,7 @@ from outrider.concurrency.chores import Chores
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, GenerateRequest, PauseMode
 from outrider.engines.gates import GateReport
 from outrider.engines.pool.follower import PoolFollower
-from outrider.engines.pool.members import EngineState
+from outrider.engines.pool.placement import EngineState
 from outrider.errors import OutriderError
 from outrider.lifecycle import SessionState
 from outrider.nodes import messages

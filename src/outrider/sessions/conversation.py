@@ -17,7 +17,7 @@ import msgspec
 from outrider.concurrency.cancellation import Steps, shielded
 from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.members import ServingEngine
+from outrider.engines.pool.placement import ServingEngine
 from outrider.engines.pool.waits import Overdue
 from outrider.errors import (
     ContextOverflow,

@@ -27,7 +27,7 @@ from outrider.engines.pool.checks import (
     overflow_fault,
 )
 from outrider.engines.pool.health import HealthChecks
-from outrider.engines.pool.members import EngineRecord, Placement, ServingEngine, serving
+from outrider.engines.pool.placement import EngineRecord, Placement, ServingEngine, serving
 from outrider.engines.pool.waits import PREFILL_TOKENS_PER_SECOND, Overdue, SessionWait, SilenceLimits, loop_time
 from outrider.errors import (
     ContextOverflow,

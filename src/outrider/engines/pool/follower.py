@@ -19,7 +19,7 @@ from typing import Protocol, Self, cast
 from outrider.concurrency.chores import Chores, Failures
 from outrider.engines.base import AnyEngine, EngineHealth, HoldsBack, RemembersVersions
 from outrider.engines.gates import GateReport
-from outrider.engines.pool.members import EngineRecord, EngineState, EngineUse, PoolState, use_of
+from outrider.engines.pool.placement import EngineRecord, EngineState, EngineUse, PoolState, use_of
 from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.pool import REMOVAL_SECONDS, EnginePool
 from outrider.errors import EngineError, EngineUnavailable
@@ -145,12 +145,12 @@ class PoolFollower:
 
     def uses(self) -> dict[str, EngineUse]:
         """Return this process's use of each engine, by engine name."""
-        return {name: use_of(member) for name, member in self.pool.members.items()}
+        return {name: use_of(member) for name, member in self.pool.placement.items()}
 
     def set_loads(self, loads: Mapping[str, float]) -> None:
         """Set the load that other processes put on each engine."""
         for name, load in loads.items():
-            if (member := self.pool.members.get(name)) is not None:
+            if (member := self.pool.placement.get(name)) is not None:
                 member.load_elsewhere = load
                 self.pool.placement.refresh(member)
 
@@ -217,7 +217,7 @@ class PoolFollower:
 
 def apply_state(pool: EnginePool, state: EngineState) -> None:
     """Apply the leader's state of an engine to the engine with the same name in a following pool."""
-    member = pool.members[state.name]
+    member = pool.placement[state.name]
     member.health, member.draining = state.health, state.draining
     member.version = max(member.version, state.version)
     member.read_constraints()

@@ -23,7 +23,7 @@ from outrider.concurrency.events import Feed, wait_for_event
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.base import AnyEngine, AnyRequest, EngineHealth, chunks_of
 from outrider.engines.pool.checks import MAX_QUOTED, check_health, check_of, mistake_of
-from outrider.engines.pool.members import EngineRecord, EngineTask, Placement
+from outrider.engines.pool.placement import EngineRecord, EngineTask, Placement
 from outrider.engines.pool.policy import Policy
 from outrider.errors import (
     ContextOverflow,

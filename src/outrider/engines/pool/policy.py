@@ -30,7 +30,7 @@ from outrider.engines.base import (
 )
 from outrider.engines.gates import PolicyGate
 from outrider.engines.pool.checks import mistake_of
-from outrider.engines.pool.members import EngineRecord
+from outrider.engines.pool.placement import EngineRecord
 from outrider.errors import (
     Conflict,
     EngineError,

@@ -29,7 +29,7 @@ from outrider.engines.base import (
 from outrider.engines.pool.call import EngineCalls
 from outrider.engines.pool.health import EngineCheck, HealthChecks, MakesPolicy
 from outrider.engines.pool.listed import LOOK_SECONDS, Listing
-from outrider.engines.pool.members import EngineRecord, EngineState, Placement, status_of
+from outrider.engines.pool.placement import EngineRecord, EngineState, Placement, status_of
 from outrider.engines.pool.policy import KnownPolicy, Policy
 from outrider.engines.pool.silence import SilenceWatch
 from outrider.engines.pool.waits import LIMITS, RememberedPace, SilenceLimits

@@ -17,7 +17,7 @@ import msgspec
 from outrider.engines.base import AnyRequest, GenerateRequest, SamplingParams
 from outrider.engines.pool.call import Flight, Flights
 from outrider.engines.pool.health import HealthChecks
-from outrider.engines.pool.members import EngineRecord
+from outrider.engines.pool.placement import EngineRecord
 from outrider.engines.pool.waits import (
     LIMITS,
     MUCH_SLOWER,

@@ -14,7 +14,7 @@ import msgspec
 
 from outrider.dialects.base import ModelRequest, RequestedSampling
 from outrider.engines.base import SamplingParams
-from outrider.engines.pool.members import ServingEngine
+from outrider.engines.pool.placement import ServingEngine
 from outrider.errors import RequestError
 from outrider.sessions.calls.limits import TokenShare
 from outrider.spec import SamplingSpec

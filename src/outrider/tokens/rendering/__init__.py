@@ -2,8 +2,8 @@
 
 This package imports `renderers` without the OpenAI SDK and without httpx, which `renderers` uses only for an HTTP
 client that Outrider never calls. Without this trick, the import of the SDK's 528 modules took 0.75 s of the 1.7 s of
-processor time that the start of a node process needed, and httpx took a tenth of the rest: it imports rich and click
-for a command line of its own.
+processor time that the start of a node process needed. httpx would import rich and click for a command line of its
+own.
 """
 
 import contextlib
