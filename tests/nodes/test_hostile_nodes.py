@@ -549,7 +549,7 @@ async def test_a_claim_of_a_version_does_not_raise_the_policys(start: Starts) ->
         await running.service.pool.add_engine(Plain())
         uses = {"plain": EngineUse(version=(1 << 31) - 1)}
         await node.say(replace(report(), uses=(ModelUses(model=None, engines=uses),)))
-        member = running.service.pool.placement["plain"]
+        member = running.service.pool.members["plain"]
         async with asyncio.timeout(30):
             while "bad" not in member.uses:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -112,7 +112,7 @@ END
 
 async def test_the_status_shows_no_password_of_an_engine(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (service, url):
-        [member] = service.pool.placement.values()
+        [member] = service.pool.members.values()
         member.url = "http://me:pass@engine:8000"
         async with aiohttp.ClientSession(url) as http:
             for route in ("/v1/status", "/v1/engines"):

@@ -145,12 +145,12 @@ class PoolFollower:
 
     def uses(self) -> dict[str, EngineUse]:
         """Return this process's use of each engine, by engine name."""
-        return {name: use_of(member) for name, member in self.pool.placement.items()}
+        return {name: use_of(member) for name, member in self.pool.members.items()}
 
     def set_loads(self, loads: Mapping[str, float]) -> None:
         """Set the load that other processes put on each engine."""
         for name, load in loads.items():
-            if (member := self.pool.placement.get(name)) is not None:
+            if (member := self.pool.members.get(name)) is not None:
                 member.load_elsewhere = load
                 self.pool.placement.refresh(member)
 
@@ -217,7 +217,7 @@ class PoolFollower:
 
 def apply_state(pool: EnginePool, state: EngineState) -> None:
     """Apply the leader's state of an engine to the engine with the same name in a following pool."""
-    member = pool.placement[state.name]
+    member = pool.members[state.name]
     member.health, member.draining = state.health, state.draining
     member.version = max(member.version, state.version)
     member.read_constraints()

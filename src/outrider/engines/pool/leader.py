@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes
 
 
 def pool_state(pool: EnginePool) -> PoolState:
-    gate, members = pool.policy.gate, pool.placement.values()
+    gate, members = pool.policy.gate, pool.members.values()
     return PoolState(
         closings=gate.closings,
         paused=gate.mode,
@@ -36,7 +36,7 @@ def note_uses(pool: EnginePool, follower: str, uses: Mapping[str, EngineUse]) ->
     A newer version in `uses` is not adopted but triggers a check of the engine. Versions do not decrease, so a wrong
     version could not be corrected.
     """
-    for name, member in pool.placement.items():
+    for name, member in pool.members.items():
         use = uses.get(name)
         member.note_use(follower, use)
         if use is not None and use.version > max(member.version, member.looked_for):
@@ -51,7 +51,7 @@ def loads_elsewhere(pool: EnginePool, followers: Sequence[str]) -> list[dict[str
     """Return one mapping for each follower in `followers`: from the name of each engine to the load by all other
     followers."""
     loads = {
-        name: {follower: use.load for follower, use in member.uses.items()} for name, member in pool.placement.items()
+        name: {follower: use.load for follower, use in member.uses.items()} for name, member in pool.members.items()
     }
     totals = {name: sum(by_follower.values()) for name, by_follower in loads.items()}
     return [{name: totals[name] - loads[name].get(follower, 0.0) for name in loads} for follower in followers]
