@@ -30,7 +30,6 @@ NAMESPACE: dict[str, Any] = {
 TOOLS = [FUNCTION, CUSTOM, NAMESPACE]
 
 
-
 def body(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "input": [USER], **fields}).encode()
 
