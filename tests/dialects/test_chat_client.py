@@ -179,9 +179,7 @@ async def test_a_stream_that_breaks_raises_in_the_client() -> None:
         (EngineUnavailable("none"), "InternalServerError", "engine_unavailable"),
     ],
 )
-async def test_a_refusal_is_the_client_s_own_error(
-    refusal: OutriderError, raised: str, code: str
-) -> None:
+async def test_a_refusal_is_the_client_s_own_error(refusal: OutriderError, raised: str, code: str) -> None:
     async with served(refusal=refusal) as client:
         with pytest.raises(getattr(openai, raised)) as caught:
             await client.chat.completions.create(**ASK)
