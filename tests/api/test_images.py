@@ -152,6 +152,7 @@ async def test_an_image_is_served_so_that_no_browser_runs_it(media_type: str, se
     app = FastAPI()
     app.include_router(ROUTES.routes)
     app.state.service = SimpleNamespace(store=OneImage(image_from_bytes(media_type, PNG)))
+    app.state.roles = ROUTES.roles
 
     async def let_in(scope: Scope, receive: Receive, send: Send) -> None:
         scope[CALLER] = LOCAL

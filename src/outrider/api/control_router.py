@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.params import Depends as Dependency
 from starlette.requests import HTTPConnection
 
-from outrider.api.access import CREATED, caller_in
+from outrider.api.access import CREATED, caller_in, check_role
 from outrider.api.control_bodies import whole_body
 from outrider.api.control_replies import json_reply
 from outrider.api.openapi import json_answer, refusals, request_body
@@ -69,10 +69,11 @@ def body(kind: type[Spec], *, empty: bytes = b"") -> Any:
 
 
 class ControlRouter:
-    """Routes below `/v1` and a prefix. A handler returns a msgspec struct, or a Response."""
+    """Routes below `/v1` and a prefix, which check the role of the caller. A handler returns a msgspec struct, or a
+    Response."""
 
     def __init__(self, prefix: str = "") -> None:
-        self.routes = APIRouter(prefix=f"/v1{prefix}")
+        self.routes = APIRouter(prefix=f"/v1{prefix}", dependencies=[Depends(check_role)])
         self.roles: dict[str, Role] = {}
         """The role that each route requires, by method and path."""
         self.replies: list[type[msgspec.Struct]] = []
