@@ -403,8 +403,9 @@ class StepSpec(Spec):
 class TaskSpec(Spec):
     """A task: everything that one session needs.
 
-    `history`: "recorded" keeps the sampled ids of earlier turns even if the chat template would remove their reasoning;
-    "template" follows the template, by an explicit fork. `collect`: commands that run in the sandbox when the agent has
+    `history`: how earlier turns appear in a later prompt. "recorded": with their sampled ids, even if the chat template
+    would drop their reasoning. "template": without their reasoning, where the chat template drops it; each such drop is
+    a fork, and adds a training row. `collect`: commands that run in the sandbox when the agent has
     ended. `artifacts`: patterns of files in the sandbox that are kept after `collect`, whether the agent succeeded or
     failed. `then`: further steps in the same sandbox, each graded separately. `steps_reward`: the session's reward,
     either the mean over the graded steps or the reward of the last graded step.

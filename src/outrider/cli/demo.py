@@ -60,7 +60,7 @@ def demo(
 
         outrider demo --model outrider-demo/policy-0
     """
-    # The imports are here, because most commands do not need the server's libraries.
+    # The imports are here, because the help also imports this module, without the server's libraries.
     from outrider.lab.demo.dialogue import POLICY
     from outrider.lab.demo.run import run_demo
     from outrider.lab.demo.summary import sample_faults, write_files

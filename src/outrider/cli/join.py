@@ -77,7 +77,7 @@ def join(
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidField(f"{address!r} is no address of a service", field="url", hint=f"such as {DEFAULT_URL}")
-    # The import is here, because most commands do not need this module, which imports the renderers.
+    # The import is here, because the help also imports this module, without the renderers.
     from outrider.nodes.messages import NAMING, NODE_NAME
 
     name = name or platform.node() or "node"
@@ -96,7 +96,7 @@ def join(
             seconds = f"{settings.stop_seconds:g} s"
             terminal.note(f"stopping: the sessions that run have {seconds} to end (Ctrl-C again interrupts them)")
 
-        # The imports are here, because most commands do not need these modules.
+        # The imports are here, because the help also imports this module.
         try:
             if ray is None:
                 from outrider.nodes.joining import JoiningMachine

@@ -35,7 +35,7 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    # The import is here, because most commands do not need this module.
+    # The import is here, because the help and `outrider slurm` also import this module.
     from outrider.sessions.resources import with_processes
 
     settings = with_processes(settings)
@@ -44,7 +44,7 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:
-    # The imports are here, because most commands do not need the server's libraries.
+    # The imports are here, because the help and `outrider slurm` also import this module.
     from outrider.api.server import serving
     from outrider.service.assembly import open_service
 

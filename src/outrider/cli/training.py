@@ -28,7 +28,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seeds: int) -> TrainSummary:
     """Train `seeds` times. Write the trained policies, train.json and curve.png to `out`."""
-    # The imports are here, because most commands do not need the libraries for training.
+    # The imports are here, because `outrider demo` also runs without the libraries for training.
     from outrider.lab.demo.curve import draw
     from outrider.lab.demo.train import MAX_STEPS, check_installed, summary, train
 

@@ -425,7 +425,9 @@ class DynamicSampler:
             self._next = max(self._next, prompt.number + 1)
             prompt.version = self._version
             group = await self._submit_group(prompt, task)
-            while group.cancelled:  # the earlier sampler cancelled this group after its state was saved
+            # The idempotency key may return a group of the earlier sampler. If that group was cancelled after the
+            # earlier sampler's `state()` was saved, the prompt needs a new group.
+            while group.cancelled:
                 prompt.attempt += 1
                 group = await self._submit_group(prompt, task)
             self._counts.submitted += 1

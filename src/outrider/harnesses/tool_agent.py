@@ -23,7 +23,8 @@ from outrider.spec import Seconds, Spec, Text
 
 class ToolOptions(Spec):
     """Options of the agent. `tools` may be empty. `max_turns` is the maximum number of model calls. `tool_seconds` is
-    the time limit of one tool call. `desktop` has the options of the tools `desktop`."""
+    the time limit of one tool call. `desktop` has the options of the desktop's tools, and may be given only if
+    `tools` contains "desktop"."""
 
     tools: Annotated[tuple[ToolName, ...], Field(strict=False)] = ("bash", "python")
     system: Text | None = None

@@ -91,8 +91,8 @@ class Sandbox:
 
 class Sandboxes:
     """Makes the sandboxes of a node. `paths` are the files of this machine that tasks may name. `background` runs the
-    tasks that start warm sandboxes. The model gateway listens on `gateway_socket`, and at the URL set by
-    `gateway_at`."""
+    tasks that start sandboxes for grading, and records the failures of the warm pool. The model gateway listens on
+    `gateway_socket`, and at the URL set by `gateway_at`."""
 
     def __init__(self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path) -> None:
         self.host = host

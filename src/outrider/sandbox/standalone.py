@@ -26,7 +26,6 @@ async def open_sandbox(spec: RuntimeSpec, *, paths: HostPaths | None = None) -> 
     Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, RuntimeFailure for a failed start or
     prepare step, and whatever the block raises.
     """
-    failure: Exception | None = None
     async with (
         opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder,
         Host(folder.path) as host,
@@ -39,9 +38,5 @@ async def open_sandbox(spec: RuntimeSpec, *, paths: HostPaths | None = None) -> 
         try:
             await sandbox.ready()
             yield sandbox.runtime
-        except Exception as error:  # raised after the task group, which would wrap the error in a group
-            failure = error
         finally:
             await shielded(sandbox.stop)
-    if failure is not None:
-        raise failure

@@ -98,8 +98,8 @@ class ResumableSocket(Socket):
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
-        """Detach earlier connections, which no longer send or receive. Returns the `replaced` event for `carry`. The
-        caller must send `received` to the peer before it calls `carry`."""
+        """Detach the earlier connections. From now on they neither send nor receive, so `received` stays the same until
+        `carry`; the caller must send `received` to the peer before that. Returns the `replaced` event for `carry`."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced

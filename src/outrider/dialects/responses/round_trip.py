@@ -31,7 +31,8 @@ _JOIN = "__"
 _AS_JSON = "~json"
 """The ending of a custom call's id if the call's input is the JSON of all arguments of the model's call."""
 _AS_TEXT = "~text"
-"""The ending that is added to the id of any other custom call if the id already ends with `_AS_JSON` or `_AS_TEXT`."""
+"""The ending of the id of a custom call whose input is plain text, if the model's own id ends with `_AS_JSON` or
+`_AS_TEXT`. Without it, the ending of the model's id would be taken for ours on the way back."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

@@ -44,7 +44,8 @@ SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MUL
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
 ORDER = ("PASSED", "SKIPPED", "XFAIL", "XPASS", "ERROR", "FAILED")
-"""Order of pytest's own summary. If a test is listed twice, the parsers use the last status."""
+"""The order, by status, in which `log_of` lists the tests, as in pytest's own summary. The parsers use the last status
+of a test that is listed twice, so a failure outweighs a pass."""
 ENDED_WELL, NO_TESTS = (0, 1), 5
 NODE = "::"
 """A string in every test name of pytest. Names in a row without NODE come from lines that only look like tests: some

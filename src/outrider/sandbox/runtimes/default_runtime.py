@@ -1,4 +1,5 @@
-"""The runtime that is used when a task names none. Runtimes are looked up by name; no runtime is imported here."""
+"""The runtime of `outrider demo` and `outrider harness check` when none is named. A task that names none has the
+default of `RuntimeSpec.kind`. Runtimes are looked up by name; no runtime is imported here."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from outrider.environment import variables
 from outrider.errors import InvalidField, NotFound
 from outrider.sandbox.rootfs.dockerfile import DOCKERFILE, built_name
 from outrider.sandbox.rootfs.store import ImageStore
-from outrider.spec import RuntimeSpec, fault_text
+from outrider.spec import Limits, RuntimeSpec, fault_text
 from outrider.tasks.examples import Example, Gold
 from outrider.tasks.harbor.files import check_links, files_below, instruction_in, written
 from outrider.tasks.harbor.schema import Artifacts, Environment, HarborStep, Healthcheck, TaskToml, unsupported
@@ -43,7 +43,7 @@ OF_AGENTS, OF_VERIFIERS = ("/logs/agent", "/solution"), ("/tests", "/logs/verifi
 the agent's sandbox."""
 SERVICES = (COMPOSE, "docker-compose.yml", "singularity-compose.yaml")
 WORKDIR: str = RuntimeSpec.model_fields["workdir"].default
-AGENT_SECONDS, SESSION_SECONDS = 1800.0, 3600.0
+AGENT_SECONDS, SESSION_SECONDS = Limits().agent_seconds, Limits().session_seconds
 """Outrider's limits for a task that sets no limits, in seconds."""
 PREPARING_SECONDS = 1800.0
 """If the agent's limits of all steps together exceed AGENT_SECONDS, the session's limit is their sum plus this number
