@@ -29,7 +29,7 @@ def installer_variables() -> dict[str, str]:
 
 _INSTALLER_NAME = re.compile(
     r"PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|XDG_\w+|PYENV_ROOT|LD_LIBRARY_PATH"
-    r"|(?i:PIP|UV|NPM_CONFIG)_\w+|(?i:(?:HTTPS?|ALL|NO)_PROXY)|NETRC"
+    r"|(?i:PIP_|UV_(?!PUBLISH_)|NPM_CONFIG_)\w+|(?i:(?:HTTPS?|ALL|NO)_PROXY)|NETRC"
     r"|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|NODE_EXTRA_CA_CERTS"
 )
 

@@ -92,7 +92,7 @@ def test_an_installer_gets_no_secrets(home: Path, monkeypatch: pytest.MonkeyPatc
     npm.parent.mkdir(parents=True)
     npm.write_text("#!/bin/sh\nenv >npm-environment\n")
     npm.chmod(0o755)
-    for name in ("OUTRIDER_TASK_KEY", "OUTRIDER_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN"):
+    for name in ("OUTRIDER_TASK_KEY", "OUTRIDER_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "UV_PUBLISH_TOKEN"):
         monkeypatch.setenv(name, "a-secret")
     monkeypatch.setenv("npm_config_registry", "http://127.0.0.1:1/")
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:2")

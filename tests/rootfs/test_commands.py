@@ -14,6 +14,7 @@ from outrider.errors import InvalidField
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.rootfs.pull import pull
 from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.unpack import BadImage
 from outrider.service.admission import check_group, parse_body
 from outrider.spec import GroupSpec
 from support.skopeo import fake_skopeo
@@ -95,6 +96,20 @@ async def test_a_pull_whose_forerunner_was_cancelled_downloads_the_image(
     assert (await second).workdir == "/srv"
     assert (first.cancelled(), len(pulls())) == (True, 2)
     assert store.names() == {"two"}
+
+
+async def test_pulls_that_have_waited_for_one_that_failed_fail_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.5)
+    store = ImageStore(tmp_path / "images")
+    ends = await asyncio.gather(*(pull("registry/y", f"tools/{n}", store) for n in range(4)), return_exceptions=True)
+    assert {(type(end), str(end)) for end in ends} == {(BadImage, str(ends[0]))}
+    assert "cannot get registry/y" in str(ends[0])
+    assert len(pulls()) == 1
+    with pytest.raises(BadImage):
+        await pull("registry/y", "tools/0", store)
+    assert len(pulls()) == 2, "a later pull tries again"
 
 
 def test_a_task_may_name_an_image_that_is_there(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def fake_skopeo(folder: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: float
     skopeo.parent.mkdir()
     wait = f"exec sleep {seconds}" if seconds >= 60 else f"sleep {seconds}"  # a killed shell would leave a child
     check = '[ "$3" = docker://registry/x ] || { echo no such image >&2; exit 1; }'
-    skopeo.write_text(f'#!/bin/sh\necho "$3" >> {asked}\n{check}\n{wait}\ncp -r {layout} "${{4#oci:}}"\n')
+    skopeo.write_text(f'#!/bin/sh\necho "$3" >> {asked}\n{wait}\n{check}\ncp -r {layout} "${{4#oci:}}"\n')
     skopeo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{skopeo.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("OUTRIDER_HOME", str(folder / "home"))

@@ -452,9 +452,9 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
         try:
             return await call()
         except Busy as busy:
-            if clock() + busy.retry_after * SPREAD > give_up_at:
-                raise
             wait = busy.retry_after * random.uniform(1.0, SPREAD)
+            if clock() + wait > give_up_at:
+                raise
             log.info("the service is asked again in %.0f s: %s", wait, busy.message)
             await asyncio.sleep(wait)
         except ServiceError as error:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from outrider.concurrency.cancellation import opened_in_thread
+from outrider.concurrency.cancellation import opened_in_thread, shielded
 from outrider.config import OWN, Config, FrozenConfig, ModelConfig
 from outrider.nodes.messages import NodeSetup
 from outrider.sandbox.node_folder import NodeFolder
@@ -59,7 +59,8 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
     that exists while the block runs. The folder of a killed node is removed by the next node."""
     service, here = (Config.model_validate_json(each.config) for each in (told, own))
     async with opened_in_thread(NodeFolder.make, NodeFolder.remove) as folder:
-        copies = await asyncio.to_thread(_copies, told.folders, folder.path)
+        # The folder is removed only when the thread has ended: files written later would stay on the disk.
+        copies = await shielded(lambda: asyncio.to_thread(_copies, told.folders, folder.path))
 
         def with_copy(model: M) -> M:
             return model.model_copy(update={"tokenizer": model.tokenizer and copies[model.tokenizer]})

@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+import msgspec
+
 from outrider.errors import InvalidField, NotFound, RuntimeUnavailable
 from outrider.sandbox.rootfs.store import ImageStore, RootImage, checked_name
 from outrider.sandbox.rootfs.unpack import BadImage
@@ -29,7 +31,7 @@ LOOK_SECONDS = 0.2
 
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo. If another
-    process or task of this user is pulling the same reference, wait for its end and use its image.
+    process or task of this user is pulling the same reference, wait for its end, and use its image or fail as it did.
 
     Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
     needs more than PULL_SECONDS, or if the image cannot be imported."""
@@ -45,34 +47,48 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
         raise InvalidField(
             f"{reference!r} is not an image reference", field="reference", hint="such as docker.io/library/debian"
         )
-    # The puller locks this file, empties it, and writes the image's digest at the end.
+    # The puller locks this file, empties it, and at the end writes the outcome.
     with store.pull_file(reference).open("a+") as record:
-        if await _lock_after_wait(record):
-            record.seek(0)
-            if digest := record.read():
-                with suppress(NotFound):  # the image has been removed since
-                    return await asyncio.to_thread(store.give, name, digest)
+        before = os.fstat(record.fileno()).st_mtime_ns
+        await _lock(record)
+        record.seek(0)
+        if (outcome := record.read()) and os.fstat(record.fileno()).st_mtime_ns != before:
+            # A pull that was running when this one began has ended.
+            ended = msgspec.json.decode(outcome, type=PullOutcome)
+            if ended.failure:
+                raise BadImage(ended.failure)
+            with suppress(NotFound):  # the image has been removed since
+                return await asyncio.to_thread(store.give, name, ended.digest)
         record.truncate(0)
-        with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
-            layout = Path(folder, "layout")
-            await _download(tool, reference, layout)
-            image = await asyncio.to_thread(store.import_, layout, name)
-        record.write(image.digest)
+        try:
+            with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
+                layout = Path(folder, "layout")
+                await _download(tool, reference, layout)
+                image = await asyncio.to_thread(store.import_, layout, name)
+        except BadImage as error:
+            record.write(msgspec.json.encode(PullOutcome(failure=error.message)).decode())
+            raise
+        record.write(msgspec.json.encode(PullOutcome(digest=image.digest)).decode())
         return image
 
 
-async def _lock_after_wait(record: TextIO) -> bool:
-    """Lock the file. Returns whether another pull held the lock. Waits by polling, because a thread that waits in
-    `flock` cannot be cancelled."""
-    waited = False
+class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a pull, for pulls of the same reference that have waited for its end: the digest of the image, or
+    the message of the failure."""
+
+    digest: str = ""
+    failure: str = ""
+
+
+async def _lock(record: TextIO) -> None:
+    """Lock the file. Waits by polling, because a thread that waits in `flock` cannot be cancelled."""
     while True:
         try:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waited = True
             await asyncio.sleep(LOOK_SECONDS)
         else:
-            return waited
+            return
 
 
 async def _download(tool: str, reference: str, layout: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import re
 import tempfile
 import time
@@ -143,8 +144,10 @@ class ImageStore:
         return image
 
     def pull_file(self, reference: str) -> Path:
-        """Return the path of the file that all pulls of this reference share (see pull.py)."""
-        file = lock_file(self._folder / f"pull-{hashlib.sha256(reference.encode()).hexdigest()}")
+        """Return the path of the file that all pulls of this reference share (see pull.py). Machines of another
+        architecture get another image of the same reference."""
+        pulled = f"{platform.machine()} {reference}"
+        file = lock_file(self._folder / f"pull-{hashlib.sha256(pulled.encode()).hexdigest()}")
         file.parent.mkdir(parents=True, exist_ok=True)
         return file
 

@@ -3,31 +3,42 @@
 This package imports `renderers` without the OpenAI SDK and without httpx, which `renderers` uses only for an HTTP
 client that Outrider never calls. Without this trick, the import of the SDK's 528 modules took 0.75 s of the 1.7 s of
 processor time that the start of a node process needed. httpx would import rich and click for a command line of its
-own.
+own. A process with several threads imports the real packages, because the other threads may do so at the same time.
 """
 
 import contextlib
 import sys
+import threading
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
 
 
 def _import_renderers() -> None:
     openai, httpx = (module_from_spec(ModuleSpec(name, None)) for name in ("openai", "httpx"))
     vars(openai)["AsyncOpenAI"] = object  # enough, because `renderers` uses this class only in annotations
     # `renderers` keeps this module. If other code of this process calls the HTTP client, it gets the real httpx.
-    vars(httpx)["__getattr__"] = lambda name: getattr(import_module("httpx"), name)
+    vars(httpx)["__getattr__"] = lambda name: _of_httpx(httpx, name)
     stand_ins = {module.__name__: module for module in (openai, httpx) if module.__name__ not in sys.modules}
     sys.modules.update(stand_ins)
     try:
         # Another version of `renderers` may need more of the two packages, and then fails to import here. A later
         # import of `renderers` then imports the real packages.
-        with contextlib.suppress(ImportError, AttributeError, RecursionError):
+        with contextlib.suppress(ImportError, AttributeError):
             import renderers  # noqa: F401
     finally:
         for name in stand_ins:
             del sys.modules[name]
 
 
-_import_renderers()
+def _of_httpx(stand_in: ModuleType, name: str) -> Any:
+    found = import_module("httpx")
+    if found is stand_in:
+        raise AttributeError(name)
+    return getattr(found, name)
+
+
+if threading.active_count() == 1:
+    _import_renderers()

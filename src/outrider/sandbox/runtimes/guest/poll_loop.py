@@ -126,14 +126,16 @@ class PipeWriter:
     def _ready(self, events: int) -> None:
         gone = False
         try:
-            while self.left:
+            if self.left:  # one write for each event, because a fast reader must not hold up the loop
                 self.left = self.left[posix.write(self.fd, self.left[:CHUNK]) :]
         except BlockingIOError:
-            self.loop.watch(self.fd, select.POLLOUT, self._ready)
-            return
+            pass
         except OSError:
             self.left = self.left[:0]
             gone = True
+        if self.left:
+            self.loop.watch(self.fd, select.POLLOUT, self._ready)
+            return
         self.loop.unwatch(self.fd)
         self.written(gone)
 

@@ -118,7 +118,7 @@ def copy_mounts(path: str, attributes: int, folder: int, name: str, flags: int, 
     flags |= OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_NO_AUTOMOUNT
     tree = syscall(f"open_tree {path}", SYS_OPEN_TREE, folder, name.encode(), flags)
     try:
-        if attributes:
+        if attributes or propagation:
             wanted = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, propagation, 0), 32)
             flags = AT_EMPTY_PATH | flags & AT_RECURSIVE
             syscall(f"mount_setattr {path}", SYS_MOUNT_SETATTR, tree, b"", flags, wanted, 32)
