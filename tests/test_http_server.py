@@ -583,7 +583,8 @@ UNDOCUMENTED = {
     "protocol.server_state": {"connections", "tasks", "total_requests"},
     "server": {"startup", "main_loop", "on_tick", "shutdown", "capture_signals", "should_exit", "server_state"},
 }
-"""What wire/http_server.py and api/gateway_server.py use or override of uvicorn, and uvicorn does not document."""
+"""The parts of uvicorn that wire/http_server.py and api/gateway_server.py use or override, although uvicorn does not
+document them."""
 
 
 async def test_uvicorn_has_every_undocumented_part_that_we_use() -> None:

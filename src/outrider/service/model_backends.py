@@ -55,7 +55,7 @@ async def open_models(
         raise InvalidField(
             "no tokenizer is set",
             field="model.tokenizer",
-            hint="give the model's folder: --tokenizer DIR (the one that holds tokenizer.json)",
+            hint="give the model's folder: --tokenizer DIR (the folder with tokenizer.json)",
         )
     renderer = make_renderer(Tokenizer.load(config.model.tokenizer), config.model.renderer)
     frozen_renderers = _frozen_renderers(config, renderer)

@@ -22,10 +22,10 @@ KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a gra
 async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
-    """Return the spec of a group that grades sessions of `group_id` again: those whose run ended by itself. Raises
-    NotFound for an unknown group, or a group of another tenant. Raises Conflict if the group is not done, no run ended
-    by itself, or the task has several steps. Raises UnreadableTask if the stored task cannot be read, and InvalidField
-    if the new evaluator needs files that were not kept."""
+    """Return the spec of a group that grades sessions of `group_id` again: each session whose agent's run ended by
+    itself. Raises NotFound for an unknown group, or a group of another tenant. Raises Conflict if the group is not
+    done, has no such session, or the task has several steps. Raises UnreadableTask if the stored task cannot be read,
+    and InvalidField if the new evaluator needs files that were not kept."""
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
     # If the group itself graded earlier sessions again, the runs of these earlier sessions are graded, so that no files
     # are kept twice.

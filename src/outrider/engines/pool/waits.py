@@ -53,8 +53,6 @@ fixed cost."""
 WHOLE_TOKENS = 32
 """If the first chunks of an engine usually have more tokens, the engine counts as not streaming: the first chunk is the
 whole reply."""
-
-
 UNKNOWN_TOKEN_SECONDS = 1 / 64
 """The assumed seconds for each token after the first chunk, while an engine's pace is unknown."""
 
@@ -86,7 +84,6 @@ class SilenceLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LIMITS = SilenceLimits()
-
 
 Measure = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 

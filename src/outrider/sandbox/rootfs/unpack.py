@@ -2,7 +2,7 @@
 
 archives.py reads the image formats. Ownership, set-user-id bits and extended attributes are left out, because a sandbox
 over the folder has one user. Devices, sockets and pipes are left out and counted. Links in a layer are followed with
-the folder as `/`. Invariant: nothing outside of the folder is read or written, whatever an archive contains. A
+the folder as `/`. Invariant: no archive can cause a read or a write outside of the folder. A
 malformed archive raises BadImage.
 """
 
@@ -180,7 +180,8 @@ def unpack(layers: Iterable[BinaryIO], target: Path) -> Contents:
 
 class _Layer:
     """Unpacks one layer. `_own` holds the paths written by this layer, and all folders above these paths. Whiteouts of
-    the layer do not remove these paths: a whiteout applies only to lower layers, whatever the order of the entries."""
+    the layer do not remove these paths: a whiteout applies only to lower layers, even if it comes after a path of its
+    own layer."""
 
     def __init__(self, root: Path, contents: Contents, room: Room) -> None:
         self._root = str(root)

@@ -99,7 +99,7 @@ class Tokenizer:
             raise InvalidField(
                 f"cannot load a tokenizer from {folder}: {error}",
                 field="model.tokenizer",
-                hint="give the model's folder, the one that holds tokenizer.json",
+                hint="give the model's folder with tokenizer.json",
             ) from error
         return cls(backend, name_or_path=str(folder), settings=read_settings(path))
 

@@ -1,9 +1,8 @@
 """Opens, writes and archives files of a sandbox for the host.
 
 An agent may make any link. A link through `/proc/self` leads the tool server to the server's own descriptors, which the
-agent cannot reach by itself. Reading, writing and archiving therefore follow links, but never out of the sandbox's own
-files. Invariant: the type of a file is checked before the file is opened, so that no pipe blocks and no device is
-touched.
+agent cannot reach by itself. Reading, writing and archiving therefore follow links only to the sandbox's own files.
+Invariant: the type of a file is checked before the file is opened, so that no pipe blocks and no device is touched.
 """
 
 from __future__ import annotations

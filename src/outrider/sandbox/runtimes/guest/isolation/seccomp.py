@@ -190,7 +190,7 @@ def require(at: int, *values: int, mask: int = 0xFFFFFFFF) -> bytes:
 
 
 def accept(at: int, value: int) -> bytes:
-    """Return steps that allow a call if the argument at `at` is the value, whatever the other arguments are."""
+    """Return steps that allow a call if the argument at `at` is the value. The other arguments may have any value."""
     return step(LOAD, at) + step(EQUAL, value, 0, 1) + PASSED
 
 
@@ -234,7 +234,7 @@ def numbers_on(machine: str, calls: Numbers) -> dict[str, int]:
 
 
 def denied(machine: str) -> dict[str, int]:
-    """Return the numbers of all calls that are refused whatever their arguments are."""
+    """Return the numbers of all calls that are refused with any arguments."""
     return {**DENIED_EVERYWHERE, **numbers_on(machine, DENIED)}
 
 
