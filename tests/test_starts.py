@@ -4,11 +4,16 @@ start of it 20 to 300 ms of processor time."""
 from __future__ import annotations
 
 import ast
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from cli.test_serve import flags
+from cli.world import program
 
 PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 
@@ -43,10 +48,6 @@ def importing(*modules: str) -> str:
 
 
 STARTS = {
-    "a service": (
-        "\n".join((loading("serve"), importing(*imported_late("cli/serve.py", "_serve")))),
-        NEVER | {"aiohttp", "outrider.client.client", "outrider.tasks", "outrider.lab", "outrider.trainers"},
-    ),
     "a node": (
         importing("outrider.cli.node_process", *imported_late("cli/node_process.py", "_run")),
         NEVER
@@ -69,3 +70,22 @@ STARTS = {
 def test_a_start_imports_nothing_that_the_process_does_not_need(process: str) -> None:
     code, unneeded = STARTS[process]
     assert not unneeded & modules_after(code)
+
+
+async def test_a_service_imports_nothing_that_it_does_not_need(tmp_path: Path) -> None:
+    """The service is a real process, because its event loop has threads, with which `outrider.tokens.rendering` would
+    import more."""
+    process = await program("serve", *flags(tmp_path), env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
+    assert process.stdout is not None
+    assert (await process.stdout.readline()).startswith(b"outrider is ready at ")
+    process.send_signal(signal.SIGTERM)
+    _, times = await process.communicate()
+    imported = {
+        line.split(b"|")[-1].strip().decode() for line in times.splitlines() if line.startswith(b"import time:")
+    }
+    assert imported >= {"fastapi", "renderers"}
+    assert not imported & NEVER
+    assert not imported & {
+        *("aiohttp", "outrider.client.client", "outrider.tasks", "outrider.trainers"),
+        *("outrider.lab.demo", "outrider.lab.certify"),
+    }

@@ -193,10 +193,10 @@ async def test_too_few_descriptors_are_one_error(tmp_path: Path) -> None:
     "module",
     [
         "outrider.cli.commands",
-        *(pytest.param(name, marks=pytest.mark.deep) for name in ("aiohttp", "typer", "msgspec")),
+        *(pytest.param(name, marks=pytest.mark.deep) for name in ("fastapi", "typer", "msgspec")),
     ],
 )
-async def test_an_interrupt_while_it_is_imported_is_no_traceback(tmp_path: Path, module: str) -> None:
+async def test_an_interrupt_while_it_is_imported_ends_it_quietly(tmp_path: Path, module: str) -> None:
     """The signal comes in the moment in which a module is looked for."""
     code = f"""
 import os, signal, sys
@@ -214,4 +214,4 @@ sys.exit(main())
     )
     _, err = await process.communicate()
     assert process.returncode == 130
-    assert err == b"interrupted\n"
+    assert err == b""

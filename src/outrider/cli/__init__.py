@@ -3,8 +3,6 @@ all commands in one program."""
 
 from __future__ import annotations
 
-import sys
-
 from outrider.cli.exit_codes import INTERRUPTED
 
 TYPE_CHECKING = False  # see outrider/__init__.py for the reason
@@ -20,6 +18,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         from outrider.cli.commands import run_command
 
         return run_command(argv)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+    except KeyboardInterrupt:  # Typer does the same for a command that is running
         return INTERRUPTED

@@ -125,7 +125,8 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Run one command and return its exit code, for `outrider.cli.main`. Raises KeyboardInterrupt."""
+    """Run one command and return its exit code, for `outrider.cli.main`. Raises KeyboardInterrupt for Ctrl-C before the
+    command runs."""
     terminal = Terminal()
     words = sys.argv[1:] if argv is None else list(argv)
     command = typer.main.get_command(commands(words[0] if words else None))
