@@ -41,7 +41,8 @@ from outrider.wire.http_server import Receive, Scope, Send, claim, while_connect
 PREFIX = "/s/"
 JSON = b"application/json"
 STREAM_PING_SECONDS = 10.0
-"""If a streamed reply has been silent for this many seconds, a ping is sent, because clients give up silent streams."""
+"""The seconds between two checks of a streamed reply. If nothing was sent since the last check, a ping is sent, because
+clients give up silent streams. A silence thus lasts at most twice this time."""
 ANY_CAPACITY = BodyCapacity(None, images=True)
 """The widest limits of a body."""
 KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
@@ -289,7 +290,7 @@ async def _cut_off(reply: _ClientReply) -> None:
 async def _with_pings(
     work: Awaitable[None], reply: _ClientReply, writer: StreamWriter, *, seconds: float = STREAM_PING_SECONDS
 ) -> None:
-    """Await the work, and ping the client whenever the streamed reply has been silent for `seconds` seconds."""
+    """Await the work, and check every `seconds` seconds whether the streamed reply needs a ping."""
 
     async def ping() -> None:
         while True:

@@ -70,8 +70,8 @@ class CommandHarness:
 
     async def install(self, context: HarnessContext) -> None:
         """Prepare the task's virtual environment, and write the preset's config files. Raises InvalidField for an
-        instruction that cannot be passed to a program, HarnessUnavailable if the program is not installed, and
-        HarnessError if the sandbox has no HOME for the files."""
+        instruction that cannot be passed to a program, and for a missing or broken virtual environment;
+        HarnessUnavailable if the program is not installed; HarnessError if the sandbox has no HOME for the files."""
         check_instruction(context.task.instruction)
         words = self._words(context)
         if self._venv is not None:

@@ -1,8 +1,8 @@
-"""Joins every machine of a Ray cluster to a service: an actor on each machine runs the processes of `outrider nodes
-join`.
+"""Joins the machines of a Ray cluster to a service, either all or those with a given Ray resource: an actor on each
+machine runs the processes of `outrider nodes join`.
 
-Invariants: a machine of the cluster has one actor, which Ray starts again when it fails; all actors end with this
-program.
+Invariants: each of these machines has one actor, which is started again or replaced when it fails; all actors end with
+this program.
 """
 
 from __future__ import annotations

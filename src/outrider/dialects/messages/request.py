@@ -80,8 +80,8 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {
     },
 }
 """Tools that clients of Anthropic run and declare by type. A key is the type without its date: `bash_20250124` is
-listed as `bash`. The versions of a tool have the same parameters, as far as the parameters are listed here. Source:
-Anthropic documentation, "Bash tool" and "Text editor tool"."""
+listed as `bash`. All versions of a tool get these parameters, although older text editors also have the command
+`undo_edit`. Source: Anthropic documentation, "Bash tool" and "Text editor tool"."""
 
 
 class _ToolChoice(msgspec.Struct):

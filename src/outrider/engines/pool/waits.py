@@ -245,7 +245,7 @@ class Pace:
             return new
         usual = max(known.first, known.first_per_prompt_token * prompt_tokens)
         if known.first_tokens is not None and known.first_tokens > WHOLE_TOKENS:
-            # The longest reply so far limits `max_tokens`, because clients often request as many tokens as the context
+            # The longest recent reply limits `max_tokens`, because clients often request as many tokens as the context
             # allows.
             usual = max(usual, known.per_token * min(max_tokens, known.longest))
         return usual + new

@@ -366,8 +366,8 @@ class AttachedWorker:
         generation.news.set()
 
     def _next(self, generation: _Generation) -> Chunk:
-        """Take the next chunk. Acknowledges the consumed chunks after every quarter of the window, so that the worker
-        can continue."""
+        """Take the next chunk. Acknowledges the consumed chunks after every quarter of the window, or at once while
+        many messages are unacknowledged, so that the worker can continue."""
         chunk = generation.chunks.popleft()
         generation.consumed += 1
         few = generation.consumed - generation.acknowledged < self._options.window // 4

@@ -84,8 +84,8 @@ def open_files(soft: int, hard: int) -> int:
 def writable_bounds(resources: Resources) -> tuple[int, int]:
     """Return the maximum (bytes, number of files) that may be written.
 
-    Files live in memory. If a task bounds its memory, files may take only a part of it, so that a full disk is an
-    error and does not kill all programs."""
+    In the sandboxes that use these bounds, files live in memory. If a task bounds its memory, files may take only a
+    part of it, so that a full disk is an error and does not kill all programs."""
     size = resources.disk_mb * MEBIBYTE
     if resources.memory_mb is not None:
         size = min(size, round(resources.memory_mb * MEBIBYTE * FILES_SHARE_OF_MEMORY))

@@ -68,8 +68,8 @@ class Host:
 async def swept(
     sweeps: Iterable[tuple[str, Callable[[], Awaitable[int]]]], failures: Failures, *, seconds: float | None = None
 ) -> dict[str, int]:
-    """Call these sweeps, each with its name, one after another. Returns the number of things ended, by name. A failure
-    is noted and does not keep the other sweeps from running; the next sweep tries again."""
+    """Call the functions of these pairs (name, function) one after another, each for at most `seconds`. Returns the
+    number of things ended, by name. If a function fails, its failure is recorded, and the others still run."""
     ended = Counter[str]()
     for name, sweep in sweeps:
         try:

@@ -2,7 +2,7 @@
 
 This module runs and downloads nothing, and does not import the package. Nodes do not need the package, because a task
 contains its page.
-Invariants: the same page and seed make the same task; only the reward computed by the page counts.
+Invariants: the same page and seed make the same task; only the reward computed by the page (`page.js`) counts.
 """
 
 from __future__ import annotations

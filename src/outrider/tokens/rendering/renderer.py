@@ -68,10 +68,10 @@ MARKUP: dict[str, Markup] = {
 complete."""
 
 WINDOW_FAMILIES = frozenset({"qwen3", "qwen3.5", "qwen3.6"})
-"""Families for which tests show three properties (tests/tokens). First, their bridge and parser use only the part of a
-prompt from the last stop id on, so the end of a prompt is enough. Second, their rendering concatenates the tokenizer's
-ids without inspecting them, so a placeholder can replace the ids of a text. Third, only the end of a prompt switches
-thinking."""
+"""Families for which tests show three properties (tests/tokens). First, their methods `bridge` and `parse` use only the
+part of a prompt from the last stop id on, so the end of a prompt is enough. Second, their rendering concatenates the
+tokenizer's ids without inspecting them, so a placeholder can replace the ids of a text. Third, only the end of a prompt
+switches thinking."""
 
 UNRENDERABLE = (ValueError, TypeError, KeyError, AssertionError, RecursionError, jinja2.TemplateError)
 """The types of errors that `renderers` and chat templates raise for a conversation that they refuse."""

@@ -188,9 +188,9 @@ def recorded_reasoning(turn: TurnNode) -> list[tuple[int, bytes | None]]:
 
 
 def reasoning_agrees(turn: TurnNode, keys: Sequence[MessageKey], checked: PromptNode | None) -> bool:
-    """Return True if the client sends back every reply on the path to `turn` with reasoning that may be an echo of
-    the recorded reasoning (`may_echo_reasoning`). The path up to the prompt `checked` has already been compared and
-    agrees."""
+    """Return True if the client may have made the reasoning in its request from the recorded reasoning of every reply
+    on the path to `turn` (`may_echo_reasoning`). Replies before the end of the prompt `checked` are not compared,
+    because an earlier comparison found that they agree."""
     node: TurnNode | None = turn
     while node is not None:
         prompt = node.prompt

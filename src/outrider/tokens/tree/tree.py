@@ -365,8 +365,8 @@ class _HistoryIndex:
             self._unindexed.append(turn)
 
     def find(self, request: IndexedRequest) -> _HistoryMatch | None:
-        """Find the turn whose history and reply are the longest beginning of the request's history. Returns None if
-        more of the history, or as much, is recorded behind the request's own head."""
+        """Find the turn whose history and reply cover the most messages from the beginning of the request's history.
+        Returns None unless they cover more messages than are recorded behind the request's own head."""
         if not request.is_rewritten:
             return None
         # Indexing is deferred to this point, because in most sessions every request has only replies that are recorded
