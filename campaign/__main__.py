@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from campaign.checks import Harm
-from campaign.faults import SILENT
+from campaign.faults import SILENT, Fault
 from campaign.fleet import Fleet, fleet_of
 from campaign.processes import ProgramStarter, program_starter
 from campaign.run import GROUPS, Run, RunReport
@@ -69,14 +69,24 @@ async def one_run(
     program: str = "campaign.service",
     fleet: Fleet | None = None,
     silent: int = SILENT,
+    faults: Sequence[Fault] | None = None,
     cluster: Cluster | None = None,
 ) -> RunReport:
-    """Run once and return the report. Without a `cluster` the store is SQLite; without a `fleet` the seed's fleet is
-    used. The folder is removed unless there is a finding or the run itself fails."""
+    """Run once and return the report. Without a `cluster` the store is SQLite; without a `fleet` or `faults` the seed's
+    are used. The folder is removed unless there is a finding or the run itself fails."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     fleet = fleet_of(seed) if fleet is None else fleet
-    run = Run(starter, seed, folder, groups=groups, program=program, fleet=fleet, silent=silent, cluster=cluster)
-    report = await run.run()
+    report = await Run(
+        starter,
+        seed,
+        folder,
+        groups=groups,
+        program=program,
+        fleet=fleet,
+        silent=silent,
+        faults=faults,
+        cluster=cluster,
+    ).run()
     if report.findings:
         return msgspec.structs.replace(report, folder=str(folder))
     await asyncio.to_thread(shutil.rmtree, folder)

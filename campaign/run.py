@@ -137,7 +137,8 @@ class Progress:
 
 class Run:
     """One run, to be used once (`await Run(...).run()`), with a folder of its own. `program` is the module of the
-    service; `silent` is the number of long silences, each of which takes a minute."""
+    service; `silent` is the number of long silences, each of which takes a minute. `faults` replace those of the
+    seed."""
 
     def __init__(
         self,
@@ -149,6 +150,7 @@ class Run:
         program: str,
         fleet: Fleet,
         silent: int = SILENT,
+        faults: Sequence[Fault] | None = None,
         cluster: Cluster | None = None,
     ) -> None:
         self._starter = starter
@@ -168,7 +170,7 @@ class Run:
         """All processes of nodes so far, without those of the services."""
         kinds = ON_SQLITE if cluster is None else ON_POSTGRESQL
         kinds += (*ON_NODES,) * fleet.several + ON_MACHINES * bool(fleet.machines)
-        self._faults = draw_faults(self._rng, kinds, silent=silent)
+        self._faults = draw_faults(self._rng, kinds, silent=silent) if faults is None else faults
         self._machines_leave = self._rng.random() < 0.5
         """True if joined machines leave before the service ends, False if they leave after its end."""
         self._left_out: list[str] = []

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import tomllib
 import zipfile
@@ -23,6 +22,7 @@ import yaml
 
 from docs.pages import Block, page
 from outrider.config import Config, load_config
+from support.environments import environment_with
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # the first test also waits for what is installed
 
@@ -151,13 +151,7 @@ def helm() -> str:
 @pytest.fixture(scope="module")
 def validator() -> str:
     """The Python of an environment with Kubernetes' schemas; skips with the reason where it cannot be made."""
-    python = ENVIRONMENT / "bin" / "python"
-    if not python.exists():
-        run(sys.executable, "-m", "venv", str(ENVIRONMENT)).check_returncode()
-    done = run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", VALIDATOR)
-    if done.returncode:
-        pytest.skip(f"{VALIDATOR} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
-    return str(python)
+    return environment_with(ENVIRONMENT, [VALIDATOR])
 
 
 def run(*command: str, cwd: Path = ROOT, stdin: str = "") -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from support.environments import environment_with
+
 pytestmark = pytest.mark.real
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,14 +34,8 @@ def fitting_python() -> str:
 
 @pytest.mark.timeout(600)
 def test_harbors_own_package_agrees_with_us() -> None:
-    if not (ENVIRONMENT / "bin" / "python").exists():
-        subprocess.run([fitting_python(), "-m", "venv", str(ENVIRONMENT)], check=True)
-    python = str(ENVIRONMENT / "bin" / "python")
-    for wanted in (["--no-deps", HARBOR], [*NEEDS, "--editable", f"{ROOT}[parquet]"]):
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
-        done = subprocess.run(install, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"Harbor cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    environment_with(ENVIRONMENT, [HARBOR], "--no-deps", python=fitting_python())
+    python = environment_with(ENVIRONMENT, [*NEEDS, "--editable", f"{ROOT}[parquet]"])
     tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/harbor_tasks/test_parity.py"]
     done = subprocess.run(tests, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

