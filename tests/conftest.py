@@ -31,7 +31,7 @@ ALWAYS: dict[str, Any] = {
 # `make test`: the same few examples on every machine. `make test-deep`: many, and others each time; a failure prints
 # how to try its example again.
 settings.register_profile("fast", max_examples=25, derandomize=True, **ALWAYS)
-settings.register_profile("deep", max_examples=500, print_blob=True, **ALWAYS)
+settings.register_profile("deep", max_examples=200, print_blob=True, **ALWAYS)
 settings.load_profile("fast")  # unless --hypothesis-profile names the other
 
 
