@@ -35,7 +35,7 @@ def defines(path: Path, name: str) -> bool:
     text = path.read_text()
     if path.suffix == ".py":
         return name in definitions(ast.parse(text).body)
-    return any(line.startswith(f"{name} =") for line in text.splitlines())
+    return any(line.startswith((f"{name} =", f"{name}() {{")) for line in text.splitlines())
 
 
 @pytest.mark.parametrize(("file", "name"), ROWS)

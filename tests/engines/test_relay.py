@@ -155,9 +155,8 @@ async def test_a_hundred_cut_connections_lose_double_and_mix_up_nothing() -> Non
 @pytest.mark.deep
 @pytest.mark.parametrize("window", [1, 3, 64])
 @pytest.mark.parametrize("most", [2000, 6000, 100_000])
-@pytest.mark.parametrize("seed", range(3))
-async def test_connections_cut_in_many_ways_lose_double_and_mix_up_nothing(seed: int, most: int, window: int) -> None:
-    await cut_a_hundred_times(seed=seed, most=most, window=window)
+async def test_connections_cut_in_many_ways_lose_double_and_mix_up_nothing(most: int, window: int) -> None:
+    await cut_a_hundred_times(seed=0, most=most, window=window)
 
 
 async def cut_a_hundred_times(*, seed: int, most: int, window: int) -> None:

@@ -117,14 +117,15 @@ async def test_sessions_run_in_both_processes_and_have_their_own_tokens(start: S
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("weights", [None, "weights"], ids=["trainer loads", "engines load"])
+@pytest.mark.parametrize(
+    ("forwarded", "weights"),
+    [(True, "weights"), (False, None)],  # the stamping engine's server cannot load weights
+    ids=["forwarded, which loads them", "vllm, into which the trainer loads them"],
+)
 @pytest.mark.parametrize("mode", ["finish", "abort"])
-@pytest.mark.parametrize("forwarded", [True, False], ids=["forwarded", "vllm"])
 async def test_updates_in_the_middle_of_sessions(
     start: Starts, tokenizer: Path, mode: Any, weights: str | None, forwarded: bool
 ) -> None:
-    if weights is not None and not forwarded:
-        pytest.skip("the stamping engine's server cannot load weights")
     engines = [StampingEngine(tokenizer, name=f"engine-{number}", length=LENGTH) for number in range(2)]
     caches = [PrefixCache() for _ in engines]
     async with AsyncExitStack() as stack:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import outrider
 from outrider.harnesses.install import install
+from support.later import safetensors
 
 from .vllm_cpu import CONTEXT_TOKENS, VllmServer, vllm_server
 
@@ -73,12 +73,12 @@ def roomy_policy(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 def make_synonyms(folder: Path, synonyms: Mapping[str, str]) -> None:
     """Give each key's token the row of its value's in the tied embedding: the model reads and says both alike."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    weights = load_file(folder / "model.safetensors")
+    weights = safetensors.load_file(folder / "model.safetensors")
     rows = weights["model.embed_tokens.weight"]
     for word, meaning in synonyms.items():
         (row,), (like,) = (tokenizer.encode(text, add_special_tokens=False).ids for text in (word, meaning))
         rows[row] = rows[like]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    safetensors.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -11,9 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider.trajectory import LogprobKind, Sample
+from support.later import torch
 
 Span = tuple[int, int]
 

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
-from safetensors.torch import load_file, save_file
 
 from outrider.engines.adapters.vllm import VLLMEngine
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, SamplingParams
@@ -22,6 +21,7 @@ from outrider.engines.pool.pool import EnginePool
 from outrider.errors import EngineError, EngineRejected
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason
+from support.later import safetensors
 from support.reference_llama import ReferenceLlama
 
 from .vllm_cpu import VllmServer, vllm_server
@@ -41,9 +41,9 @@ def untied_policy(roomy_policy: Path, tmp_path_factory: pytest.TempPathFactory) 
     shutil.copytree(roomy_policy, folder)
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
+    weights = safetensors.load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    safetensors.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -52,8 +52,10 @@ def other_policy(untied_policy: Path, tmp_path_factory: pytest.TempPathFactory) 
     """The policy with all its weights 5 % larger."""
     folder = tmp_path_factory.mktemp("other") / "policy"
     shutil.copytree(untied_policy, folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: tensor * 1.05 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    weights = safetensors.load_file(folder / "model.safetensors")
+    safetensors.save_file(
+        {name: tensor * 1.05 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
     return folder
 
 
@@ -99,8 +101,8 @@ async def test_generations_go_on_with_the_reloaded_weights(
     ones': no key or value of the old weights is left."""
     tokenizer = Tokenizer.load(untied_policy)
     prompt = tokenizer.encode(PROMPT)
-    old = ReferenceLlama(untied_policy, load_file(untied_policy / "model.safetensors"))
-    new = ReferenceLlama(untied_policy, load_file(other_policy / "model.safetensors"))
+    old = ReferenceLlama(untied_policy, safetensors.load_file(untied_policy / "model.safetensors"))
+    new = ReferenceLlama(untied_policy, safetensors.load_file(other_policy / "model.safetensors"))
     async with EnginePool(vocabulary=tokenizer.vocabulary, text=tokenizer.stream) as pool, asyncio.TaskGroup() as group:
         await pool.add_engine(engine)
         begun = asyncio.Event()

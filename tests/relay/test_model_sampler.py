@@ -19,10 +19,10 @@ from outrider.relay import Worker
 from outrider.relay.hf import ModelSampler
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, VersionSpan
+from support.later import torch
 from support.relay import AT_ONCE, relay_served
 from support.tokenizer import write_tokenizer
 
-torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 400

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["anthropic", "genai", "openai", "torch"]
+__all__ = ["anthropic", "genai", "openai", "safetensors", "torch"]
 
 
 class Later:
@@ -27,7 +27,9 @@ class Later:
 if TYPE_CHECKING:
     import anthropic
     import openai
+    import safetensors.torch as safetensors
     import torch
     from google import genai
 else:
-    anthropic, genai, openai, torch = map(Later, ("anthropic", "google.genai", "openai", "torch"))
+    anthropic, genai, openai = map(Later, ("anthropic", "google.genai", "openai"))
+    safetensors, torch = map(Later, ("safetensors.torch", "torch"))

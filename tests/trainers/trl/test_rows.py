@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from outrider.schemas import GroupView, SessionView
 from outrider.trainers.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_state, service_reward
 from outrider.trainers.weights import PolicyWeights
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
+from support.later import torch
 
 from .world import BareTrainer, Trainer, simulated
 
-torch = pytest.importorskip("torch")
-PARAMETERS = {"model.norm.weight": torch.ones(3)}
+
+def parameters() -> dict[str, Any]:
+    return {"model.norm.weight": torch.ones(3)}
 
 
 def task(number: int) -> dict[str, Any]:
@@ -127,7 +129,7 @@ def test_a_group_that_cannot_be_trained_on_is_refused() -> None:
 
 
 def test_every_batch_is_full_of_groups_that_teach_something(tmp_path: Path) -> None:
-    trainer = Trainer(PARAMETERS)
+    trainer = Trainer(parameters())
     with (
         simulated(even, version=7) as client,
         PolicyWeights(client, tmp_path, keep=2) as weights,
@@ -152,7 +154,7 @@ def test_every_batch_is_full_of_groups_that_teach_something(tmp_path: Path) -> N
 
 
 def test_weights_are_published_once_for_a_step(tmp_path: Path) -> None:
-    trainer = Trainer(PARAMETERS)
+    trainer = Trainer(parameters())
     with (
         simulated(even) as client,
         PolicyWeights(client, tmp_path, mode="abort") as weights,
@@ -166,7 +168,7 @@ def test_weights_are_published_once_for_a_step(tmp_path: Path) -> None:
 
 
 def test_a_checkpoints_sampler_goes_on_where_it_was(tmp_path: Path) -> None:
-    trainer = Trainer(PARAMETERS)
+    trainer = Trainer(parameters())
     seen: list[int] = []
 
     def noting(task: Mapping[str, Any], index: int, version: int) -> Played:
@@ -192,14 +194,14 @@ def test_a_checkpoints_sampler_goes_on_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trainer", "rows", "complaint"),
     [
-        (BareTrainer(PARAMETERS), 4, "ServiceLogprobs"),
-        (Trainer(PARAMETERS, processes=2), 4, "2 processes"),
-        (Trainer(PARAMETERS), 6, "multiple of num_generations, 4"),
-        (Trainer({"base_model.model.norm.lora_A": torch.ones(1)}), 4, "adapter"),
+        (lambda: BareTrainer(parameters()), 4, "ServiceLogprobs"),
+        (lambda: Trainer(parameters(), processes=2), 4, "2 processes"),
+        (lambda: Trainer(parameters()), 6, "multiple of num_generations, 4"),
+        (lambda: Trainer({"base_model.model.norm.lora_A": torch.ones(1)}), 4, "adapter"),
     ],
 )
 def test_a_trainer_that_would_train_on_something_else_is_refused(
-    trainer: BareTrainer, rows: int, complaint: str, tmp_path: Path
+    trainer: Callable[[], BareTrainer], rows: int, complaint: str, tmp_path: Path
 ) -> None:
     with (
         simulated(even) as client,
@@ -207,12 +209,12 @@ def test_a_trainer_that_would_train_on_something_else_is_refused(
         Rollouts(client, task, weights) as rollouts,
         pytest.raises(InvalidField) as raised,
     ):
-        rollouts([""] * rows, trainer)
+        rollouts([""] * rows, trainer())
     assert complaint in f"{raised.value.message} {raised.value.hint}"
 
 
 def test_vllm_inside_the_trainer_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(PARAMETERS)
+    trainer = Trainer(parameters())
     trainer.use_vllm = True
     with (
         simulated(even) as client,
@@ -235,11 +237,11 @@ def test_tasks_that_are_used_up_are_said_to_be(tmp_path: Path) -> None:
         Rollouts(client, three, weights) as rollouts,
         pytest.raises(ServiceError, match="2 of 3 groups are left"),
     ):
-        rollouts([""] * 12, Trainer(PARAMETERS))
+        rollouts([""] * 12, Trainer(parameters()))
 
 
 def test_an_evaluation_has_tasks_of_its_own_and_no_filter(tmp_path: Path) -> None:
-    trainer = Trainer(PARAMETERS)
+    trainer = Trainer(parameters())
     trainer.model.training = False
     with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
         with Rollouts(client, task, weights) as rollouts, pytest.raises(InvalidField, match="no tasks for it"):
@@ -251,7 +253,7 @@ def test_an_evaluation_has_tasks_of_its_own_and_no_filter(tmp_path: Path) -> Non
 
 
 def test_an_evaluation_of_several_batches_goes_through_the_tasks(tmp_path: Path) -> None:
-    trainer = Trainer(PARAMETERS)
+    trainer = Trainer(parameters())
     trainer.model.training = False
     asked: list[int] = []
 
@@ -280,7 +282,7 @@ def test_a_trainer_goes_on_with_a_service_that_begins_anew(tmp_path: Path) -> No
         PolicyWeights(client, tmp_path) as weights,
         Rollouts(client, task, weights, state=state) as rollouts,
     ):
-        rollouts([""] * 8, Trainer(PARAMETERS))
+        rollouts([""] * 8, Trainer(parameters()))
         assert weights.version == 58
         assert rollouts.history[0].staleness_max == 0
 
@@ -290,7 +292,7 @@ def test_folders_of_an_earlier_run_are_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "version-4").mkdir()
     (tmp_path / "version-x").mkdir()
     with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
-        assert [weights.publish(PARAMETERS.items()) for _ in range(2)] == [5, 6]
+        assert [weights.publish(parameters().items()) for _ in range(2)] == [5, 6]
 
 
 def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> None:
@@ -299,7 +301,7 @@ def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
         with pytest.raises(RuntimeError, match="share memory"):
             weights.publish([("one", shared), ("two", shared)])
         assert (weights.version, list(tmp_path.iterdir()), client.policy().version) == (-1, [], 0)
-        assert weights.publish(PARAMETERS.items()) == 1
+        assert weights.publish(parameters().items()) == 1
 
 
 def test_versions_never_go_back_and_configuration_goes_along(tmp_path: Path) -> None:
@@ -308,7 +310,7 @@ def test_versions_never_go_back_and_configuration_goes_along(tmp_path: Path) -> 
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (model / name).write_text(name)
     with simulated(even, version=41) as client, PolicyWeights(client, model=model, keep=1) as weights:
-        assert [weights.publish(PARAMETERS.items()) for _ in range(2)] == [42, 43]
+        assert [weights.publish(parameters().items()) for _ in range(2)] == [42, 43]
         folder = weights.folder(43)
         assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
         assert (folder / "model.safetensors").read_bytes() != b"model.safetensors"

@@ -15,7 +15,7 @@ from outrider.errors import ServiceError
 from outrider.trainers.trl import RolloutWorker
 from outrider.trainers.weights import PolicyWeights
 
-from .test_rows import PARAMETERS, even, group, sample, task
+from .test_rows import even, group, parameters, sample, task
 from .world import simulated
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore")]
@@ -37,12 +37,12 @@ def test_every_row_that_trains_has_the_advantage_of_its_session(tmp_path: Path) 
 def test_rows_carry_the_trainers_versions(tmp_path: Path) -> None:
     with simulated(even, version=40) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=4, inflight=2, buffered=8)
-        weights.publish(PARAMETERS.items())
+        weights.publish(parameters().items())
         worker.update_model_version(1)
         worker.start()
         rows = [worker.rollout_buffer.get(timeout=30) for _ in range(12)]
         worker.check_health(30.0)
-        weights.publish(PARAMETERS.items())
+        weights.publish(parameters().items())
         worker.update_model_version(2)
         while (row := worker.rollout_buffer.get(timeout=30)).model_version == 1:
             rows.append(row)
