@@ -72,10 +72,11 @@ def test_a_start_imports_nothing_that_the_process_does_not_need(process: str) ->
     assert not unneeded & modules_after(code)
 
 
-async def test_a_service_imports_nothing_that_it_does_not_need(tmp_path: Path) -> None:
-    """The service is a real process, because its event loop has threads, with which `outrider.tokens.rendering` would
-    import more."""
-    process = await program("serve", *flags(tmp_path), env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"})
+async def test_a_service_and_its_nodes_import_nothing_that_they_do_not_need(tmp_path: Path) -> None:
+    """All are real processes, which have threads, and with these `outrider.tokens.rendering` imports more."""
+    process = await program(
+        "serve", *flags(tmp_path), "--processes", "2", env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    )
     assert process.stdout is not None
     assert (await process.stdout.readline()).startswith(b"outrider is ready at ")
     process.send_signal(signal.SIGTERM)
@@ -83,7 +84,7 @@ async def test_a_service_imports_nothing_that_it_does_not_need(tmp_path: Path) -
     imported = {
         line.split(b"|")[-1].strip().decode() for line in times.splitlines() if line.startswith(b"import time:")
     }
-    assert imported >= {"fastapi", "renderers"}
+    assert imported >= {"fastapi", "renderers", "outrider.nodes.service_proxy"}
     assert not imported & NEVER
     assert not imported & {
         *("aiohttp", "outrider.client.client", "outrider.tasks", "outrider.trainers"),

@@ -1,15 +1,18 @@
-"""The environment of this process. Only this module reads the environment; `config.py` builds a service's settings from
-the environment."""
+"""The environment of this process: its variables, its machine and the installed packages. Only this module reads the
+variables; `config.py` builds a service's settings from them."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 """The address of the service for clients that are given no other, not even in the variable OUTRIDER_URL."""
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def variables() -> Mapping[str, str]:
@@ -21,6 +24,24 @@ def environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
+@cache
+def installed_version(distribution: str) -> str:
+    """Return the version of an installed distribution, such as "outrider". The result is cached, because each lookup
+    parses the distribution's description, which takes several milliseconds, and needs a descriptor. Raises
+    PackageNotFoundError of `importlib.metadata`."""
+    from importlib.metadata import version  # late, because few programs need it
+
+    return version(distribution)
+
+
+def host_id() -> str:
+    """Return an id of this machine's boot and network namespace, or "" if the id cannot be read."""
+    try:
+        return f"{BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
 def installer_variables() -> dict[str, str]:
     """Return the variables for pip, uv, npm and interpreters that Outrider runs to install a program: the basics, and
     how to reach a package registry. Secrets of this process, such as OUTRIDER_* or AWS_*, are not among them."""
@@ -29,7 +50,7 @@ def installer_variables() -> dict[str, str]:
 
 _INSTALLER_NAME = re.compile(
     r"PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|XDG_\w+|PYENV_ROOT|LD_LIBRARY_PATH"
-    r"|(?i:PIP_|UV_(?!PUBLISH_)|NPM_CONFIG_)\w+|(?i:(?:HTTPS?|ALL|NO)_PROXY)|NETRC"
+    r"|(?i:PIP_|UV_(?!PUBLISH_))\w+|(?i:NPM_CONFIG_).+|(?i:(?:HTTPS?|ALL|NO)_PROXY)|NETRC"
     r"|SSL_CERT_(?:FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|NODE_EXTRA_CA_CERTS"
 )
 

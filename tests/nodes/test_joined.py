@@ -304,7 +304,7 @@ async def test_who_may_not_join_is_told_why(
     start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str | None, error: Any, says: str
 ) -> None:
     if token == "version":
-        monkeypatch.setattr(joined, "version", lambda _: "0.0.0")
+        monkeypatch.setattr(joined, "installed_version", lambda _: "0.0.0")
     async with start(processes=0, token="root") as running:
         if token in ("submit", "version", "name"):
             role: Any = "submit" if token == "submit" else "node"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from outrider.cli import main
 from outrider.errors import InvalidField
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.rootfs.pull import pull
-from outrider.sandbox.rootfs.store import ImageStore
+from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import BadImage
 from outrider.service.admission import check_group, parse_body
 from outrider.spec import GroupSpec
@@ -110,6 +113,55 @@ async def test_pulls_that_have_waited_for_one_that_failed_fail_with_it(
     with pytest.raises(BadImage):
         await pull("registry/y", "tools/0", store)
     assert len(pulls()) == 2, "a later pull tries again"
+
+
+async def test_a_failure_on_another_machine_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that share a store may have other networks and other credentials."""
+    pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.2)
+    machines = map(str, itertools.count())
+    monkeypatch.setattr("outrider.sandbox.rootfs.pull.host_id", lambda: next(machines))
+    store = ImageStore(tmp_path / "images")
+    ends = await asyncio.gather(*(pull("registry/y", f"tools/{n}", store) for n in range(3)), return_exceptions=True)
+    assert [type(end) for end in ends] == [BadImage] * 3
+    assert len(pulls()) == 3
+
+
+async def test_a_full_disk_is_filled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.2)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ImageStore, "import_", full)
+    store = ImageStore(tmp_path / "images")
+    ends = await asyncio.gather(*(pull("registry/x", f"tools/{n}", store) for n in range(3)), return_exceptions=True)
+    assert sorted(type(end).__name__ for end in ends) == ["BadImage", "BadImage", "OSError"]
+    assert all("No space left on device" in str(end) for end in ends)
+    assert len(pulls()) == 1
+
+
+async def test_a_cancelled_pull_ends_after_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread cannot be cancelled. It must not read a folder that is gone, or run beside the next pull."""
+    fake_skopeo(tmp_path, monkeypatch, seconds=0.0)
+    importing, go_on = threading.Event(), threading.Event()
+    import_ = ImageStore.import_
+
+    def slow(store: ImageStore, path: Path, name: str) -> RootImage:
+        importing.set()
+        assert go_on.wait(30)
+        return import_(store, path, name)
+
+    monkeypatch.setattr(ImageStore, "import_", slow)
+    store = ImageStore(tmp_path / "images")
+    pulling = asyncio.create_task(pull("registry/x", "one", store))
+    await asyncio.to_thread(importing.wait)
+    pulling.cancel()
+    await asyncio.sleep(0.1)
+    assert not pulling.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await pulling
+    assert store.names() == {"one"}
 
 
 def test_a_task_may_name_an_image_that_is_there(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from importlib.metadata import version
 
 import msgspec
 from fastapi import FastAPI, Response
@@ -26,6 +25,7 @@ from outrider.api.gateway_server import HttpServer, listener_at, running, servin
 from outrider.api.openapi import describe
 from outrider.config import TlsConfig
 from outrider.engines.relay.messages import MAX_TO_SERVICE
+from outrider.environment import installed_version
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceStopping
 from outrider.service.readiness import StoreReadiness
 from outrider.service.service import Service
@@ -93,7 +93,7 @@ def control_app(service: Service) -> FastAPI:
     """Return the application of the control API, without access control."""
     app = FastAPI(
         title="Outrider",
-        version=version("outrider"),
+        version=installed_version("outrider"),
         description="Agent rollouts as a service for reinforcement learning.",
         openapi_url=None,
         docs_url=None,

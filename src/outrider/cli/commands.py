@@ -209,9 +209,9 @@ def _load(place: str) -> Callable[..., None]:
 def _version(given: bool) -> None:
     if given:
         # The import is here, because it takes 30 ms, and no other command needs it.
-        from importlib.metadata import version
+        from outrider.environment import installed_version
 
-        typer.echo(f"outrider {version('outrider')}")
+        typer.echo(f"outrider {installed_version('outrider')}")
         raise typer.Exit
 
 

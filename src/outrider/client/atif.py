@@ -8,9 +8,9 @@ tokenized again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
+from outrider.environment import installed_version
 from outrider.messages import Role
 from outrider.trajectory import ChatRow, LogprobKind, Sample
 
@@ -56,7 +56,7 @@ def trajectory(sample: Sample, row: ChatRow) -> Trajectory:
         "schema_version": SCHEMA,
         "session_id": sample.session_id,
         "trajectory_id": f"{sample.session_id}-{sample.attempt}-{sample.row}",
-        "agent": {"name": "outrider", "version": version("outrider"), **tools},
+        "agent": {"name": "outrider", "version": installed_version("outrider"), **tools},
         "steps": numbered,
         "final_metrics": {
             "total_prompt_tokens": sum(start for start, _ in sample.turn_spans),

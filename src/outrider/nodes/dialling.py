@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -19,8 +18,8 @@ import aiohttp
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.retries import RetryPolicy
 from outrider.engines.relay.messages import MAX_TO_WORKER
+from outrider.environment import host_id, installed_version
 from outrider.errors import UNREADABLE, Conflict, EngineMisbehaved, Forbidden, NotFound, OutriderError, Unauthorized
-from outrider.nodes.joined_settings import host_id
 from outrider.nodes.messages import MAX_MESSAGE, WELCOME, Join, NodeHello
 from outrider.nodes.remote_node import SILENCE_SECONDS
 from outrider.wire.client_socket import ClientSocket, dialled
@@ -114,7 +113,7 @@ class Dialled:
             ) as socket:
                 replaced = self.socket.take_over()
                 hello = NodeHello(
-                    version=version("outrider"),
+                    version=installed_version("outrider"),
                     instance=self._instance,
                     machine=join.machine,
                     host=host_id(),

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection
-from importlib.metadata import version
 from typing import Self
 
 import msgspec
@@ -21,8 +20,9 @@ from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Feed
 from outrider.config import Config
 from outrider.engines.pool.leader import pool_state
+from outrider.environment import host_id, installed_version
 from outrider.errors import UNREADABLE, ErrorRecord, storable
-from outrider.nodes.joined_settings import host_id, settings_for_node
+from outrider.nodes.joined_settings import settings_for_node
 from outrider.nodes.messages import HELLO, MAX_FROM_NODE, MAX_HELLO, NodeHello, NodeWelcome
 from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.remote_node import RemoteNode, ServiceParts
@@ -57,7 +57,7 @@ class JoinedNodes:
         self.room = Feed[None]()
         """Publishes when a node can run more sessions than before."""
         self._config = config
-        self._version = version("outrider")
+        self._version = installed_version("outrider")
         self._parts = parts
         self._publisher = publisher
         self._own = own

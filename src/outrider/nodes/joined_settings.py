@@ -8,7 +8,6 @@ checked on the node's machine.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,8 +23,6 @@ from outrider.sessions.resources import Capacity
 from outrider.tokens.rendering.tokenizer import FILES
 
 M = TypeVar("M", ModelConfig, FrozenConfig)
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:
@@ -76,14 +73,6 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
         yield msgspec.structs.replace(
             told, config=config.model_dump_json().encode(), path=own.path, level=own.level, file=own.file, folders={}
         )
-
-
-def host_id() -> str:
-    """Return an id of this machine's boot and network namespace, or "" if the id cannot be read."""
-    try:
-        return f"{BOOT_ID.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return ""
 
 
 def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str, str]:

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from importlib.metadata import version
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +22,7 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
+from outrider.environment import installed_version
 from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field
 from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
@@ -101,7 +101,7 @@ class Service:
     ) -> None:
         self.config = config
         self._paths = paths
-        self._version = version("outrider")  # read now, because later no descriptor may be free for the file
+        self._version = installed_version("outrider")  # read now, because later no descriptor may be free for the file
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -225,16 +225,28 @@ class PoolReply(Generic[T]):
                 if given.finish is not None:
                     return
                 self._end_part(attempt, cut)
+            # An error that is still a variable of this function when it is raised forms a cycle with its traceback,
+            # which keeps the call's request in memory until a garbage collection.
             except EngineUnavailable as error:
-                self._fail_over(attempt, error)
-            except (EngineMisbehaved, ContextOverflow) as error:
-                self._mistrust(attempt, asked, error)
+                if not self._fails_over(attempt, error):
+                    raise
+            except EngineMisbehaved as error:
+                if not self._fails_over_after(attempt, error):
+                    raise
+            except ContextOverflow as error:
+                context = calls.context or member.health.context_tokens
+                fault = overflow_fault(member.name, asked, context, error)
+                try:
+                    if fault is None:  # the engine is right to refuse the prompt
+                        raise
+                    if not self._fails_over_after(attempt, fault):
+                        raise fault from error
+                finally:
+                    del fault
             except OutriderError:
                 raise
             except Exception as error:  # an engine's code may raise any error
-                mistake = mistake_of(member.name, error)
-                calls.health.mark_suspect(member, mistake, self._request)
-                raise mistake from error
+                raise self._mistake(member, error) from error
             finally:
                 attempt.end()
             if self._continued is not None:
@@ -277,8 +289,8 @@ class PoolReply(Generic[T]):
         """Record the tokens of an engine whose reply goes on as a new request. `last` is the engine's last chunk."""
         self._to_continue().cut(cast(TokenCheck, attempt.check).ids, last, attempt.version)
 
-    def _fail_over(self, attempt: _Attempt, error: EngineUnavailable) -> None:
-        """Note that the engine has failed. Raises the error if no other engine can take over."""
+    def _fails_over(self, attempt: _Attempt, error: EngineUnavailable) -> bool:
+        """Note that the engine has failed. Returns True if another engine can take over."""
         calls, member, gate, now = self._calls, attempt.member, self._calls.gate, loop_time()
         silent = isinstance(error, EngineSilent)
         if silent:  # not marked as failed here: the silence watch does this, unless only this call was lost
@@ -291,24 +303,21 @@ class PoolReply(Generic[T]):
         ended_it = gate.mode is not None or attempt.cuts != gate.cuts
         if (ended_it or (silent and self._failed <= FAILOVERS)) and self._cuttable is not None:
             self._end_part(attempt, None)
-        elif attempt.begun or now >= self._give_up_at or self._failed > max(FAILOVERS, len(calls.members)):
-            raise error
+            return True
+        return not attempt.begun and now < self._give_up_at and self._failed <= max(FAILOVERS, len(calls.members))
 
-    def _mistrust(self, attempt: _Attempt, asked: AnyRequest, error: EngineMisbehaved | ContextOverflow) -> None:
-        """Note that the engine has sent an impossible reply, or has refused a prompt that fits. Raises the error if the
-        engine is right to refuse the prompt, or if no other engine can take over."""
+    def _mistake(self, member: EngineRecord, error: Exception) -> EngineMisbehaved:
+        """Note that the engine's code has raised an error of its own, and return the error to raise."""
+        mistake = mistake_of(member.name, error)
+        self._calls.health.mark_suspect(member, mistake, self._request)
+        return mistake
+
+    def _fails_over_after(self, attempt: _Attempt, fault: EngineMisbehaved) -> bool:
+        """Note that the engine has misbehaved. Returns True if another engine can take over."""
         calls, member = self._calls, attempt.member
-        fault: EngineMisbehaved | None
-        if isinstance(error, ContextOverflow):
-            fault = overflow_fault(member.name, asked, calls.context or member.health.context_tokens, error)
-            if fault is None:
-                raise error
-        else:
-            fault = error
         calls.health.mark_suspect(member, fault, self._request)
         self._failed += 1
-        if attempt.begun or self._failed > FAILOVERS or not calls.placement.has_unsuspected(member.takes_tokens):
-            raise fault from (None if fault is error else error)
+        return not attempt.begun and self._failed <= FAILOVERS and calls.placement.has_unsuspected(member.takes_tokens)
 
 
 class _Attempt:

@@ -9,8 +9,6 @@ answer.
 from __future__ import annotations
 
 import asyncio
-import functools
-import importlib.metadata
 import importlib.util
 import os
 import signal
@@ -25,6 +23,7 @@ import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.turns import Turns
+from outrider.environment import installed_version
 from outrider.errors import EvaluatorError, InvalidField
 from outrider.evaluators.base import OffTheClock
 from outrider.evaluators.checks.zygote import LIMITS
@@ -63,10 +62,6 @@ main(module)
 checks do not need."""
 
 
-version = functools.cache(importlib.metadata.version)
-"""Returns the version of a distribution by its name. Cached, because the lookup reads a file."""
-
-
 class Library(msgspec.Struct, frozen=True, kw_only=True):
     """A library for checking answers. `distribution` is the name on PyPI. `packages` are the imported packages.
     `install` is the argument of `pip install`. `checks` is the name of the module that uses the library."""
@@ -87,7 +82,7 @@ class Library(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """Return the name and version, as printed in verdicts."""
-        return f"{self.distribution} {version(self.distribution)}"
+        return f"{self.distribution} {installed_version(self.distribution)}"
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):

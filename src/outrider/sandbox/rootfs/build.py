@@ -14,13 +14,12 @@ import subprocess
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
 from outrider.concurrency.build_once import build_once
-from outrider.environment import cache_home
+from outrider.environment import cache_home, installed_version
 from outrider.errors import LOG_TAIL, RuntimeUnavailable
 from outrider.sandbox.rootfs.recipe import Definition, Recipe, definition_of, local_base
 from outrider.sandbox.rootfs.store import ImageStore
@@ -80,7 +79,7 @@ class Builder:
         since = time.time() if reuse is Reuse.SCRATCH else 0.0
         whole = definition_of(recipe, self._store)
         if reuse is not Reuse.LOCK:
-            return self._built(whole.key("versioned", version("outrider")), whole, since=since)
+            return self._built(whole.key("versioned", installed_version("outrider")), whole, since=since)
         installed = msgspec.structs.replace(whole, files=(), env={}, commands=())
         key = installed.key("lock")
         base = self._built(key, installed)

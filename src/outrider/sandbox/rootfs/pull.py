@@ -16,11 +16,13 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 import msgspec
 
-from outrider.errors import InvalidField, NotFound, RuntimeUnavailable
+from outrider.concurrency.cancellation import shielded
+from outrider.environment import host_id
+from outrider.errors import InvalidField, NotFound, RuntimeUnavailable, described
 from outrider.sandbox.rootfs.store import ImageStore, RootImage, checked_name
 from outrider.sandbox.rootfs.unpack import BadImage
 
@@ -32,6 +34,7 @@ LOOK_SECONDS = 0.2
 async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     """Import the image of a reference such as `docker.io/library/python:3.12`. A cancellation kills skopeo. If another
     process or task of this user is pulling the same reference, wait for its end, and use its image or fail as it did.
+    Only failures on this machine count, because another machine may have another network and other credentials.
 
     Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
     needs more than PULL_SECONDS, or if the image cannot be imported."""
@@ -48,39 +51,44 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
             f"{reference!r} is not an image reference", field="reference", hint="such as docker.io/library/debian"
         )
     # The puller locks this file, empties it, and at the end writes the outcome.
-    with store.pull_file(reference).open("a+") as record:
+    with store.pull_file(reference).open("a+b") as record:
         before = os.fstat(record.fileno()).st_mtime_ns
         await _lock(record)
         record.seek(0)
         if (outcome := record.read()) and os.fstat(record.fileno()).st_mtime_ns != before:
             # A pull that was running when this one began has ended.
             ended = msgspec.json.decode(outcome, type=PullOutcome)
-            if ended.failure:
-                raise BadImage(ended.failure)
-            with suppress(NotFound):  # the image has been removed since
-                return await asyncio.to_thread(store.give, name, ended.digest)
+            if ended.failure and ended.host == host_id():
+                raise BadImage(ended.failure, hint=ended.hint)
+            if ended.digest:
+                with suppress(NotFound):  # the image has been removed since
+                    return await asyncio.to_thread(store.give, name, ended.digest)
         record.truncate(0)
         try:
             with tempfile.TemporaryDirectory(prefix="outrider-pull-") as folder:
                 layout = Path(folder, "layout")
                 await _download(tool, reference, layout)
-                image = await asyncio.to_thread(store.import_, layout, name)
-        except BadImage as error:
-            record.write(msgspec.json.encode(PullOutcome(failure=error.message)).decode())
+                # Shielded, because a thread cannot be cancelled, and needs the folder and the lock.
+                image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name))
+        except (BadImage, OSError) as error:
+            hint = error.hint if isinstance(error, BadImage) else None
+            record.write(msgspec.json.encode(PullOutcome(failure=described(error), hint=hint, host=host_id())))
             raise
-        record.write(msgspec.json.encode(PullOutcome(digest=image.digest)).decode())
+        record.write(msgspec.json.encode(PullOutcome(digest=image.digest)))
         return image
 
 
 class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a pull, for pulls of the same reference that have waited for its end: the digest of the image, or
-    the message of the failure."""
+    the message and hint of the failure and the machine (`host_id`) on which the pull has failed."""
 
     digest: str = ""
     failure: str = ""
+    hint: str | None = None
+    host: str = ""
 
 
-async def _lock(record: TextIO) -> None:
+async def _lock(record: BinaryIO) -> None:
     """Lock the file. Waits by polling, because a thread that waits in `flock` cannot be cancelled."""
     while True:
         try:

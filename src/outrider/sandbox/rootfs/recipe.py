@@ -11,12 +11,12 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from outrider.environment import installed_version
 from outrider.errors import InvalidField
 from outrider.sandbox.rootfs.archives import digest_of
 from outrider.sandbox.rootfs.store import ImageStore
@@ -100,7 +100,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
             "%files": [*pip, *(f"{file.source} {file.target}" for file in self.files)],
             "%environment": exports,
             "%post": ["set -eu", *exports, *steps] if steps else [],
-            "%labels": [f"outrider.version {version('outrider')}"],
+            "%labels": [f"outrider.version {installed_version('outrider')}"],
         }
         head = [f"{name}: {value}" for name, value in self.header]
         body = [["", title, *(INDENT + line for line in lines)] for title, lines in sections.items() if lines]
