@@ -15,6 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from support.disk import Disk, a_disk
 from support.flaky import pytest_sessionstart, pytest_terminal_summary
+from support.in_memory import use_memory
 
 if TYPE_CHECKING:
     from support.postgresql import PostgresqlServer
@@ -35,8 +36,9 @@ settings.register_profile("deep", max_examples=200, print_blob=True, **ALWAYS)
 settings.load_profile("fast")  # unless --hypothesis-profile names the other
 
 
-def pytest_configure() -> None:
-    """A shell starts what runs in its background deaf to Ctrl-C, which our tests send to programs that they start."""
+def pytest_configure(config: pytest.Config) -> None:
+    use_memory(config)
+    # A shell starts what runs in its background deaf to Ctrl-C, which our tests send to programs that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # what is imported and collected stays: to look through it again and again takes seconds
 
