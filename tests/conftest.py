@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks: see support/flaky.py
 
 PROGRAMS = f"{Path(__file__).parent.name}/real/"
+WITHOUT_PROGRAMS = ("eval", "harbor_folders", "harbor_parity", "human_eval", "release_pairs", "slurm_fleet")
+"""Files in tests/real that drive neither agents nor engines of models. They run beside those that do, so that both
+halves take about as long."""
 
 ALWAYS: dict[str, Any] = {
     # Neither says anything of the code under test on a machine that has other things to do.
@@ -86,7 +89,8 @@ class TwoHalves(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no type
     after the other: what they look for on the machine afterwards must not be another's."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "programs" if nodeid.startswith(PROGRAMS) else "sandboxes"
+        others = tuple(f"{PROGRAMS}test_{name}.py" for name in WITHOUT_PROGRAMS)
+        return "programs" if nodeid.startswith(PROGRAMS) and not nodeid.startswith(others) else "sandboxes"
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
