@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
-from outrider.engines.pool.checks import ContinuedGeneration
+from outrider.engines.pool.continuation import ContinuedGeneration
 from outrider.sessions.calls.call import count_differences
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, VersionSpan

@@ -61,6 +61,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             or self.constraint is not None
         )
 
+    @property
+    def continuable(self) -> bool:
+        """True if a new request that ends with the reply's ids can continue a reply that was cut off, with the same
+        distribution of each token as without the cut.
+
+        Constraints and penalties prevent a continuation: an engine applies a constraint from the start of the new
+        output, and computes presence and frequency penalties only from the tokens of the new output.
+        """
+        return self.constraint is None and self.presence_penalty == 0 and self.frequency_penalty == 0
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation. `request_id` is unique and of fixed length; `session_key` groups a session's turns

@@ -18,14 +18,13 @@ import msgspec
 
 from outrider.engines.base import AnyRequest, ChatChunk, ChatRequest, Chunk, GenerateRequest, chunks_of
 from outrider.engines.pool.checks import (
-    ContinuedGeneration,
     TokenCheck,
     check_ids,
     check_of,
-    continuable,
     mistake_of,
     overflow_fault,
 )
+from outrider.engines.pool.continuation import ContinuedGeneration
 from outrider.engines.pool.health import HealthChecks
 from outrider.engines.pool.placement import EngineRecord, Placement, ServingEngine, serving
 from outrider.engines.pool.waits import PREFILL_TOKENS_PER_SECOND, Overdue, SessionWait, SilenceLimits, loop_time
@@ -91,8 +90,8 @@ class EngineCalls:
     def generate(self, request: GenerateRequest, overdue: Overdue | None = None) -> PoolReply[Chunk]:
         """Generate on the session's engine. Another engine takes over if this engine fails or misbehaves before the
         first chunk. A reply that is cut off later, by a pause of the policy or because its engine stops responding, is
-        continued if the request's sampling allows a continuation (`continuable`). `overdue` records the overdue seconds
-        of the session's waits.
+        continued if the request's sampling allows a continuation (`SamplingParams.continuable`). `overdue` records the
+        overdue seconds of the session's waits.
 
         Raises the errors of `Engine.generate` and of `check_ids`, EngineUnavailable if no engine serves within
         `patience` seconds, and EngineMisbehaved for an impossible reply.
@@ -142,7 +141,7 @@ class PoolReply(Generic[T]):
         self._request = request
         self._overdue = overdue
         tokens = request if isinstance(request, GenerateRequest) else None
-        self._cuttable = tokens if tokens is not None and continuable(tokens.sampling) else None
+        self._cuttable = tokens if tokens is not None and tokens.sampling.continuable else None
         """The request if its reply can be continued after a cut, otherwise None."""
         self._continued: ContinuedGeneration | None = None
         """The reply over all its requests, None while there was no cut."""

@@ -1,24 +1,19 @@
-"""Checks each request and each chunk of a reply, and continues replies that were cut off.
+"""Checks each request and each chunk of a reply.
 
 Chunks are checked because engines are other people's programs, and their output is stored, trained on and shown to
 clients. Requests are checked because some servers, such as SGLang 0.5.17, exit on an id that their model does not have.
-Invariants: no part of an impossible chunk is passed on. A continued reply has exactly the ids, log-probabilities and
-version spans from the engines, each at its position in the whole reply.
+Invariant: no part of an impossible chunk is passed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from hashlib import blake2b
-
-import msgspec
-import numpy as np
+from collections.abc import Sequence
 
 from outrider.engines.base import AnyRequest, ChatChunk, Chunk, EngineHealth, GenerateRequest, SamplingParams
 from outrider.errors import ContextOverflow, EngineMisbehaved, EngineRejected, InvalidField
 from outrider.messages import Message, images_in
-from outrider.tokens.rendering.tokenizer import ANY_IDS, TextStream, Vocabulary
-from outrider.trajectory import FinishReason, VersionSpan
+from outrider.tokens.rendering.tokenizer import ANY_IDS, Vocabulary
+from outrider.trajectory import VersionSpan
 
 ROUNDING = 1e-3
 """The largest value that is accepted as a log-probability. Values slightly above 0 are rounding errors: engines
@@ -49,8 +44,6 @@ LEAST_CONTEXT = 2048
 """The assumed length in tokens of an unknown context. No model that agents use has a shorter context."""
 MESSAGE_TOKENS = 64
 """An upper bound of the number of tokens that a chat template adds to a message or to a tool."""
-MAX_SEED = (1 << 31) - 1
-"""The largest seed of a continued request. Every engine accepts seeds of 31 bits."""
 
 
 def check_ids(request: GenerateRequest, vocabulary: Vocabulary) -> None:
@@ -279,174 +272,3 @@ def _check_versions(engine: str, versions: Sequence[VersionSpan], tokens: int) -
 def _check_count(engine: str, what: str, count: int | None) -> None:
     if count is not None and not 0 <= count <= MAX_COUNT:
         raise EngineMisbehaved(f"engine {engine!r} says {what} = {str(count)[:100]}, which cannot be")
-
-
-def continuable(sampling: SamplingParams) -> bool:
-    """Return True if a new request that ends with the reply's ids can continue the reply, with the same distribution of
-    each token as without the cut.
-
-    Constraints and penalties prevent a continuation: an engine applies a constraint from the start of the new output,
-    and computes presence and frequency penalties only from the tokens of the new output.
-    """
-    return sampling.constraint is None and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0
-
-
-class ContinuedGeneration:
-    """One generation over several requests. `versions` holds the spans of the tokens sampled before the newest request.
-
-    Each new request is for the remaining tokens only, and has its own seed, so that the engine does not repeat the
-    random numbers of the first part. This class searches for stop strings that began before a cut. `text` makes the
-    decoder for this search. If `text` is None, such stop strings are not found.
-    """
-
-    def __init__(self, request: GenerateRequest, text: Callable[[], TextStream] | None) -> None:
-        self.versions: tuple[VersionSpan, ...] = ()
-        self._request = request
-        self._text = text
-        self._sampled: list[int] = []
-        self._cuts = 0
-        self._given = 0  # number of tokens that the newest request has sampled
-        self._cached: int | None = None
-        self._watch: StopWatch | None = None
-
-    def cut(self, ids: Sequence[int], last: Chunk | None, version: int) -> None:
-        """Record that the newest request has sampled `ids` and was cut off. `last` is the engine's last chunk, None if
-        the engine sent none. If `last` has no spans, the tokens have the version `version`."""
-        self._given = len(ids)
-        self.versions = self._joined(last.versions if last else (), version)
-        if last is not None:
-            self._note_cached(last)
-        self._sampled += ids
-        self._given = 0
-        self._cuts += 1
-        stops = self._request.sampling.stop
-        if stops and self._text is not None:
-            self._watch = StopWatch(stops, self._text(), self._sampled)
-
-    def ended(self) -> Chunk | None:
-        """Return the last chunk if the reply was already complete when it was cut off: the engine may have sampled the
-        last token without checking whether the reply ends there. Returns None if the reply has to continue."""
-        sampling, count = self._request.sampling, len(self._sampled)
-        last = self._sampled[-1] if self._sampled else None
-        if last in sampling.stop_token_ids and count > sampling.min_tokens:
-            finish, match = FinishReason.STOP, last
-        elif count >= sampling.max_tokens:
-            finish, match = FinishReason.LENGTH, None
-        else:
-            return None
-        return Chunk(
-            ids=[], logprobs=[], finish=finish, stop_match=match, versions=self.versions, cached_tokens=self._cached
-        )
-
-    def request(self) -> GenerateRequest:
-        """Return the request that continues the reply. Its `request_id` has 32 characters, like every `request_id`."""
-        first, sampling, count = self._request, self._request.sampling, len(self._sampled)
-        name = f"{first.request_id}/{self._cuts}".encode()
-        seed = sampling.seed
-        if seed is not None and count:  # with the same seed the engine would repeat its random numbers
-            digest = blake2b(f"{seed}/{count}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "little") & MAX_SEED
-        return GenerateRequest(
-            request_id=blake2b(name, digest_size=16).hexdigest(),
-            session_key=first.session_key,
-            input_ids=np.concatenate((first.input_ids, np.asarray(self._sampled, dtype=np.int32))),
-            sampling=msgspec.structs.replace(
-                sampling,
-                max_tokens=sampling.max_tokens - count,
-                min_tokens=max(0, sampling.min_tokens - count),
-                seed=seed,
-            ),
-        )
-
-    def take(self, chunk: Chunk, version: int) -> Chunk:
-        """Convert a chunk of the newest request to a chunk of the whole reply. If the engine sends no spans, the
-        request's tokens have the version `version`."""
-        if self._watch is not None and chunk.ids:
-            chunk = self._stopped(chunk, self._watch)
-        self._given += len(chunk.ids)
-        if chunk.prompt_ids is not None:
-            chunk = msgspec.structs.replace(chunk, prompt_ids=self._echo(chunk.prompt_ids))
-        if chunk.prompt_tokens is not None:
-            chunk = msgspec.structs.replace(chunk, prompt_tokens=chunk.prompt_tokens - len(self._sampled))
-        if chunk.finish is None:
-            return chunk
-        self._note_cached(chunk)
-        return msgspec.structs.replace(
-            chunk, versions=self._joined(chunk.versions, version), cached_tokens=self._cached
-        )
-
-    def _note_cached(self, last: Chunk) -> None:
-        if self._cached is None and last.cached_tokens is not None:
-            self._cached = min(last.cached_tokens, len(self._request.input_ids))
-
-    def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
-        """Return the chunk or, if one of its tokens completes a stop string that began before the cut, a last chunk
-        that ends after this token."""
-        for number, token_id in enumerate(chunk.ids, start=1):
-            if (match := watch.push(token_id)) is not None:
-                return msgspec.structs.replace(
-                    chunk,
-                    ids=chunk.ids[:number],
-                    logprobs=chunk.logprobs[:number],
-                    finish=FinishReason.STOP,
-                    stop_match=match,
-                )
-        if watch.over:
-            self._watch = None
-        return chunk
-
-    def _echo(self, reported: list[int]) -> list[int]:
-        """Return the prompt as reported by the engine, without the ids that were sampled before the cut. For each of
-        these ids that the engine reports wrongly or not at all, an additional id 0 is appended: the result is then
-        longer than the prompt, and counts as drift."""
-        length = len(self._request.input_ids)
-        behind = reported[length:]
-        wrong = sum(map(int.__ne__, behind, self._sampled)) + abs(len(behind) - len(self._sampled))
-        return reported[:length] + [0] * wrong
-
-    def _joined(self, versions: tuple[VersionSpan, ...], version: int) -> tuple[VersionSpan, ...]:
-        """Return the version spans of the reply so far. `versions` are the spans of the newest request. Without spans,
-        its tokens have the version `version`."""
-        start, count = len(self._sampled), self._given
-        spans = list(self.versions)
-        for span in versions or (VersionSpan(version, 0, count),):
-            end = min(span.end, count)  # a stop string that spans the cut ends the reply earlier than the engine does
-            if end <= span.start:
-                continue
-            if spans and spans[-1].version == span.version:
-                spans[-1] = VersionSpan(span.version, spans[-1].start, start + end)
-            else:
-                spans.append(VersionSpan(span.version, start + span.start, start + end))
-        return tuple(spans)
-
-
-class StopWatch:
-    """Searches for a stop string that began before a cut. The engine itself finds stop strings that begin after the
-    cut.
-
-    The first character after the cut counts as a character before the cut, because its first bytes may belong to a
-    token before the cut. `over` is True once a stop string that spans the cut is no longer possible.
-    """
-
-    def __init__(self, stops: Sequence[str], text: TextStream, sampled: Sequence[int]) -> None:
-        self._stops = stops
-        self._text = text
-        self._longest = max(map(len, stops))
-        before = text.push(sampled)
-        self._before = min(len(before), self._longest - 1)
-        self._seen = before[len(before) - self._before :]
-
-    @property
-    def over(self) -> bool:
-        return len(self._seen) >= self._before + self._longest
-
-    def push(self, token_id: int) -> str | None:
-        """Add the next token. Returns the stop string that this token completes if the stop string began before the
-        cut, otherwise None."""
-        self._seen += self._text.push((token_id,))
-        for stop in self._stops:
-            # The search starts at the first position at which a match ends after the cut, because the engine has
-            # already searched the text before the cut.
-            if 0 <= self._seen.find(stop, max(0, self._before - len(stop) + 1)) <= self._before:
-                return stop
-        return None
