@@ -651,7 +651,8 @@ class GcSpec(Spec):
     """Remove the finished groups that ended more than `days` ago, and then the oldest finished groups until the rest
     take no more than `size_mb` MiB. Without either, the service's settings apply.
 
-    `force` also removes groups that some consumer has not acknowledged. With `dry_run` nothing is removed.
+    `force` also removes groups that some consumer has not acknowledged. Groups whose callback is not delivered are
+    always kept. With `dry_run` nothing is removed.
     """
 
     days: Annotated[float, Field(ge=0)] | None = None

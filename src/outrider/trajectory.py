@@ -229,11 +229,12 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One training row: `ids`, `loss_mask`, `logprobs` and `versions` have equal length.
 
-    Positions with mask 0 (context, and sampled tokens that another row trains) have log-probability 0.0 and version -1.
+    Positions with mask 0 (context, and sampled tokens that this row does not train) have log-probability 0.0 and
+    version -1.
 
     prompt_length: ids before the first sampled one.
     reward: the verdict's reward for this row, or else for the session. None if the session has no verdict, or if the
-        policy of the row's kind is not to train: such a row must not be trained on.
+        task does not train rows of this kind (`BranchPolicy`): such a row must not be trained on.
     turn_spans: for each of `turns`, the positions [start, end) of its sampled tokens in `ids`.
     turn_rewards: for each of `turns`, the verdict's reward of the turn. None without such a reward, or if this row does
         not train the turn's tokens: so each turn's reward is in one row at most.

@@ -233,9 +233,11 @@ class AsyncClient:
     async def gc(
         self, *, days: float | None = None, size_mb: int | None = None, force: bool = False, dry_run: bool = False
     ) -> GcReport:
-        """Remove the finished groups that ended more than `days` ago, and then the oldest finished groups until the
-        remaining groups take at most `size_mb` MiB. If both are None, the service's settings apply. One call removes
-        groups for about 20 seconds: call again while `more` is true in the report."""
+        """Remove the finished groups that ended more than `days` ago, and then the oldest others until at most
+        `size_mb` MiB remain. Groups that a consumer has not acknowledged are kept unless `force` is given; groups whose
+        callback is not delivered are always kept. With `dry_run` nothing is removed. If `days` and `size_mb` are None,
+        the service's settings apply. One call removes groups for about 20 seconds: call again while `more` is true in
+        the report."""
         body = {"days": days, "size_mb": size_mb, "force": force, "dry_run": dry_run}
         return await self._call("POST", "/v1/gc", GcReport, body=_encoded(body))
 

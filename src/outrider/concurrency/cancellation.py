@@ -2,8 +2,8 @@
 threads, which cannot be cancelled.
 
 Invariants: when `shielded` returns or raises, the work has ended; every object made by `opened_in_thread` is ended,
-whichever task is cancelled; when a method of `OffloadThread` returns, raises or is cancelled, no piece of its work is
-still running.
+even if the caller is cancelled; when a method of `OffloadThread` returns, raises or is cancelled, no piece of its work
+is still running.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from outrider.dialects.messages import MESSAGES_DIALECT
 from outrider.dialects.responses import RESPONSES_DIALECT
 
 DIALECTS = (MESSAGES_DIALECT, RESPONSES_DIALECT, GEMINI_DIALECT, CHAT_DIALECT)
-"""A call belongs to the first dialect with a route for the call. The order matters only for `GET /v1/models` and below:
-Messages and Gemini serve clients that send the dialect's own header, and Chat serves all other clients."""
+"""A call belongs to the first dialect with a route for the call. The order matters only for `GET /v1/models` and
+`GET /v1/models/NAME`: Messages and Gemini serve clients that send the dialect's own header, and Chat serves all other
+clients."""
 
 UNKNOWN_ROUTES = CHAT_DIALECT
 """The dialect of the error reply to a call that no dialect serves. Most clients can read OpenAI's errors."""

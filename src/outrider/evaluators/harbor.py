@@ -39,7 +39,8 @@ TAIL = f"tail -c 4000 {OUTPUT}"
 
 
 class Without(Spec):
-    """Files removed from a carried folder before the tests run. `patterns` are in the syntax of tar's --exclude."""
+    """Files removed from a folder of `evaluator.carry` before the tests run. `patterns` are in the syntax of tar's
+    --exclude."""
 
     folder: SandboxPath
     patterns: list[Text]

@@ -25,7 +25,6 @@ from outrider.errors import (
     EngineRejected,
     EngineSilent,
     OutriderError,
-    Overflow,
     RequestError,
     ServiceError,
 )
@@ -484,22 +483,14 @@ class Conversation:
             )
 
     def _sampling_for(self, client: RequestedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:
-        """Return the sampling of a call. Raises ContextOverflow for a prompt that fills the context."""
-        room = self._allowance.unsampled
-        if context is not None:
-            left = context - prompt_tokens
-            if left < 1:
-                raise ContextOverflow(
-                    f"the prompt has {prompt_tokens} tokens; the model's context is {context}",
-                    overflow=Overflow(prompt_tokens, context),
-                )
-            room = min(room, left)
+        """Return the sampling of the session's next call."""
         self._sampled_calls += 1
         return sampling_for(
             self._sampling,
             client,
-            room=room,
+            unsampled=self._allowance.unsampled,
             context=context,
+            prompt_tokens=prompt_tokens,
             seed=seed_for(self._sampling, client, sample=self._sample_index, call=self._sampled_calls),
             stop_ids=self.backend.renderer.stop_ids,
         )

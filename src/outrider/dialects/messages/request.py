@@ -116,8 +116,8 @@ _TOOLS: msgspec.json.Decoder[list[_Tool] | None] = msgspec.json.Decoder(list[_To
 
 
 def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
-    """Parse the request in `body`, to generate or to count tokens. Raises RequestError. Most errors in a message are
-    raised later, when the message is parsed."""
+    """Parse the body of a request to generate a reply or to count tokens. Raises RequestError. Most errors in a message
+    are raised later, when the message is parsed."""
     notes: list[str] = []
     wire = _BODY.read(body, notes)
     if not wire.messages:

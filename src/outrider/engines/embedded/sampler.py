@@ -92,7 +92,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     """Sample one token for each row of `logits`, float32 of shape (sequences, vocab). With temperature 0 the likeliest
     token is chosen.
 
-    The method is inverse transform sampling in float64. It consumes one uniform random number per row.
+    The method is inverse transform sampling in float64. A row with a temperature above 0 consumes one random
+    number of its state.
     """
     raw = logits.log_softmax(dim=-1)
     altered_rows = [row for row, state in enumerate(states) if state.params.altered]

@@ -90,7 +90,8 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The image's name in the store, the same for every copy of this Dockerfile and its files."""
+        """The image's name in the store. It depends on the base image, the instructions and the copied files, but not
+        on their folder."""
         return f"dockerfile/{self.digest.removeprefix('sha256:')[:32]}"
 
 

@@ -34,14 +34,17 @@ def sampling_for(
     task: SamplingSpec,
     client: RequestedSampling,
     *,
-    room: int,
+    unsampled: int,
     context: int | None,
+    prompt_tokens: int,
     seed: int | None,
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
     """Return the sampling of a call: for each setting the task's choice, else the client's, else the neutral value.
-    Settings that a task does not have are taken from the client. `room` is the number of tokens that both the session
-    and the `context` have left. `stop_ids` end every reply."""
+    Settings that a task does not have are taken from the client. `unsampled` is the number of tokens that the
+    session has left. `context` is the model's context in tokens, None if not known; the prompt leaves room in it.
+    `stop_ids` end every reply."""
+    room = unsampled if context is None else min(unsampled, context - prompt_tokens)
     unnamed = room if context is not None else UNNAMED_TOKENS
     return SamplingParams(
         max_tokens=max(1, min(first_of(task.max_tokens, client.max_tokens, unnamed), room)),

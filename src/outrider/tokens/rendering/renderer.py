@@ -254,7 +254,8 @@ class Renderer:
         return [*bridged[: len(bridged) - len(opener)], *added]
 
     def tail_start(self, prompt: Sequence[int]) -> int:
-        """Return the position in a prompt from which on bridging and parsing need the ids: the last stop id, or 0."""
+        """Return the index of the last stop id in a prompt, or 0. `bridge` and `parse` need only the ids from there
+        on."""
         if self.family not in WINDOW_FAMILIES:
             return 0
         for index in range(len(prompt) - 1, -1, -1):

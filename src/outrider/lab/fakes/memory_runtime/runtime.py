@@ -193,7 +193,7 @@ class MemoryRuntime:
             if entry.folder:
                 self._files.make_folder(path)
             else:
-                # The link's target is the target that `entries` found, because a second lookup might find another file.
+                # Read the target that `entries` found, and not the link, which may have been replaced since.
                 plain = entry.path if entry.link is None else entry.path.parent / entry.link
                 self._put(path, await asyncio.to_thread(plain_bytes, Path(posixpath.normpath(plain))))
 

@@ -34,7 +34,8 @@ class InputResults:
         self.interruptible = False
 
     def show(self, text: str) -> None:
-        """Add the text of a last expression."""
+        """Add the value of an input's last expression to the echo. An echo of more than ECHO_MAX characters is printed
+        instead."""
         if len(text) + len(self.echo) > ECHO_MAX:
             sys.stdout.write(self.echo + text)
             self.echo = ""
