@@ -66,7 +66,7 @@ test: $(STAMPS)/dev ## the fast tests
 	$(ONE_THREAD) $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 test-deep: $(STAMPS)/dev ## what takes long: storms, fuzzers, PostgreSQL, restarts
-	$(ONE_THREAD) $(BIN)/pytest -n 2 --dist worksteal -m "(deep or hypothesis) and not real" \
+	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "(deep or hypothesis) and not real" \
 		--hypothesis-profile deep --timeout 600 --durations 25 --durations-min 5 $(ARGS)
 
 check: $(STAMPS)/dev ## formatting, lint and types
