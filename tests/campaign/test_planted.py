@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -26,6 +27,7 @@ def faults(kind: FaultKind, *points: float) -> list[Fault]:
 
 KILLED = faults(FaultKind.SERVICE_KILLED, 0.1, 0.3, 0.5)
 LAPSED = faults(FaultKind.LEASES_LAPSED, 0.2, 0.4, 0.6)
+FAR = Fleet(processes=0, machines=(1,))
 SILENCE = faults(FaultKind.CONNECTION_SILENT, 0.2)
 
 
@@ -57,21 +59,29 @@ async def test_a_sound_service_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "harm", "harmful", "fleet"),
+    ("program", "harm", "what", "harmful", "fleet"),
     [
-        ("ack_before_commit", Harm.LOST, KILLED, Fleet(processes=1)),
-        ("missing_fence", Harm.STALE_WRITE, LAPSED, Fleet(processes=1)),
-        ("unshielded_teardown", Harm.LEAKED, LAPSED, Fleet(processes=1)),
-        ("kept_attempts", Harm.LOST, SILENCE, Fleet(processes=0, machines=(1,))),
+        ("ack_before_commit", Harm.LOST, "was accepted, and is not known any more", KILLED, Fleet(processes=1)),
+        ("missing_fence", Harm.STALE_WRITE, "a turn of attempt", LAPSED, Fleet(processes=1)),
+        ("unshielded_teardown", Harm.LEAKED, "the idle service holds the sandbox", LAPSED, Fleet(processes=1)),
+        # The machine had begun with these sessions, and nobody else was given them.
+        (
+            "kept_attempts",
+            Harm.LOST,
+            "is not done: .*(initializing|running)",
+            SILENCE,
+            Fleet(processes=0, machines=(1,)),
+        ),
     ],
 )
 @pytest.mark.usefixtures("impatient")
-async def test_a_planted_bug_is_caught(program: str, harm: Harm, harmful: list[Fault], fleet: Fleet) -> None:
+async def test_a_planted_bug_is_caught(program: str, harm: Harm, what: str, harmful: list[Fault], fleet: Fleet) -> None:
+    """The finding is the bug's own, and not one of the clock's: `impatient` makes those likely on a busy machine."""
     for seed in SEEDS:
-        if findings := (await run_of(f"tests.campaign.{program}", seed, harmful, fleet)).findings:
-            assert harm in {finding.harm for finding in findings}
+        report = await run_of(f"tests.campaign.{program}", seed, harmful, fleet)
+        if any(finding.harm is harm and re.search(what, finding.what) for finding in report.findings):
             return
-    raise AssertionError("no run had a finding")
+    raise AssertionError(f"no run had a finding such as {what!r}")
 
 
 @pytest.mark.usefixtures("impatient")

@@ -33,6 +33,7 @@ from outrider.errors import (
     ContextOverflow,
     EngineError,
     EngineMisbehaved,
+    EngineSilent,
     EngineUnavailable,
     InvalidField,
     ModelMismatch,
@@ -385,14 +386,46 @@ class Failing(ScriptedEngine):
         raise self.error("no")
 
 
+class Sleeping(ScriptedEngine):
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        await asyncio.sleep(60)
+        yield Chunk(ids=[1], logprobs=[-1.0])
+
+
 class Body:
     """What a caller keeps while it waits."""
 
 
-async def call_with_a_body(pool: EnginePool, bodies: list[weakref.ref[Body]]) -> None:
+async def call_with_a_body(pool: EnginePool, bodies: list[weakref.ref[Body]], **sampling: Any) -> None:
     body = Body()
     bodies.append(weakref.ref(body))
-    await turn(pool, "s")
+    asked = msgspec.structs.replace(request("s"), sampling=SamplingParams(max_tokens=10, **sampling))
+    async with aclosing(pool.calls.generate(asked)) as chunks:
+        async for _ in chunks:
+            pass
+
+
+async def test_a_call_that_is_cut_off_leaves_no_cycle() -> None:
+    bodies: list[weakref.ref[Body]] = []
+
+    async def cut() -> None:
+        await pool.calls.flights.some.wait()
+        await asyncio.sleep(0.05)  # the call waits for the engine
+        [flight] = pool.calls.flights.all
+        flight.cut(EngineSilent("silent"))
+
+    async with pool_of(patience=0.0) as pool:
+        await pool.add_engine(Sleeping(EngineOptions(name="a")))
+        gc.disable()
+        try:
+            cutting = asyncio.create_task(cut())
+            with suppress(EngineSilent):
+                await call_with_a_body(pool, bodies, presence_penalty=0.5)  # with which no reply can continue
+                raise AssertionError("the call has not failed")
+            await cutting
+            assert bodies[0]() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -495,7 +495,13 @@ class Flight:
     def _raise_if_cut(self) -> None:
         """Raise EngineSilent if the generation was cut off and nothing else has cancelled the consumer."""
         if self.error is not None and self._task is not None and self._task.uncancel() <= self._cancelling:
-            raise self.error from None
+            raise self._take_error() from None
+
+    def _take_error(self) -> EngineSilent:
+        """Return the error and forget it. An error that the flight still had would form a cycle with its traceback."""
+        assert self.error is not None
+        error, self.error = self.error, None
+        return error
 
     def land(self) -> None:
         """End the flight, after a success or a failure, and record the measurements in the engine's pace."""

@@ -8,6 +8,7 @@ import, or after a failure; at most one pull of a reference runs at a time.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import shutil
@@ -37,7 +38,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
     Only failures on this machine count, because another machine may have another network and other credentials.
 
     Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
-    needs more than PULL_SECONDS, or if the image cannot be imported."""
+    needs more than PULL_SECONDS, or if the image cannot be imported. Raises OSError if the disk is
+    full or this process lacks means."""
     checked_name(name)
     tool = shutil.which("skopeo")
     if tool is None:
@@ -71,6 +73,8 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
                 # Shielded, because a thread cannot be cancelled, and needs the folder and the lock.
                 image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name))
         except (BadImage, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise  # such as a lack of descriptors, which is this process's own
             hint = error.hint if isinstance(error, BadImage) else None
             record.write(msgspec.json.encode(PullOutcome(failure=described(error), hint=hint, host=host_id())))
             raise
@@ -116,7 +120,8 @@ async def _download(tool: str, reference: str, layout: Path) -> None:
         raise BadImage(f"skopeo did not get {reference} within {PULL_SECONDS} s") from error
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has just exited
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
     if process.returncode != 0:
         raise BadImage(f"skopeo cannot get {reference}: {said.decode(errors='replace').strip()[-500:]}")

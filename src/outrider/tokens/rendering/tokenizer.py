@@ -17,7 +17,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -90,11 +90,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Load the tokenizer from a model's folder, or return the tokenizer that was loaded from these files before.
-        Raises InvalidField if the folder has no readable tokenizer.json."""
-        files = (Path(folder, "tokenizer.json"), Path(folder, "tokenizer_config.json"))
-        stats = [file.stat() if file.exists() else None for file in files]
-        return _loaded(str(folder), tuple(stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats))
+        """Load the tokenizer from a model's folder. Raises InvalidField if the folder has no readable
+        tokenizer.json."""
+        path = Path(folder)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # the library raises plain Exception for a missing or broken file
+            raise InvalidField(
+                f"cannot load a tokenizer from {folder}: {error}",
+                field="model.tokenizer",
+                hint="give the model's folder with tokenizer.json",
+            ) from error
+        return cls(backend, name_or_path=str(folder), settings=read_settings(path))
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
@@ -204,21 +211,6 @@ class TextStream:
         """Return the rest of the text. To be called after the last id. An unfinished character becomes U+FFFD."""
         left, self._undecoded = self._undecoded, []
         return self._tokenizer.decode(left) if left else ""
-
-
-@lru_cache(maxsize=4)  # a service and its embedded engines share a tokenizer of 100 MB and more
-def _loaded(folder: str, _: tuple[Any, ...]) -> Tokenizer:
-    """Load a tokenizer. The second argument changes with the files."""
-    path = Path(folder)
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:  # the library raises plain Exception for a missing or broken file
-        raise InvalidField(
-            f"cannot load a tokenizer from {folder}: {error}",
-            field="model.tokenizer",
-            hint="give the model's folder with tokenizer.json",
-        ) from error
-    return Tokenizer(backend, name_or_path=folder, settings=read_settings(path))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
