@@ -91,13 +91,13 @@ def honest(client: Mapping[str, Any], attempts: int = 1) -> dict[str, Any]:
     }
 
 
-async def settled(world: World, group_id: str, seconds: float) -> None:
-    """Let time pass until the group is done."""
+async def settled(world: World, group_id: str, seconds: float, *, times: float = 20.0) -> None:
+    """Let time pass, so many times as fast as it does, until the group is done."""
     done = asyncio.ensure_future(world.done(group_id))
     while not done.done():
         assert seconds > 0
         seconds -= 0.5
-        await some_time(0.5)
+        await some_time(0.5, times=times)
     await done
 
 
@@ -111,9 +111,9 @@ async def all_earned(world: World, group_id: str) -> None:
         assert result.verdict.reward == 1.0
 
 
-async def some_time(seconds: float) -> None:
-    """Time that passes twenty times as fast as it does, so that the store has time for its work."""
-    await pass_time(seconds, step=0.04, real_step=0.002)
+async def some_time(seconds: float, *, times: float = 20.0) -> None:
+    """Time that passes so many times as fast as it does, so that the store has time for its work."""
+    await pass_time(seconds, step=0.04, real_step=0.04 / times)
 
 
 async def warm(world: World) -> None:

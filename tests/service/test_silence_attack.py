@@ -71,11 +71,16 @@ def task_of(size: int) -> dict[str, Any]:
     }
 
 
+UNHURRIED = 2.0
+"""How much faster time passes here while an agent waits for what nothing holds up: its patience must be longer than a
+busy machine needs for a large request."""
+
+
 async def first_answer(w: World, asked: int) -> None:
     """The first request of the agent is answered, and the second one comes later."""
     while len(w.engine.requests) == asked:
-        await some_time(0.1)
-    await some_time(0.5)
+        await some_time(0.1, times=UNHURRIED)
+    await some_time(0.5, times=UNHURRIED)
 
 
 @pytest.mark.parametrize("mode", ["abort", "finish"])
@@ -88,7 +93,7 @@ async def test_a_pause_of_the_policy_is_charged_to_no_agent(world: MakeWorld, mo
         await w.service.pool.policy.pause(mode)
         await some_time(20)
         await w.service.pool.policy.resume()
-        await settled(w, submitted.id, 400)
+        await settled(w, submitted.id, 400, times=UNHURRIED)
         await assert_earned(w, submitted.id)
         w.assert_quiet()
 
@@ -103,7 +108,7 @@ async def test_a_large_request_that_is_given_up_before_it_was_read_is_no_grade(w
         w.service.pool.health.look("scripted")
         await some_time(20)
         silence.heal()
-        await settled(w, submitted.id, 400)
+        await settled(w, submitted.id, 400, times=UNHURRIED)
         await assert_earned(w, submitted.id)
         w.assert_quiet()
 
