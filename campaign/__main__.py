@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from campaign.checks import Harm
-from campaign.faults import SILENT, Fault
+from campaign.faults import Fault
 from campaign.fleet import Fleet, fleet_of
 from campaign.processes import ProgramStarter, program_starter
 from campaign.run import GROUPS, Run, RunReport
@@ -68,7 +68,6 @@ async def one_run(
     groups: int = GROUPS,
     program: str = "campaign.service",
     fleet: Fleet | None = None,
-    silent: int = SILENT,
     faults: Sequence[Fault] | None = None,
     cluster: Cluster | None = None,
 ) -> RunReport:
@@ -83,7 +82,6 @@ async def one_run(
         groups=groups,
         program=program,
         fleet=fleet,
-        silent=silent,
         faults=faults,
         cluster=cluster,
     ).run()

@@ -104,15 +104,15 @@ DRAWN_ON_MACHINES = 3
 """Number of further faults of machines that join, in runs that have machines."""
 
 
-def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE, *, silent: int = SILENT) -> list[Fault]:
+def draw_faults(rng: random.Random, kinds: Sequence[FaultKind] = ON_SQLITE) -> list[Fault]:
     """Draw faults of these kinds, in order.
 
     In every run the service is killed while groups are submitted, and once more later; the engine is killed; leases
-    expire; and `silent` of the faults that take long occur. If `kinds` has the fault, power is lost, or the database
+    expire; and SILENT of the faults that take long occur. If `kinds` has the fault, power is lost, or the database
     server is killed. Runs with nodes kill two nodes. Runs with machines kill one machine and cut one connection.
     """
     drawn = rng.choices([kind for kind in kinds if kind not in SILENCES], k=DRAWN)
-    drawn += rng.sample([kind for kind in SILENCES if kind in kinds], k=silent)
+    drawn += rng.sample([kind for kind in SILENCES if kind in kinds], k=SILENT)
     points = [
         (FaultKind.SERVICE_KILLED, rng.uniform(0.02, 0.2)),
         (FaultKind.SERVICE_KILLED, rng.uniform(0.2, 0.95)),

@@ -26,7 +26,6 @@ from campaign.faults import (
     ON_POSTGRESQL,
     ON_SQLITE,
     SILENCES,
-    SILENT,
     Fault,
     FaultKind,
     draw_faults,
@@ -137,8 +136,7 @@ class Progress:
 
 class Run:
     """One run, to be used once (`await Run(...).run()`), with a folder of its own. `program` is the module of the
-    service; `silent` is the number of long silences, each of which takes a minute. `faults` replace those of the
-    seed."""
+    service. `faults` replace those of the seed."""
 
     def __init__(
         self,
@@ -149,7 +147,6 @@ class Run:
         groups: int,
         program: str,
         fleet: Fleet,
-        silent: int = SILENT,
         faults: Sequence[Fault] | None = None,
         cluster: Cluster | None = None,
     ) -> None:
@@ -170,7 +167,7 @@ class Run:
         """All processes of nodes so far, without those of the services."""
         kinds = ON_SQLITE if cluster is None else ON_POSTGRESQL
         kinds += (*ON_NODES,) * fleet.several + ON_MACHINES * bool(fleet.machines)
-        self._faults = draw_faults(self._rng, kinds, silent=silent) if faults is None else faults
+        self._faults = draw_faults(self._rng, kinds) if faults is None else faults
         self._machines_leave = self._rng.random() < 0.5
         """True if joined machines leave before the service ends, False if they leave after its end."""
         self._left_out: list[str] = []

@@ -24,8 +24,8 @@ __all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks: see suppo
 
 PROGRAMS = f"{Path(__file__).parent.name}/real/"
 WITHOUT_PROGRAMS = ("eval", "harbor_folders", "harbor_parity", "human_eval", "release_pairs", "slurm_fleet")
-"""Files in tests/real that drive neither agents nor engines of models. They run beside those that do, so that both
-halves take about as long."""
+"""Names of files in tests/real whose tests drive neither agent programs nor engines of models. These tests run in the
+other half, so that both halves take about as long."""
 
 ALWAYS: dict[str, Any] = {
     # Neither says anything of the code under test on a machine that has other things to do.

@@ -11,13 +11,14 @@ import os
 import platform
 import socket
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
 from outrider.config import Config
+from outrider.environment import installed_version
 from outrider.errors import HarnessUnavailable, OutriderError, RuntimeFailure
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.presets import load_preset, preset_names
@@ -87,7 +88,7 @@ def diagnose() -> Diagnosis:
     versions: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         try:
-            versions[package] = version(package)
+            versions[package] = installed_version(package)
         except PackageNotFoundError:
             versions[package] = None
     runtimes = tuple(map(_runtime, names("runtime")))

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from campaign.__main__ import one_run
 from campaign.checks import Finding, Harm
-from campaign.faults import SILENT, Fault, FaultKind
+from campaign.faults import Fault, FaultKind
 from campaign.fleet import MACHINES, Fleet
 from campaign.processes import program_starter
 from campaign.run import GROUPS, RunReport
@@ -42,16 +42,16 @@ async def run_of(program: str, seed: int, harmful: list[Fault], fleet: Fleet) ->
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for ever is given up early: a run with a planted bug need not wait for a busy machine."""
+    """Shorten the waits of a run, because a planted bug makes some of them endless."""
     monkeypatch.setattr("campaign.run.STALL_SECONDS", 20.0)
     monkeypatch.setattr("campaign.run.JOIN_SECONDS", 10.0)
     monkeypatch.setattr("campaign.processes.STOP_SECONDS", 5.0)
 
 
 async def test_a_sound_service_passes() -> None:
-    """With all kinds of faults, those that take long among them, and sessions in all kinds of processes."""
+    """The run draws from all kinds of faults. Its sessions run in the service, and on two machines that join."""
     async with program_starter() as starter:
-        report = await one_run(starter, SEEDS[0], fleet=Fleet(processes=1, machines=MACHINES), silent=SILENT)
+        report = await one_run(starter, SEEDS[0], fleet=Fleet(processes=1, machines=MACHINES))
     assert report.findings == []
     assert report.kills >= 3
     assert report.groups == GROUPS
@@ -64,7 +64,7 @@ async def test_a_sound_service_passes() -> None:
         ("ack_before_commit", Harm.LOST, "was accepted, and is not known any more", KILLED, Fleet(processes=1)),
         ("missing_fence", Harm.STALE_WRITE, "a turn of attempt", LAPSED, Fleet(processes=1)),
         ("unshielded_teardown", Harm.LEAKED, "the idle service holds the sandbox", LAPSED, Fleet(processes=1)),
-        # The machine had begun with these sessions, and nobody else was given them.
+        # These sessions had begun on the machine that fell silent, and the service has given them to no other.
         (
             "kept_attempts",
             Harm.LOST,

@@ -393,7 +393,7 @@ class Sleeping(ScriptedEngine):
 
 
 class Body:
-    """What a caller keeps while it waits."""
+    """A large object of the caller, such as the body of a request."""
 
 
 async def call_with_a_body(pool: EnginePool, bodies: list[weakref.ref[Body]], **sampling: Any) -> None:

@@ -92,7 +92,7 @@ def honest(client: Mapping[str, Any], attempts: int = 1) -> dict[str, Any]:
 
 
 async def settled(world: World, group_id: str, seconds: float, *, times: float = 20.0) -> None:
-    """Let time pass, so many times as fast as it does, until the group is done."""
+    """Let the test's clock run until the group is done. The clock is `times` as fast as the machine's."""
     done = asyncio.ensure_future(world.done(group_id))
     while not done.done():
         assert seconds > 0
@@ -112,7 +112,7 @@ async def all_earned(world: World, group_id: str) -> None:
 
 
 async def some_time(seconds: float, *, times: float = 20.0) -> None:
-    """Time that passes so many times as fast as it does, so that the store has time for its work."""
+    """Let the test's clock run, `times` as fast as the machine's, so that the store has time for its work."""
     await pass_time(seconds, step=0.04, real_step=0.04 / times)
 
 

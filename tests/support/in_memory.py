@@ -15,7 +15,7 @@ from outrider.sandbox.runtimes.guest.isolation import syscalls
 ROOM = 4 << 20
 """The KiB of memory that must be free. The tests write some hundred megabytes."""
 MS_SLAVE = 1 << 19
-"""No mount of this process reaches others, and it sees those that others make later."""
+"""Other processes do not see the mounts of this process, but this process sees theirs."""
 
 
 def use_memory(config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ import typer
 from outrider.cli.exit_codes import FAILURE, SUCCESS, USAGE
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.config import unknown_variables
+from outrider.environment import installed_version
 from outrider.errors import OutriderError, RequestError, ServiceError, described, lacks_means
 
 log = logging.getLogger("outrider.cli")
@@ -208,9 +209,6 @@ def _load(place: str) -> Callable[..., None]:
 
 def _version(given: bool) -> None:
     if given:
-        # The import is here, because it takes 30 ms, and no other command needs it.
-        from outrider.environment import installed_version
-
         typer.echo(f"outrider {installed_version('outrider')}")
         raise typer.Exit
 

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import outrider.tokens.rendering  # noqa: F401 - at the top, because a process with threads imports more
+import outrider.tokens.rendering  # noqa: F401 - before `main` starts a thread: a process with threads imports more
 from outrider.cli.event_loop import run_service, short_pauses
 from outrider.cli.long_running import start_log
 from outrider.concurrency.chores import Failures

@@ -35,10 +35,9 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
-    # The imports are here, because the help and `outrider slurm` also import this module. The service's modules are
-    # imported before the event loop has threads: see `outrider.tokens.rendering`.
-    import outrider.api.server
-    import outrider.service.assembly  # noqa: F401
+    # The imports are here, because the help and `outrider slurm` also import this module. The first import comes before
+    # the event loop starts threads: in a process with threads, it imports more.
+    import outrider.tokens.rendering  # noqa: F401
     from outrider.sessions.resources import with_processes
 
     settings = with_processes(settings)
@@ -47,6 +46,7 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
 
 
 async def _serve(terminal: Terminal, config: Config) -> None:
+    # The imports are here, because the help and `outrider slurm` also import this module.
     from outrider.api.server import serving
     from outrider.service.assembly import open_service
 

@@ -227,10 +227,10 @@ class PoolReply(Generic[T]):
             # An error that is still a variable of this function when it is raised forms a cycle with its traceback,
             # which keeps the call's request in memory until a garbage collection.
             except EngineUnavailable as error:
-                if not self._fails_over(attempt, error):
+                if not self._note_failure(attempt, error):
                     raise
             except EngineMisbehaved as error:
-                if not self._fails_over_after(attempt, error):
+                if not self._note_misbehaviour(attempt, error):
                     raise
             except ContextOverflow as error:
                 context = calls.context or member.health.context_tokens
@@ -238,7 +238,7 @@ class PoolReply(Generic[T]):
                 try:
                     if fault is None:  # the engine is right to refuse the prompt
                         raise
-                    if not self._fails_over_after(attempt, fault):
+                    if not self._note_misbehaviour(attempt, fault):
                         raise fault from error
                 finally:
                     del fault
@@ -288,7 +288,7 @@ class PoolReply(Generic[T]):
         """Record the tokens of an engine whose reply goes on as a new request. `last` is the engine's last chunk."""
         self._to_continue().cut(cast(TokenCheck, attempt.check).ids, last, attempt.version)
 
-    def _fails_over(self, attempt: _Attempt, error: EngineUnavailable) -> bool:
+    def _note_failure(self, attempt: _Attempt, error: EngineUnavailable) -> bool:
         """Note that the engine has failed. Returns True if another engine can take over."""
         calls, member, gate, now = self._calls, attempt.member, self._calls.gate, loop_time()
         silent = isinstance(error, EngineSilent)
@@ -311,7 +311,7 @@ class PoolReply(Generic[T]):
         self._calls.health.mark_suspect(member, mistake, self._request)
         return mistake
 
-    def _fails_over_after(self, attempt: _Attempt, fault: EngineMisbehaved) -> bool:
+    def _note_misbehaviour(self, attempt: _Attempt, fault: EngineMisbehaved) -> bool:
         """Note that the engine has misbehaved. Returns True if another engine can take over."""
         calls, member = self._calls, attempt.member
         calls.health.mark_suspect(member, fault, self._request)

@@ -62,8 +62,8 @@ PRIORITY_OF_USER, IO_PRIORITY_OF_USER = 2, 3
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 F_SETPIPE_SZ = 1031
 F_SETLEASE, F_SETDELEG = 1024, 1040
-"""The commands for leases, which are refused. Whoever opens a leased file waits up to 45 seconds for the holder of the
-lease. The owner of a file may lease it, and so block a file of the host that is shown in sandboxes."""
+"""The commands for leases, which are refused. A program that opens a leased file waits up to 45 seconds until the lease
+ends. The owner of a file may lease it, and so block a file of the host that is shown in sandboxes."""
 RLIMIT_CORE = 4
 NAMESPACES = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 
