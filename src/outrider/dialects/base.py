@@ -20,7 +20,7 @@ import msgspec
 from outrider.constraint import Constraint
 from outrider.errors import NotFound, OutriderError, storable
 from outrider.messages import Delta, Message, ToolSpec, WireMessages
-from outrider.trajectory import FinishReason, Ids, Logprobs
+from outrider.trajectory import BranchKind, FinishReason, Ids, Logprobs
 
 Memory = dict[str, Any]
 """A dialect's state between the requests of one session. Each session has one dictionary per dialect."""
@@ -54,11 +54,14 @@ class WireCall(msgspec.Struct, frozen=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """The calling agent, as the client names it. A field is None if the request does not have it."""
+    """The calling agent, as the client names it, and the branch that the client declares for the call. A field is None
+    if the request does not have it."""
 
     agent_id: str | None = None
     parent_id: str | None = None
     purpose: str | None = None
+    declared: BranchKind | None = None
+    declared_label: str = ""
 
 
 class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):

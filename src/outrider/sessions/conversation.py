@@ -16,6 +16,7 @@ import msgspec
 
 from outrider.concurrency.cancellation import Steps, shielded
 from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall
+from outrider.dialects.declaration import with_declaration
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.placement import ServingEngine
 from outrider.engines.pool.waits import Overdue
@@ -553,4 +554,4 @@ def _parsing(
     if capacity is not None:
         yield from capacity.checking(body)
     yield len(body)
-    return dialect.parse(call, body, memory)
+    return with_declaration(call, dialect.parse(call, body, memory))

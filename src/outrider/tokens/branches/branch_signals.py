@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from outrider.messages import Message, Role, ToolCall
+from outrider.tokens.branches.quotations import parts_of_reply
 from outrider.tokens.branches.segments import (
-    QUOTE_LENGTH,
     QUOTE_SHARE,
+    SUMMARY_LENGTH,
     Segment,
     SegmentedSession,
     history_source,
@@ -146,7 +147,7 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     begins_anew = segment.starts_conversation and history_source(first) is None
     # A message must be long enough to contain QUOTE_SHARE of the shortest summary. Tool results are left out, because
     # they may repeat any text from a file.
-    long_enough = QUOTE_SHARE * QUOTE_LENGTH
+    long_enough = QUOTE_SHARE * SUMMARY_LENGTH
     fresh = [
         one for one in session.new_messages(first) if one.role is not Role.TOOL and len(one.content) >= long_enough
     ]
@@ -160,7 +161,7 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     for other in reversed(candidates):
         old = _newest_answered(other, first)
         if old is not None and old.reply is not None and session.request_shows(first, session.body(old.reply)):
-            return Continuation(old, None) if session.lacks_replies(first, old) else None
+            return Continuation(old, None) if session.lacks_beginning(first, old) else None
     return None
 
 
@@ -180,7 +181,7 @@ def _is_quoted(
     before the reply. Otherwise the message may be the reply itself, which clients send back."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
-        if not quotes(lines, message.content):
+        if not quotes(lines, message.content, SUMMARY_LENGTH):
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
@@ -203,9 +204,10 @@ def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Se
     `source`. Returns None if the request of `source` contains no candidate's history, either as messages or as text."""
     asked = opening_text(source.messages)
     if source.parent is None and all(message.role is not Role.ASSISTANT for message in source.messages):
-        openings = (opening_text(other.first.messages) for other in candidates if other.starts_conversation)
-        if not _is_elsewhere(source, candidates) or not any(opening and opening in asked for opening in openings):
+        written_out = [other for other in candidates if _is_written_out(session, other, source, asked)]
+        if not _is_elsewhere(source, candidates) or not written_out:
             return None
+        return max(written_out, key=lambda segment: segment.number)
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -216,6 +218,21 @@ def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Se
         return replies, opening_text(segment.first.messages) in asked, segment.number
 
     return max([segment for segment in candidates if segment is not own] or candidates, key=shown)
+
+
+def _is_written_out(session: SegmentedSession, segment: Segment, source: Turn, asked: str) -> bool:
+    """Return True if the text `asked`, the request of `source`, has the segment's history: its opening, or what one of
+    its newest LOOK_BACK replies before `source` said or called. A client may leave the opening out."""
+    opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
+    if opening and opening in asked:
+        return True
+    end = bisect_left(segment.turns, source.index, key=lambda turn: turn.index)
+    return any(
+        part in asked
+        for turn in segment.turns[max(0, end - LOOK_BACK) : end]
+        if turn.reply is not None
+        for part in parts_of_reply(turn.reply)
+    )
 
 
 def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
@@ -308,7 +325,7 @@ class _Handovers:
         # summaries.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
-            source = history_source(turn)
+            source = session.source(turn)
             before = turn.parent if source is None else source
             if before is not None:
                 self._until[before] = max(self._until[before], self._until[turn.index])

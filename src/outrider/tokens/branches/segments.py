@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -29,6 +29,8 @@ the parent's ids."""
 QUOTE_LENGTH = 12
 """Minimum number of characters of a text that counts as quoted. Shorter texts, such as "Done.", are repeated in many
 conversations."""
+SUMMARY_LENGTH = 40
+"""Minimum number of characters of a summary. A shorter answer that reappears hands over, such as "Over to QA."."""
 QUOTE_SHARE = 0.8
 """A summary is recognised if lines with at least this fraction of its characters reappear. The fraction is below 1
 because clients wrap summaries in other text and leave parts out."""
@@ -66,8 +68,8 @@ class Segment(msgspec.Struct, frozen=True):
 class SegmentedSession:
     """A session's segments, and comparisons of its turns; `turns[i].index` must be `i`.
 
-    continued: the turns with a continuation (`continued_turns`).
-    taken_over: by turn index, the segments that continue the turn's history with other tools or another system prompt.
+    continued: the turns with a continuation (`_continued_turns`).
+    taken_over: by turn index, the segments that take over the turn's history (`source`).
 
     The *body* of a reply is the digest by which replies are compared. It does not depend on call ids and reasoning.
     """
@@ -75,7 +77,7 @@ class SegmentedSession:
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.turns = turns
         self.segments: list[Segment] = []
-        self.continued = continued_turns(turns)
+        self._sources: dict[int, int] = {}
         self.taken_over: dict[int, list[Segment]] = {}
         self._segment_of: list[Segment] = []
         self._conversations: dict[int, list[Segment]] = {}
@@ -85,6 +87,7 @@ class SegmentedSession:
         self._replies_added: dict[int, set[bytes]] = {}
         self._followed_up: dict[int, bool] = {}
         requests: dict[RequestKey, Segment] = {}
+        sampled: dict[bytes, int] = {}
         for turn in turns:
             for message in turn.messages:
                 self._first_seen.setdefault(message, turn.index)
@@ -108,17 +111,45 @@ class SegmentedSession:
                 )
                 self.segments.append(segment)
                 conversation.append(segment)
-                if (source := history_source(turn)) is not None:
+                if (source := self._find_source(segment, sampled)) is not None:
+                    self._sources[turn.index] = source
                     self.taken_over.setdefault(source, []).append(segment)
+            if turn.reply is not None and (turn.reply.content or turn.reply.tool_calls):
+                sampled[self.body(turn.reply)] = turn.index
             requests[request_key(turn)] = segment
             segment.turns.append(turn)
             self._segment_of.append(segment)
+        self._sampled = sampled
+        self.continued = self._continued_turns()
         self._replies = [
             self.replies_among([*turn.messages, turn.reply] if turn.reply is not None else turn.messages)
             for turn in turns
         ]
         self._ancestry = _Ancestry(turns, self._replies)
         self._steps_left = STEPS_PER_TURN * len(turns)
+
+    def _find_source(self, segment: Segment, sampled: Mapping[bytes, int]) -> int | None:
+        """Return the turn whose history the segment takes over, as far as the messages show it: with other tools or
+        another system prompt (`history_source`), or, if the segment starts a conversation because its beginning was
+        rewritten, the turn that gave the last of the replies in its first request. `sampled` are the earlier replies'
+        bodies and turns. Returns None if there is no such turn."""
+        if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
+            return source
+        shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
+        return next((sampled[body] for body in map(self.body, shown) if body in sampled), None)
+
+    def source(self, turn: Turn) -> int | None:
+        """Return the turn whose history this turn takes over; None if there is none."""
+        return self._sources.get(turn.index, history_source(turn))
+
+    def _continued_turns(self) -> set[int]:
+        """Return the turns with a continuation that reached the agent, or that itself has such a continuation. A
+        continuation may have other tools, another system prompt or a rewritten beginning."""
+        found: set[int] = set()
+        for turn in reversed(self.turns):
+            if reached_agent(turn) or turn.index in found:
+                found |= {before for before in (turn.parent, self.source(turn)) if before is not None}
+        return found
 
     def segment_of(self, index: int) -> Segment:
         return self._segment_of[index]
@@ -171,6 +202,19 @@ class SegmentedSession:
             at = self.turns[at].parent
         return False
 
+    def lacks_beginning(self, turn: Turn, old: Turn) -> bool:
+        """Return True if the turn's request lacks the first reply of the history that ends with `old`, as a history
+        does that was cut to its end. A history that lacks only later replies was edited."""
+        at: int | None = old.index
+        first: set[bytes] = set()
+        while at is not None:
+            self._steps_left -= 1
+            if self._steps_left < 0:
+                return False
+            first = self._replies[at] or first
+            at = self.turns[at].parent
+        return any(not self.request_shows(turn, body) for body in first)
+
     def history_has(self, turn: Turn, earlier: Turn) -> bool:
         """Return True if the turn continues, with other tools or another system prompt, a history that contains the
         turn `earlier`."""
@@ -207,6 +251,10 @@ class SegmentedSession:
         """Return the messages that the turn added and that no earlier turn had added."""
         return [message for message in turn.messages if self._first_seen[message] == turn.index]
 
+    def was_sampled(self, message: Message) -> bool:
+        """Return True if the message is a reply of the session."""
+        return message.role is Role.ASSISTANT and self.body(message) in self._sampled
+
     def is_followed_up(self, conversation: int) -> bool:
         """Return True if the conversation continued after any of its replies: a turn continues the reply, a segment
         with other tools or another system prompt takes over the history with the reply, or a segment of the
@@ -234,11 +282,11 @@ def opening_text(messages: Sequence[Message]) -> str:
     return "\n".join(texts)
 
 
-def quotes(lines: Sequence[str], within: str) -> bool:
+def quotes(lines: Sequence[str], within: str, shortest: int) -> bool:
     """Return True if `within` contains lines that have at least QUOTE_SHARE of the characters of all lines. Returns
-    False if all lines together have fewer than QUOTE_LENGTH characters."""
+    False if all lines together have fewer than `shortest` characters."""
     length = sum(map(len, lines))
-    if length < QUOTE_LENGTH:
+    if length < shortest:
         return False
     missing, allowed = 0, (1 - QUOTE_SHARE) * length
     for line in lines:
@@ -263,16 +311,6 @@ def history_source(turn: Turn) -> int | None:
 def reached_agent(turn: Turn) -> bool:
     """Return True if the turn sampled tokens and the agent received them."""
     return bool(turn.output_ids) and turn.finish is not FinishReason.ABORT
-
-
-def continued_turns(turns: Sequence[Turn]) -> set[int]:
-    """Return the turns with a continuation that reached the agent, or that itself has such a continuation. A
-    continuation may have other tools or another system prompt."""
-    found: set[int] = set()
-    for turn in reversed(turns):
-        if reached_agent(turn) or turn.index in found:
-            found |= {before for before in (turn.parent, history_source(turn)) if before is not None}
-    return found
 
 
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
