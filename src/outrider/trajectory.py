@@ -322,13 +322,14 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's sampled tokens: sampled = trained + masked + dropped. `drift` counts ids for which the engine
-    reported other ids than were recorded."""
+    """A session's sampled tokens: sampled = trained + masked + dropped. `unsure` counts those of them in turns of the
+    kind `unsure`. `drift` counts ids for which the engine reported other ids than were recorded."""
 
     sampled: int = 0
     trained: int = 0
     masked: int = 0
     dropped: int = 0
+    unsure: int = 0
     drift: int = 0
 
 

@@ -28,14 +28,18 @@ def with_declaration(call: WireCall, request: ModelRequest) -> ModelRequest:
     counts more than the suffix. A suffix of another form is a part of the model's name. Raises RequestError for a
     header of another form."""
     header = call.header(HEADER)
-    declared = _BRANCH.fullmatch(header.strip() if header is not None else request.model.rpartition("@")[2])
-    if declared is None:
-        if header is not None:
+    _, at, suffix = request.model.rpartition("@")
+    if header is not None:
+        declared = _BRANCH.fullmatch(header)
+        if declared is None:
             refuse(
                 HEADER.decode(),
-                f"is KIND or KIND/LABEL: the kinds are {', '.join(DECLARABLE)}; a label has up to {MAX_LABEL} letters, "
+                f"must be KIND or KIND/LABEL. Kinds: {', '.join(DECLARABLE)}. A label has at most {MAX_LABEL} letters, "
                 "digits, '.', '-' and '_'",
             )
+    else:
+        declared = _BRANCH.fullmatch(suffix) if at else None
+    if declared is None:
         return request
     kind, label = BranchKind(declared[1]), declared[2] or ""
     caller = msgspec.structs.replace(request.caller, declared=kind, declared_label=label)
