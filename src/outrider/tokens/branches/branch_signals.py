@@ -160,6 +160,9 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
                 return Continuation(old, source)
     for other in reversed(candidates):
         old = _newest_answered(other, first)
+        taken_over = session.source(first)
+        if taken_over is not None and session.turns[taken_over].conversation != other.first.conversation:
+            continue  # the request has the replies because it takes over another history, which has them
         if old is not None and old.reply is not None and session.request_shows(first, session.body(old.reply)):
             return Continuation(old, None) if session.lacks_beginning(first, old) else None
     return None
@@ -201,26 +204,24 @@ def _is_quoted(
 
 def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Segment]) -> Segment | None:
     """Return the candidate that the reply of `source` summarises: the candidate with the most replies in the request of
-    `source`. Returns None if the request of `source` contains no candidate's history, either as messages or as text."""
-    asked = opening_text(source.messages)
-    if source.parent is None and all(message.role is not Role.ASSISTANT for message in source.messages):
-        written_out = [other for other in candidates if _is_written_out(session, other, source, asked)]
-        if not _is_elsewhere(source, candidates) or not written_out:
-            return None
-        return max(written_out, key=lambda segment: segment.number)
+    `source`. Returns None if the conversation of `source` is none of the candidates' and did not begin with the history
+    of one of them, as messages or as text. For example, another agent has only quoted the newest reply."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
+    begin = session.segments_in(source.conversation)[0].first
+    asked = opening_text(begin.messages)
     read = session.replies_read(source)
-
-    def shown(segment: Segment) -> tuple[int, bool, int]:
+    ranked = []
+    for segment in candidates:
         replies = sum(session.reply_given_by(segment.last, body) for body in read)
-        return replies, opening_text(segment.first.messages) in asked, segment.number
+        is_written_out = _is_written_out(segment, begin, asked)
+        if segment is not own and (replies or is_written_out):
+            ranked.append((replies, is_written_out, segment.number))
+    return session.segments[max(ranked)[2]] if ranked else None
 
-    return max([segment for segment in candidates if segment is not own] or candidates, key=shown)
 
-
-def _is_written_out(session: SegmentedSession, segment: Segment, source: Turn, asked: str) -> bool:
+def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
     """Return True if the text `asked`, the request of `source`, has the segment's history: its opening, or what one of
     its newest LOOK_BACK replies before `source` said or called. A client may leave the opening out."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
@@ -352,9 +353,11 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Return True if the client names the same agent for the segment as for `source`, and the segment is not a
-        side call about the history."""
+        """Return True if a tool call handed over to the segment; else, if the client names the same agent for the
+        segment as for `source`, and the segment is not a side call about the history."""
         first = segment.first
+        if segment.number in self._session.handed_over:
+            return True
         if (first.agent_id, first.parent_agent_id) != (source.agent_id, source.parent_agent_id):
             return False
         if first.purpose != source.purpose and (first.purpose or "").lower() in PURPOSES:

@@ -142,8 +142,9 @@ class Signals:
         criterion first: segments that the client declares to be of another kind; continuations of a summary or a cut
         history; single questions without tools; segments of an agent that the client names; segments that a tool call
         started; segments whose last reply an earlier conversation then quotes; segments without a follow-up; segments
-        without tools; segments with the words of a side call; single questions whose answer is quoted; later segments.
-        The order of arrival is last, because a session often begins with a request for a quota, a topic or a title."""
+        without tools; segments with the words of a side call; single questions whose answer is quoted; single questions
+        with a shorter answer; later segments. The order of arrival is last, because a session often begins with a
+        request for a quota, a topic or a title."""
         first = segment.first
         followed_up = self.session.is_followed_up(first.conversation)
         can_work = followed_up or bool(first.tools)
@@ -159,6 +160,7 @@ class Signals:
             not first.tools,
             bool(self.label(segment)),
             not can_work and self.is_quoted(segment),
+            0 if can_work else -len(segment.last.output_ids),
             first.index,
         )
 
@@ -418,6 +420,8 @@ def _mark_summaries(signals: Signals) -> None:
         asked_for = (lineage.rule, lineage.kind) == ("purpose", BranchKind.COMPACTION)
         alone = segment.turns == [continued.source] and lineage.rule in ("continued", "forked")
         side_call = lineage.kind in (BranchKind.AUXILIARY, BranchKind.UNSURE) or lineage.rule == "other"
+        spawned = signals.spawned.get(segment.number)
+        side_call |= lineage.rule == "spawned" and spawned is not None and not spawned.is_most_of_opening
         guessed = segment.first.declared is None
         if guessed and summarised is not None and (asked_for or alone or side_call):
             signals.lineages[segment.number] = Lineage(

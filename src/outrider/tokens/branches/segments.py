@@ -40,6 +40,10 @@ STEPS_PER_TURN = 100
 this number for each turn of the session. Without this limit, the time for a session with many long histories would be
 quadratic in the number of turns."""
 
+MAX_UNANSWERED = 20
+"""Maximum number of earlier turns, the newest ones whose tool calls got no result, that are compared with the opening
+of a conversation."""
+
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
@@ -70,6 +74,7 @@ class SegmentedSession:
 
     continued: the turns with a continuation (`_continued_turns`).
     taken_over: by turn index, the segments that take over the turn's history (`source`).
+    handed_over: the numbers of the segments to which an unanswered tool call handed over.
 
     The *body* of a reply is the digest by which replies are compared. It does not depend on call ids and reasoning.
     """
@@ -77,6 +82,7 @@ class SegmentedSession:
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.turns = turns
         self.segments: list[Segment] = []
+        self.handed_over: set[int] = set()
         self._sources: dict[int, int] = {}
         self.taken_over: dict[int, list[Segment]] = {}
         self._segment_of: list[Segment] = []
@@ -121,6 +127,7 @@ class SegmentedSession:
             self._segment_of.append(segment)
         self._sampled = sampled
         self.continued = self._continued_turns()
+        self._find_hand_overs_by_call()
         self._replies = [
             self.replies_among([*turn.messages, turn.reply] if turn.reply is not None else turn.messages)
             for turn in turns
@@ -137,6 +144,26 @@ class SegmentedSession:
             return source
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
         return next((sampled[body] for body in map(self.body, shown) if body in sampled), None)
+
+    def _find_hand_overs_by_call(self) -> None:
+        """Find the conversations to which a tool call hands over, if the messages do not show the call. Such a
+        conversation begins with the opening of the earlier conversation, whose last reply is a tool call to which
+        nobody sent a result (`handed_over`)."""
+        unanswered: list[tuple[Turn, str]] = []
+        for turn in self.turns:
+            segment = self._segment_of[turn.index]
+            if turn is segment.first and segment.starts_conversation and turn.index not in self._sources:
+                asked = "\n".join(message.content for message in turn.messages if message.role is not Role.SYSTEM)
+                fitting = [one.index for one, text in unanswered if one.step == turn.step and text in asked]
+                if fitting:
+                    self.handed_over.add(segment.number)
+                    self._sources[turn.index] = fitting[-1]
+                    self.taken_over.setdefault(fitting[-1], []).append(segment)
+                    self.continued.add(fitting[-1])
+            calls = turn.reply is not None and turn.reply.tool_calls and turn.index not in self.continued
+            begin = self._conversations[turn.conversation][0].first
+            if calls and (text := opening_text(begin.messages)):
+                unanswered = [*unanswered[-MAX_UNANSWERED:], (turn, text)]
 
     def source(self, turn: Turn) -> int | None:
         """Return the turn whose history this turn takes over; None if there is none."""
