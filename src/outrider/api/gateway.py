@@ -28,8 +28,8 @@ from outrider.dialects.base import (
     RouteTable,
     StreamWriter,
     WireCall,
+    without_declaration,
 )
-from outrider.dialects.declaration import without_declaration
 from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.messages import Delta
 from outrider.sessions.calls.call import Step

@@ -15,8 +15,7 @@ from functools import partial
 import msgspec
 
 from outrider.concurrency.cancellation import Steps, shielded
-from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall
-from outrider.dialects.declaration import with_declaration
+from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall, with_declaration
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.placement import ServingEngine
 from outrider.engines.pool.waits import Overdue
