@@ -25,10 +25,11 @@ def kinds(session: Session) -> list[BranchKind]:
     return [line.kind for line in lineages(session.turns)]
 
 
-def lost(session: Session, name: str) -> Iterator[str]:
-    """The turns whose treatment contradicts their use."""
+def mistakes(session: Session, name: str) -> Iterator[str]:
+    """The turns whose treatment contradicts their use, and the histories whose summary is not known."""
     policy = {**POLICY, **CORPUS[name].policy}
-    for turn, use, line in zip(session.turns, session.uses, lineages(session.turns), strict=True):
+    lines = lineages(session.turns)
+    for turn, use, line in zip(session.turns, session.uses, lines, strict=True):
         shown = f"turn {turn.index}: {use}, but {line.kind} by the rule '{line.rule}' {line.label}"
         if use in WORK and policy[line.kind] is not BranchPolicy.TRAIN:
             yield f"{shown}: {tokens(turn)} tokens do not train"
@@ -36,6 +37,9 @@ def lost(session: Session, name: str) -> Iterator[str]:
             yield f"{shown}: it is no work"
         if use in (Use.UNUSED, Use.CUT) and policy[line.kind] is BranchPolicy.TRAIN:
             yield f"{shown}: the program never used it"
+    for index, summaries in session.continues.items():
+        if summaries and lines[index].parent not in summaries:
+            yield f"turn {index} continues from the summary of turn {summaries[-1]}, not from {lines[index].parent}"
 
 
 def tokens(turn: Turn) -> int:
@@ -56,8 +60,8 @@ def path(session: Session, index: int | None) -> Iterator[str]:
 def test_what_was_used_trains(name: str) -> None:
     session = played(name)
     session.rollout.check_samples()
-    found = "\n".join(lost(session, name))
-    assert not found, f"\n{found}"
+    if found := list(mistakes(session, name)):
+        pytest.fail("\n".join(found))
 
 
 @pytest.mark.parametrize("name", [name for name in CORPUS if CORPUS[name].has_transcript])

@@ -1,7 +1,7 @@
 """The corpus: sessions of agent programs, call by call as their requests look on the wire, with the true use of every
 answer. `tests/tokens/test_confusion.py` compares the uses with the kinds that Outrider decides."""
 
-from . import compactions, hand_overs, helpers, rewritten, side_calls
+from . import compactions, flows, hand_overs, helpers, rewritten, side_calls
 from .script import CORPUS, Conversation, Session, Use, played
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Session",
     "Use",
     "compactions",
+    "flows",
     "hand_overs",
     "helpers",
     "played",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..harnesses import user
-from .script import Agent, Session, conversation
+from ..harnesses import assistant, user
+from .script import Agent, Session, Use, conversation
 
 SUMMARIES = (
     "The parser fails on empty input.\nI changed parse() in parser.py.\nNext: run the tests again.",
@@ -63,4 +63,134 @@ def condenser_that_keeps_the_first_events(session: Session) -> None:
         asked = f"You maintain the context of an agent.\n<PREVIOUS SUMMARY>\n{before}\n</PREVIOUS SUMMARY>\n{events}"
         before = session.ask("summary", f"{asked}\nNow summarize the events.", text)
         agent.begins_anew(*first, user(before), *agent.history[-2:])
+    agent.says("Version 2 is released.")
+
+
+@conversation()
+def codex_summaries(session: Session) -> None:
+    """Codex: the summary is asked for without tools; the user's messages stay in front of it."""
+    agent = coder(session)
+    first = list(agent.history)
+    for part, text in enumerate(SUMMARIES):
+        works(agent, part)
+        said = agent.aside("summary", "Create a handoff summary for another LLM.", text, tools="")
+        agent.begins_anew(*first, user(f"Another language model started to solve this problem. Its summary:\n{said}"))
+    agent.says("Version 2 is released.")
+
+
+@conversation()
+def gemini_snapshots(session: Session) -> None:
+    """Gemini CLI: the old part becomes a snapshot, the newest messages stay; the next snapshot reads the last one."""
+    agent = coder(session)
+    for part, text in enumerate(SUMMARIES):
+        works(agent, part)
+        snapshot = f"<state_snapshot>\n{text}\n</state_snapshot>"
+        other = agent.hands_over("You compress histories into a snapshot.", use="summary")
+        del other.history[-2:]
+        said = other.hears("First, reason. Then, generate the <state_snapshot>.").says(
+            f"<scratchpad>Hm.</scratchpad>\n{snapshot}"
+        )
+        agent.begins_anew(user(said), assistant("Got it. Thanks for the additional context!"), *agent.history[-2:])
+    agent.says("Version 2 is released.")
+
+
+@conversation()
+def opencode_summaries(session: Session) -> None:
+    """OpenCode: the summary is an assistant message, behind a question that the program makes up."""
+    agent = coder(session)
+    for part, text in enumerate(SUMMARIES):
+        works(agent, part)
+        said = agent.aside(
+            "summary", "Provide a detailed prompt for continuing.", text, says="You summarize.", tools=""
+        )
+        agent.begins_anew(user("What did we do so far?"), assistant(said), user("Continue if you have next steps."))
+    agent.says("Version 2 is released.")
+
+
+@conversation()
+def running_summary_in_the_system_prompt(session: Session) -> None:
+    """LangMem: the summary is extended, and stands behind the system prompt; the newest messages stay."""
+    agent = coder(session)
+    head, asked = agent.head, "Create a summary of the conversation above:"
+    for part, text in enumerate(SUMMARIES):
+        works(agent, part)
+        other = session.agent("summary")
+        other.history = list(agent.history[:-2])
+        said = other.hears(asked).says(text)
+        agent.begins_anew(*agent.history[-2:])
+        agent.head = f"{head}\nSummary of the conversation so far: {said}"
+        asked = f"This is a summary so far: {said}\nExtend it by the new messages above:"
+    agent.says("Version 2 is released.")
+
+
+@conversation()
+def sub_agents_summaries_without_the_opening(session: Session) -> None:
+    """A helper's history is replaced twice; its summariser never sees what it was asked."""
+    main = session.agent("main", "You lead.", "task").hears("Audit the code.")
+    main.calls("task", prompt="Look for unsafe calls in all modules.")
+    sub = session.agent("helper", "You audit.", "bash edit").hears("Look for unsafe calls in all modules.")
+    before = ""
+    for part, text in enumerate(("m0 has eval().\nm1 to m4 are open.", "m0 and m3 have eval().\nNothing is open.")):
+        works(sub, part)
+        asked = f"{before}Recent events:\n{sub.written_out(skip=1)}\nCondense them."
+        before = session.ask("summary", asked, text, says="You condense the work of agents.")
+        sub.begins_anew(user("Look for unsafe calls in all modules."), user(f"Progress: {before}"))
+    main.gets(sub.says("eval() is called in m0 and m3."))
+    main.says("There are two unsafe calls.")
+
+
+@conversation()
+def summary_of_a_text_protocol_agent(session: Session) -> None:
+    """Neither the agent nor the summariser has tools, as in aider; the question is left out, and stands anew."""
+    agent = session.agent("main", "Act as a developer. Write edits as blocks.").hears("Add type hints to a.py.")
+    for part, text in enumerate(
+        ("I asked you to add type hints.\nYou did it for f().", "Type hints are in f() and g().")
+    ):
+        for step in range(2):
+            agent.says(f"a.py\n<<<<\ndef f{part}{step}(x)\n====\ndef f{part}{step}(x: int)\n>>>>")
+            agent.hears(f"mypy: {3 - step} errors in part {part}")
+        summariser = session.agent("summary", "Briefly summarize this partial conversation.")
+        said = summariser.hears(f"# CHAT\n{agent.written_out(skip=1)}").says(text)
+        agent.begins_anew(
+            user(f"I spoke to you previously about a number of things.\n{said}"), assistant("Ok."), user("Go on.")
+        )
+    agent.says("All of a.py has type hints.")
+
+
+@conversation()
+def summary_in_the_arguments_of_a_call(session: Session) -> None:
+    """The agent must call a tool with its summary; the program ends the history there and begins with the text."""
+    agent = coder(session)
+    agent.tools = "bash edit save_progress"
+    for part, text in enumerate(SUMMARIES[:2]):
+        works(agent, part)
+        agent.use = Use.SUMMARY
+        agent.hears("Your context is nearly full. Call save_progress.").calls("save_progress", summary=text)
+        agent.use = Use.MAIN
+        agent.begins_anew(user(f"Fix the parser, then release it.\nProgress so far:\n{text}"))
+    agent.says("Version 2 is released.")
+
+
+@conversation()
+def two_halves_summed_up_apart(session: Session) -> None:
+    """Pi, where one turn is too long: its beginning is summed up apart, and the program joins both texts."""
+    agent = coder(session)
+    works(agent, 0)
+    works(agent, 1)
+    head = "You are a context summarization assistant."
+    lines = agent.written_out().splitlines()
+    old = session.ask("summary", "\n".join(lines[:4]) + "\nSummarize.", SUMMARIES[0], says=head)
+    turn = session.ask("summary", "\n".join(lines[4:]) + "\nSummarize the turn's beginning.", SUMMARIES[1], says=head)
+    agent.begins_anew(user(f"<summary>\n{old}\n---\n{turn}\n</summary>"), *agent.history[-2:])
+    agent.says("Version 2 is released.")
+
+
+@conversation()
+def summary_of_one_line(session: Session) -> None:
+    """A summariser that says little; the program shows the task again."""
+    agent = coder(session)
+    for part, text in enumerate(("Part 0 is edited.", "Parts 0 and 1 are edited, 2 is next.")):
+        works(agent, part)
+        said = session.ask("summary", f"Say in one line what was done:\n{agent.written_out(skip=1)}", text)
+        agent.begins_anew(user("Fix the parser, then release it."), user(f"(Earlier: {said})"))
     agent.says("Version 2 is released.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..harnesses import user
 from .script import Session, conversation
 
 CHARGED = "I was charged twice for order 4711. Please get my money back."
@@ -79,8 +80,7 @@ def langgraph_supervisor(session: Session) -> None:
         at_work = supervisor.hands_over(f"You are {worker}.", "bash")
         at_work.does("bash", "ok", command=f"{worker} --go")
         at_work.says(last)
-        supervisor.said(last).said("Transferring back to supervisor")
-        supervisor.hears("Successfully transferred back to supervisor")
+        supervisor.said(last).said_call("transfer_back_to_supervisor", "Successfully transferred back to supervisor")
     supervisor.says("Done: the flag is in, and its tests pass.")
 
 
@@ -200,3 +200,178 @@ def structured_extraction_at_the_end(session: Session) -> None:
     agent.does("get_weather", "-3 degrees, snow", city="Oslo").says("Wear a warm coat and boots.")
     agent.head, agent.tools = "Give the answer as JSON with the keys clothes and degrees.", ""
     agent.says('{"clothes": ["coat", "boots"], "degrees": -3}')
+
+
+@conversation()
+def langgraph_supervisor_with_full_histories(session: Session) -> None:
+    """`output_mode="full_history"`: all that a worker did goes back to the supervisor."""
+    agent = session.agent("main", "You manage two workers.", "transfer_to_coder transfer_to_qa")
+    agent.hears("Add a --version flag, and have it tested.")
+    for worker, last in (("coder", "Over to QA."), ("qa", "All 14 tests pass.")):
+        agent.does(f"transfer_to_{worker}", f"Successfully transferred to {worker}")
+        worked = agent.hands_over(f"You are {worker}.", "bash").does("bash", "ok", command=f"{worker} --go")
+        worked.says(last)
+        worked.said_call("transfer_back_to_supervisor", "Successfully transferred back to supervisor")
+        agent = worked.hands_over(agent.head, agent.tools)
+    agent.says("Done: the flag is in, and its tests pass.")
+
+
+@conversation()
+def one_line_hands_over_a_shared_history(session: Session) -> None:
+    """The program reads the next agent's name off the last line; each agent is shown everything as a user would be."""
+    log = ["Customer: my invoice has the wrong address."]
+    for name, line in (
+        ("Reception", "Over to Rex!"),
+        ("Rex", "Over to Ann!"),
+        ("Ann", "Over to Rex!"),
+        ("Rex", "All is well."),
+    ):
+        agent = session.agent("main", f"You are {name}. Hand over in one line.", "lookup")
+        agent.hears("\n".join(log))
+        agent.does("lookup", f"record {len(log)}", key=f"invoice/{len(log)}")
+        log.append(f"{name}: {agent.says(line)}")
+
+
+@conversation(hints=(False, True), has_transcript=False)
+def autogen_swarm(session: Session) -> None:
+    """Each agent has its own history; a hand-over gives it the others' words, not their calls."""
+    travel = session.agent("main", "You are a travel agent.", "transfer_to_refunder", name="travel")
+    refunder = session.agent("main", "You refund flights.", "refund transfer_to_travel", name="refunder")
+    for agent in (travel, refunder):
+        agent.hears("I want a refund for flight 507811.")
+    travel.does("transfer_to_refunder", "Transferred to refunder, adopting the role of refunder immediately.")
+    refunder.hears("Transferred to refunder, adopting the role of refunder immediately.")
+    refunder.does("refund", "Flight 507811 is refunded.", flight="507811")
+    refunder.does("transfer_to_travel", "Transferred to travel, adopting the role of travel immediately.")
+    travel.hears("Transferred to travel, adopting the role of travel immediately.")
+    travel.says("Your flight 507811 is refunded. TERMINATE")
+
+
+@conversation()
+def crewai_sequential_tasks(session: Session) -> None:
+    """CrewAI: each task's answer is the context of the next task; every agent has its own role."""
+    found = ""
+    for role, use, task, last in (
+        ("Researcher", "helper", "Find news on batteries.", "- Sodium cells are sold.\n- Cobalt falls out of use."),
+        ("Analyst", "helper", "Weigh the news.", "Sodium matters most: it is cheap, and it is here."),
+        (
+            "Writer",
+            "main",
+            "Write one paragraph.",
+            "Cheap sodium cells have left the laboratory, and cobalt is on its way out.",
+        ),
+    ):
+        agent = session.agent(use, f"You are {role}. Your goal is to be good at it.", "search" * (role == "Researcher"))
+        context = f"\n\nThis is the context you're working with:\n{found}" if found else ""
+        agent.hears(f"Current Task: {task}\n\nBegin! This is VERY important to you.{context}")
+        if agent.tools:
+            agent.does("search", "sodium cells sold; cobalt use falls", query="battery news")
+        found = agent.says(last)
+
+
+@conversation()
+def crewai_manager_in_text(session: Session) -> None:
+    """CrewAI's hierarchical process in ReAct: the manager delegates in text, and reads the answer as an observation."""
+    manager = session.agent("main", "You are Crew Manager. Use 'Action:' and 'Action Input:'.").hears(
+        "Current Task: Price our tea."
+    )
+    for task, context, answer in (
+        ("Find the prices of rivals.", "We sell tea.", "Rivals sell at 4.20 to 5.10."),
+        ("Compute a price 3 % below the mean.", "Rivals: 4.20 to 5.10.", "4.51"),
+    ):
+        action = f'{{"coworker": "Analyst", "task": "{task}", "context": "{context}"}}'
+        manager.says(f"Thought: I delegate.\nAction: Delegate work to coworker\nAction Input: {action}")
+        worker = session.agent("helper", "You are Analyst. Use 'Action:' and 'Final Answer:'.")
+        worker.hears(f"Current Task: {task}\nThis is the context you're working with:\n{context}")
+        worker.says(f"Action: calculator\nAction Input: {len(task)}")
+        worker.hears(f"Observation: {len(task)}")
+        manager.hears(
+            f"Observation: {worker.says(f'Thought: I know.{chr(10)}Final Answer: {answer}').split('Answer: ')[1]}"
+        )
+    manager.says("Thought: I know.\nFinal Answer: 4.51")
+
+
+@conversation(has_transcript=False)
+def camel_role_play(session: Session) -> None:
+    """CAMEL: a user agent instructs an assistant agent; each one's words are the other's user messages."""
+    worker = session.agent("main", "You are a Python programmer. Never flip roles.")
+    boss = session.agent("helper", "You are a stock trader. Instruct the programmer. Say DONE at the end.")
+    boss.hears("Now start to give me instructions.")
+    for order, solution in (
+        ("Instruction: install the libraries.\nInput: None", "Solution: pip install numpy pandas\nNext request."),
+        ("Instruction: load the prices.\nInput: prices.csv", "Solution: pd.read_csv('prices.csv')\nNext request."),
+    ):
+        worker.hears(boss.says(order))
+        boss.hears(worker.says(solution))
+    boss.says("DONE")
+
+
+@conversation(has_transcript=False)
+def debate(session: Session) -> None:
+    """Two debaters answer the same question, then each other; a judge reads both."""
+    ask = "Is 0.999... equal to 1? Reason briefly."
+    one, two = (session.agent("helper", f"You are debater {name}.").hears(ask) for name in "AB")
+    session.at_once((one, "Yes: a third is 0.333..., and three thirds are one."), (two, "No: it never gets there."))
+    for _ in range(2):
+        words = [agent.history[-1].content for agent in (one, two)]
+        one.hears(f"This is the other's answer: {words[1]}\nUse it to update yours.")
+        two.hears(f"This is the other's answer: {words[0]}\nUse it to update yours.")
+        session.at_once(
+            (one, f"Yes. It is a limit, and limits are numbers ({len(session.turns)})."), (two, "I agree: yes.")
+        )
+    session.ask(
+        "main", f"{ask}\nA: {one.history[-1].content}\nB: {two.history[-1].content}", "Yes.", says="You judge debates."
+    )
+
+
+@conversation()
+def magentic_ledgers(session: Session) -> None:
+    """Magentic-One: facts, a plan that quotes them, and ledgers in JSON that choose and instruct the next agent."""
+    boss = session.agent("main").hears("Request: how high is the tower of Pisa? Write down the facts.")
+    facts = boss.says("GIVEN: the tower of Pisa.\nTO LOOK UP: its height.")
+    boss.hears("Team: surfer, coder. Devise a plan.")
+    plan = boss.says("- The surfer looks the height up.\n- Then we answer.")
+    boss.begins_anew(user(f"Request: how high is the tower of Pisa?\nFacts:\n{facts}\nPlan:\n{plan}"))
+    order = "Look up the height of the tower of Pisa."
+    boss.aside("main", "Answer in JSON: done? who is next?", f'{{"done": false, "next": "surfer", "order": "{order}"}}')
+    surfer = session.agent("helper", "You surf the web.", "open_page click").hears(order)
+    surfer.does("open_page", "The tower is 56 m high.", url="http://pisa.test")
+    boss.said(order).hears(surfer.says("The page says that the tower is 56 m high."))
+    boss.aside("main", "Answer in JSON: done? who is next?", '{"done": true, "next": "surfer", "order": ""}')
+    boss.hears("We are done. Answer the request.").says("The tower of Pisa is 56 m high.")
+
+
+@conversation()
+def router_of_one_word_and_specialist(session: Session) -> None:
+    """A router names a department in a word; the specialist then does all of the work."""
+    session.ask("helper", "Which department: 'My router is broken'? One word.", "hardware", says="You route requests.")
+    agent = session.agent("main", "You are the hardware department.", "diagnose ship").hears("My router is broken")
+    agent.does("diagnose", "no power", device="router").does("ship", "sent", item="power supply")
+    agent.says("A new power supply is on its way.")
+
+
+@conversation()
+def smolagents_managed_agent(session: Session) -> None:
+    """smolagents: the manager calls the agent in code, and reads its answer in the code's output."""
+    manager = session.agent("main", "Solve the task by code in <code> tags.").hears(
+        "New task:\nHow old is the oldest tree?"
+    )
+    manager.says("Thought: I ask the agent.\n<code>\nprint(search_agent('Find the age of the oldest tree'))\n</code>")
+    helper = session.agent("helper", "Solve the task by tool calls.", "web_search final_answer")
+    helper.hears(
+        "You're a helpful agent named 'search_agent'.\n---\nTask:\nFind the age of the oldest tree\n---\nReport it all."
+    )
+    helper.does("web_search", "Old Tjikko: 9,550 years", query="oldest tree")
+    helper.calls("final_answer", answer="### 1. Short version:\nOld Tjikko is 9,550 years old.")
+    report = "### 1. Short version:\nOld Tjikko is 9,550 years old."
+    manager.hears(f"Observation:\nHere is the final answer from your managed agent 'search_agent':\n{report}")
+    manager.says("Thought: I know it.\n<code>\nfinal_answer(9550)\n</code>")
+
+
+@conversation()
+def user_turns_to_another_agent(session: Session) -> None:
+    """The user picks another agent for the second question; its history has the first."""
+    asker = session.agent("main", "You answer, and change nothing.", "read").hears("Where is the port set?")
+    asker.does("read", "PORT = 80", path="settings.py").says("In settings.py.")
+    coder = asker.hands_over("You change code.", "read edit").hears("Set it to 8080.")
+    coder.does("edit", "ok", path="settings.py").says("The port is 8080 now.")

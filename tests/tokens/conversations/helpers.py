@@ -1,12 +1,10 @@
-"""Helpers: agents as tools, voters, judges, planners, and the steps of deterministic flows."""
+"""Agents that others call: as tools, as sub-agents, as simulated users."""
 
 from __future__ import annotations
 
-from outrider.trajectory import BranchKind, BranchPolicy
+import json
 
 from .script import Session, conversation
-
-STORY = "Write a story of one paragraph about a lighthouse."
 
 
 @conversation(hints=(False, True))
@@ -50,114 +48,6 @@ def agent_as_tool_whose_answer_is_wrapped(session: Session) -> None:
         said = session.ask("helper", f"Analyse briefly. {question}", answer, says="You are a financial analyst.")
         main.gets(f"The analyst says:\n> {said}\n(confidence: unknown)")
     main.says("Acme is no good buy: margins shrink, and sales depend on one customer.")
-
-
-@conversation()
-def deterministic_flow(session: Session) -> None:
-    """OpenAI Agents SDK's deterministic.py: outline, a check in JSON, the story."""
-    outline = session.ask(
-        "helper", STORY, "A keeper.\nA storm.\nA light that must not go out.", says="You write an outline."
-    )
-    session.ask("helper", outline, '{"good_quality": true, "is_scifi": true}', says="You judge the outline.")
-    session.ask(
-        "main",
-        outline,
-        "The keeper climbed the stairs once more, and the storm climbed with him.",
-        says="You write a story from the outline.",
-    )
-
-
-@conversation()
-def evaluator_and_optimizer(session: Session) -> None:
-    """OpenAI Agents SDK's llm_as_a_judge.py: the judge's feedback is a user message of the next draft."""
-    writer = session.agent("main", "You write a story outline. Use the feedback.").hears(STORY)
-    for draft, score, feedback in (
-        ("A keeper sleeps.", "needs_improvement", "Nothing happens. Give the keeper a reason to wake."),
-        ("A keeper wakes in a storm.", "needs_improvement", "Better. Now let it end."),
-        ("A keeper wakes in a storm, and saves a ship.", "pass", "It is good."),
-    ):
-        outline = writer.says(draft)
-        verdict = f'{{"score": "{score}", "feedback": "{feedback}"}}'
-        session.ask("helper", f"{STORY}\n{outline}", verdict, says="You judge outlines. Never pass on the first try.")
-        if score != "pass":
-            writer.hears(f"Feedback: {feedback}")
-
-
-@conversation()
-def votes_and_a_tally(session: Session) -> None:
-    """The same request three times at once, and a request that quotes all answers."""
-    ask = "A bat and a ball cost 1.10. The bat costs 1.00 more. What does the ball cost?"
-    voters = [session.agent("helper", "Think step by step.").hears(ask) for _ in range(3)]
-    answers = ["The ball costs 0.05.", "The ball costs 0.10.", "It is 0.05: 1.05 + 0.05 = 1.10."]
-    session.at_once(*zip(voters, answers, strict=True))
-    quoted = "\n".join(f"Answer {number}: {answer}" for number, answer in enumerate(answers, 1))
-    session.ask("main", f"{ask}\n{quoted}\nWhich answer has the majority?", "0.05", says="You count votes.")
-
-
-@conversation(policy={BranchKind.RETRY: BranchPolicy.TRAIN}, has_transcript=False)
-def votes_that_the_program_counts(session: Session) -> None:
-    """As the page about branches recommends: with `retry: "train"`, all three votes train."""
-    voters = [session.agent("helper", "Answer with one word.").hears("Is 91 a prime?") for _ in range(3)]
-    session.at_once(*zip(voters, ["No", "Yes", "No"], strict=True))
-
-
-@conversation()
-def judge_of_candidates(session: Session) -> None:
-    """A judge is shown three candidates and names one, which the main agent applies."""
-    main = session.agent("main", "You fix bugs.", "bash apply").hears("Fix the crash on empty input.")
-    main.does("bash", "parser.py:3: IndexError", command="make test")
-    patches = ["- x[0]\n+ x[:1]", "- x[0]\n+ x[0] if x else None", "- x[0]\n+ next(iter(x), None)"]
-    shown = "\n\n".join(
-        session.ask(
-            "helper", f"Propose a patch of kind {number} for parser.py:3: IndexError", patch, says="You write patches."
-        )
-        for number, patch in enumerate(patches)
-    )
-    session.ask(
-        "helper", f"Candidates:\n{shown}\nWhich is the best? Give the number only.", "2", says="You are a strict judge."
-    )
-    main.hears(f"Apply this patch:\n{patches[1]}").does("apply", "applied", patch=patches[1]).says(
-        "The crash is fixed."
-    )
-
-
-@conversation()
-def chain_of_prompts(session: Session) -> None:
-    """Each step's answer is the next step's input; nobody has tools."""
-    facts = session.ask(
-        "helper",
-        "List three facts of this text: Bees dance.",
-        "- Bees dance.\n- Dances tell ways.\n- Ways lead to food.",
-        says="You list facts.",
-    )
-    ordered = session.ask(
-        "helper",
-        facts,
-        "1. Ways lead to food.\n2. Dances tell ways.\n3. Bees dance.",
-        says="You order facts by weight.",
-    )
-    session.ask(
-        "main",
-        f"Facts:\n{ordered}",
-        "To find food, bees tell each other the way by dancing.",
-        says="You write one sentence.",
-    )
-
-
-@conversation()
-def planner_in_the_executors_system_prompt(session: Session) -> None:
-    """The plan is in the system prompt of the agent that carries it out."""
-    plan = session.ask(
-        "helper",
-        "Task: rename the module.",
-        "1. Find all imports.\n2. Rename the file.\n3. Run the tests.",
-        says="You are a planner.",
-    )
-    executor = session.agent("main", f"You carry out this plan:\n{plan}\nDo not leave it.", "bash").hears(
-        "Task: rename the module."
-    )
-    executor.does("bash", "a.py b.py", command="grep -l old *.py").does("bash", "ok", command="git mv old.py new.py")
-    executor.says("The module is renamed.")
 
 
 @conversation(hints=(False, True))
@@ -218,3 +108,91 @@ def web_page_answers_are_the_tools_results(session: Session) -> None:
     page = "Web page content:\n---\nLib 3. Python 3.11 or newer.\n---\nWhich Python versions are supported?"
     main.gets(session.ask("helper", page, "The page says that Python 3.11 or newer is needed."))
     main.says("It needs Python 3.11.")
+
+
+@conversation(hints=(False, True))
+def resumed_sub_agent(session: Session) -> None:
+    """The caller sends a second message to a sub-agent, which still has its history."""
+    main = session.agent("main", "You lead.", "task send_message").hears("Make the tests pass.")
+    main.calls("task", prompt="Find out which tests fail, and why.")
+    sub = session.agent("helper", "You investigate.", "bash", name="investigator").hears(
+        "Find out which tests fail, and why."
+    )
+    sub.does("bash", "test_a fails", command="pytest")
+    main.gets(sub.says("test_a fails: the port is taken."))
+    main.calls("send_message", to="investigator", message="Who holds the port?")
+    sub.hears("Who holds the port?").does("bash", "pid 7 nginx", command="ss -ltnp")
+    main.gets(sub.says("nginx holds the port.")).says("Stop nginx, then test_a passes.")
+
+
+@conversation()
+def simulated_user(session: Session) -> None:
+    """tau-bench with the policy in both roles: the user's words are the model's, with the roles the other way round."""
+    agent = session.agent("main", "You are an airline agent.", "find_booking cancel")
+    customer = session.agent(
+        "helper", "You are a customer. You want to cancel booking X7. Say ###STOP### when content."
+    )
+    customer.hears("Hi! How can I help you today?")
+    agent.hears(customer.says("Hello, I want to cancel my booking, please."))
+    customer.hears(agent.says("Gladly. What is the number of the booking?"))
+    agent.hears(customer.says("It is X7."))
+    agent.does("find_booking", "X7: Oslo", number="X7").does("cancel", "ok", number="X7")
+    customer.hears(agent.says("Booking X7 is cancelled."))
+    customer.says("###STOP###")
+
+
+@conversation()
+def answer_in_the_json_of_a_result(session: Session) -> None:
+    """The tool's result has the helper's lines escaped, in JSON."""
+    main = session.agent("main", "You lead.", "consult bash").hears("Make startup faster.")
+    main.calls("consult", question="What slows the startup of a Python program?")
+    answer = session.ask(
+        "helper",
+        "What slows the startup of a Python program?",
+        "Imports do.\nMeasure with -X importtime.",
+        says="You are an expert.",
+    )
+    main.gets(json.dumps({"status": "ok", "response": answer}))
+    main.does("bash", "numpy 120 ms", command="python -X importtime a.py").says("I import numpy late now.")
+
+
+@conversation()
+def answer_cut_to_its_beginning(session: Session) -> None:
+    """The program passes on the first hundred characters only."""
+    main = session.agent("main", "You lead.", "ask_expert").hears("May I use this library?")
+    main.calls("ask_expert", question="Explain the licence AGPL to me.")
+    answer = (
+        "The AGPL asks you to publish your changes if you run the program as a service.\nIt also has a preamble.\n" * 3
+    )
+    main.gets(
+        session.ask("helper", "Explain the licence AGPL to me.", answer, says="You know licences.")[:100] + " [...]"
+    )
+    main.says("Only if you publish your changes.")
+
+
+@conversation()
+def answer_that_goes_to_a_file(session: Session) -> None:
+    """The helper's answer is written to a file; its caller only learns that it was."""
+    main = session.agent("main", "You are a coding agent.", "bash write_docs").hears("Document parser.py.")
+    main.calls("write_docs", instructions="Write a page about parse() and its errors.", path="docs/parser.md")
+    session.ask(
+        "helper",
+        "Write a page about parse() and its errors.\nCode:\ndef parse(x): ...",
+        "# parse\n\nIt parses.\nIt raises ValueError.",
+        says="You write docs.",
+    )
+    main.gets("Wrote 38 characters to docs/parser.md.").does("bash", "ok", command="make docs").says(
+        "parser.py is documented."
+    )
+
+
+@conversation()
+def helper_with_the_callers_head(session: Session) -> None:
+    """A clone of the agent: the same system prompt and tools, another first message."""
+    main = session.agent("main", "You are an agent.", "bash spawn").hears("Rename old to new everywhere.")
+    for folder in ("src", "docs"):
+        main.calls("spawn", instructions=f"Rename old to new in {folder}/, nowhere else.")
+        clone = session.agent("helper", main.head, main.tools).hears(f"Rename old to new in {folder}/, nowhere else.")
+        clone.does("bash", f"{folder}: 3 files", command=f"sed -i s/old/new/ {folder}/*")
+        main.gets(clone.says(f"In {folder}/ there were 3 files."))
+    main.says("All 6 files are renamed.")

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import cache
+from itertools import takewhile
 
 import msgspec
 
-from outrider.messages import Message, Role, ToolSpec
+from outrider.messages import Message, Role, ToolCall, ToolSpec
 from outrider.tokens.tree.tree import Joined
 from outrider.trajectory import BranchKind, BranchPolicy, FinishReason, Turn
 
@@ -40,6 +41,8 @@ class Session:
         self.rollout = Rollout(family_renderer("qwen3"))
         self.uses: list[Use] = []
         self.hints = hints
+        self.continues: dict[int, list[int]] = {}
+        """By turn, the summaries from which its request continues."""
 
     def agent(self, use: Use | str, says: str = "", tools: str = "", *, name: str | None = None) -> Agent:
         """A new agent with an empty history; `says` is its system prompt, `tools` are names."""
@@ -86,6 +89,13 @@ class Agent:
         self.history.append(assistant(text))
         return self
 
+    def said_call(self, tool: str, result: str) -> Agent:
+        """A call that the program made up, with its result."""
+        call = ToolCall(f"made-up-{len(self.history)}", tool, "{}")
+        self.history.append(Message(role=Role.ASSISTANT, content="", tool_calls=(call,)))
+        self.history.append(Message(role=Role.TOOL, content=result, tool_call_id=call.id))
+        return self
+
     def says(self, text: str) -> str:
         """The model answers in words."""
         self.receive(self.send(), text)
@@ -127,8 +137,11 @@ class Agent:
         return other
 
     def begins_anew(self, *messages: Message) -> Agent:
-        """The program replaces the history."""
+        """The program replaces the history. If the last answers were summaries, the next request continues them."""
         self.history = list(messages)
+        uses = self.session.uses
+        last = takewhile(lambda index: uses[index] is Use.SUMMARY, reversed(range(len(uses))))
+        self.session.continues[len(uses)] = list(last)
         return self
 
     def unused(self, text: str) -> None:
