@@ -186,7 +186,7 @@ def test_calls_of_one_sort_are_agents_side_by_side() -> None:
 def test_the_main_conversation_may_have_no_tools_and_begin_last() -> None:
     """mini-swe-agent in text mode, behind a router that has a tool."""
     harness = Harness()
-    harness.call([system("Choose a routing."), TASK], "Take the large one.", tool("choose"))
+    harness.call([system("You are a Task Routing AI."), TASK], "Take the large one.", tool("choose"))
     history = [CODER, TASK]
     for number in range(2):
         history += [harness.call(history, f"Run command {number}."), user("Observation: ok")]

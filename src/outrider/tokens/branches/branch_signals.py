@@ -41,10 +41,8 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("title", "title"),
     ("commit message", "commit"),
     ("speak next", "next-speaker"),
-    ("routing", "router"),
-    ("router", "router"),
-    ("classif", "router"),
-    ("loop", "loop-check"),
+    ("task routing", "router"),
+    ("stuck in a", "loop-check"),
     ("command prefix", "command-prefix"),
     ("file path", "file-paths"),
     ("web page", "web-page"),
@@ -52,7 +50,8 @@ LABELS: tuple[tuple[str, str], ...] = (
 )
 """Beginnings of words and the labels of side calls. Words are searched for in a side call's system prompt; if none is
 found, in the call's question. The word that comes first in the text decides, because prompts for titles mention topics,
-and prompts for topics mention titles."""
+and prompts for topics mention titles. Words such as "router" or "loop" are not among them: agents of many programs
+have them in their prompts."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -184,7 +183,7 @@ def _is_quoted(
     before the reply. Otherwise the message may be the reply itself, which clients send back."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
-        if not quotes(lines, message.content, SUMMARY_LENGTH):
+        if not quotes(lines, message.content, SUMMARY_LENGTH) or _repeats_earlier(session, source, message.content):
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
@@ -200,6 +199,16 @@ def _is_quoted(
         if not asked_above and not any(session.request_shows(source, body) for body in replies):
             return True
     return False
+
+
+def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool:
+    """Return True if the text has a part of the reply before `source` in its conversation that the reply of `source`
+    has not. Then the text is a history that is written out, not a summary in its place."""
+    if source.parent is None or source.reply is None:
+        return False
+    before = session.turns[source.parent].reply
+    own = source.reply.content
+    return before is not None and any(part in text and part not in own for part in parts_of_reply(before))
 
 
 def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Segment]) -> Segment | None:

@@ -126,6 +126,21 @@ class Signals:
         """Return True if a later request quotes a reply of the segment."""
         return any(turn.index in self._quoted_in for turn in segment.turns)
 
+    def _is_passed_on(self, segment: Segment) -> bool:
+        """Return True if a later request quotes a reply of the segment, and has not the words of a side call."""
+        quoting = (self._quoted_in.get(turn.index) for turn in segment.turns)
+        return any(at is not None and not self.label(self.session.segment_of(at)) for at in quoting)
+
+    def _joins_answers(self, segment: Segment) -> bool:
+        """Return True if the segment is the session's last call, its request quotes the last replies of several
+        conversations, and has no words of a side call other than a summary."""
+        if self.label(segment) not in ("", SUMMARY):
+            return False
+        last = self.session.turns[-1]
+        joined = (at for at, quoting in self._quoted_in.items() if quoting == last.index)
+        conversations = {self.session.turns[at].conversation for at in joined}
+        return segment.first is last and segment.starts_conversation and len(conversations) > 1
+
     def _is_called(self, segment: Segment) -> bool:
         """Return True if the segment's conversation was called by another: it began after the other, which then quoted
         its last reply."""
@@ -152,6 +167,7 @@ class Signals:
             first.declared not in (None, BranchKind.MAIN),
             first.declared is None,
             self.continued[segment.number] is not None,
+            not self._joins_answers(segment),
             not can_work,
             first.agent_id is not None or first.parent_agent_id is not None,
             segment.number in self.spawned,
@@ -159,7 +175,7 @@ class Signals:
             not followed_up,
             not first.tools,
             bool(self.label(segment)),
-            not can_work and self.is_quoted(segment),
+            not can_work and self._is_passed_on(segment),
             0 if can_work else -len(segment.last.output_ids),
             first.index,
         )
@@ -185,11 +201,12 @@ class Signals:
         return unlike_main and not self.session.is_followed_up(segment.first.conversation)
 
     def may_be_outcome(self, segment: Segment) -> bool:
-        """Return True if the segment is the session's last call and the main conversation is itself a single question:
-        then the words of the prompt do not distinguish a side call from the last step of a chain of questions."""
+        """Return True if the segment is the session's last call, and its prompt asks for a summary, or the main
+        conversation is itself a single question: then the words of the prompt do not distinguish a side call from the
+        last step of a chain."""
         main = self.main(segment).first
         bare = not main.tools and not self.session.is_followed_up(main.conversation)
-        return bare and segment.last is self.session.turns[-1]
+        return segment.last is self.session.turns[-1] and (bare or self.label(segment) == SUMMARY)
 
     def is_own_agents_work(self, segment: Segment) -> bool:
         """Return True if the client names an agent other than the main one, and the segment is this agent's work."""

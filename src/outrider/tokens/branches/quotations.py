@@ -29,14 +29,15 @@ _FENCED_JSON = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
 class _Answer:
-    """A reply without tool calls that is searched for in later messages."""
+    """A reply that is searched for in later messages."""
 
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
-        self._text = turn.reply.content.strip() if turn.reply is not None else ""
+        assert turn.reply is not None
+        self._text = turn.reply.content.strip()
         asked = "\n".join(message.content for message in turn.messages)
         # A part that the request itself has may come from elsewhere: it is no evidence that the reply was used.
-        parts = {part for part in _parts(self._text) if part not in asked}
+        parts = {part for part in parts_of_reply(turn.reply) if part not in asked}
         longest = sorted(parts, key=lambda part: (-len(part), part))[:MAX_PARTS]
         self.parts = list(dict.fromkeys(form for part in longest for form in (part, json.dumps(part)[1:-1])))
 
@@ -45,14 +46,14 @@ class _Answer:
         for part in self.parts:
             if part in joined:
                 return True
-        return self._text in texts
+        return bool(self._text) and self._text in texts
 
 
 def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[int, int]:
     """Return, for those of the turns `replies` whose reply is in a message of a later request, the first turn with such
-    a request. The message is the whole reply, or has a part of the reply (a line, or a text in a JSON reply) that was
-    not in the request for the reply. A part has at least QUOTE_LENGTH characters. A message that a turn of the session
-    sampled does not count."""
+    a request. The message is the whole reply, or has a part of the reply (a line, or a text in a JSON reply or in a
+    tool call's arguments) that was not in the request for the reply. A part has at least QUOTE_LENGTH characters. A
+    message that a turn of the session sampled does not count."""
     found: dict[int, int] = {}
     waiting: deque[_Answer] = deque(maxlen=MAX_WAITING)
     compared = 0
@@ -64,7 +65,7 @@ def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[i
             if compared > MAX_COMPARED or answer.is_quoted(texts, joined):
                 found[answer.turn.index] = turn.index
                 waiting.remove(answer)
-        if turn.index in replies and turn.reply is not None and turn.reply.content.strip():
+        if turn.index in replies and turn.reply is not None:
             waiting.append(_Answer(turn))
     return found
 

@@ -29,7 +29,7 @@ the parent's ids."""
 QUOTE_LENGTH = 12
 """Minimum number of characters of a text that counts as quoted. Shorter texts, such as "Done.", are repeated in many
 conversations."""
-SUMMARY_LENGTH = 40
+SUMMARY_LENGTH = 16
 """Minimum number of characters of a summary. A shorter answer that reappears hands over, such as "Over to QA."."""
 QUOTE_SHARE = 0.8
 """A summary is recognised if lines with at least this fraction of its characters reappear. The fraction is below 1
@@ -150,19 +150,21 @@ class SegmentedSession:
         conversation begins with the opening of the earlier conversation, whose last reply is a tool call to which
         nobody sent a result (`handed_over`)."""
         unanswered: list[tuple[Turn, str]] = []
+        openings: dict[int, str] = {}
         for turn in self.turns:
             segment = self._segment_of[turn.index]
             if turn is segment.first and segment.starts_conversation and turn.index not in self._sources:
                 asked = "\n".join(message.content for message in turn.messages if message.role is not Role.SYSTEM)
                 fitting = [one.index for one, text in unanswered if one.step == turn.step and text in asked]
+                openings[turn.conversation] = opening_text(turn.messages)
                 if fitting:
+                    openings[turn.conversation] = openings[self.turns[fitting[-1]].conversation]
                     self.handed_over.add(segment.number)
                     self._sources[turn.index] = fitting[-1]
                     self.taken_over.setdefault(fitting[-1], []).append(segment)
                     self.continued.add(fitting[-1])
             calls = turn.reply is not None and turn.reply.tool_calls and turn.index not in self.continued
-            begin = self._conversations[turn.conversation][0].first
-            if calls and (text := opening_text(begin.messages)):
+            if calls and (text := openings.get(turn.conversation)):
                 unanswered = [*unanswered[-MAX_UNANSWERED:], (turn, text)]
 
     def source(self, turn: Turn) -> int | None:
@@ -343,7 +345,8 @@ def reached_agent(turn: Turn) -> bool:
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
     """Return, for each request with several replies, the index of the turn whose reply the agent used. Replies that
     were cut off do not count. The used reply is the first reply with a continuation, else the last reply that another
-    request contains, else the last reply."""
+    request contains, else the last reply. A request whose replies the agent wanted side by side, because it sent the
+    request again before it had a reply, is left out if nothing shows which one was used: it may have used them all."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:
@@ -354,7 +357,10 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
     for request, turns in several.items():
         continued = [turn for turn in turns if turn.index in session.continued][:1]
         echoed = [turn for turn in turns if turn.reply is not None and session.body(turn.reply) in quoted][-1:]
-        used[request] = (continued or echoed or turns[-1:])[0].index
+        last_sent = max(turn.timings.received for turn in turns)
+        side_by_side = all(turn.timings.finished > last_sent for turn in turns)
+        if continued or echoed or not side_by_side:
+            used[request] = (continued or echoed or turns[-1:])[0].index
     return used
 
 
