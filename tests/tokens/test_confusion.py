@@ -27,7 +27,8 @@ def kinds(session: Session) -> list[BranchKind]:
 
 def mistakes(session: Session, name: str) -> Iterator[str]:
     """The turns whose treatment contradicts their use, and the histories whose summary is not known."""
-    policy = {**POLICY, **CORPUS[name].policy}
+    conversation = CORPUS[name]
+    policy = {**POLICY, **conversation.policy}
     lines = lineages(session.turns)
     for turn, use, line in zip(session.turns, session.uses, lines, strict=True):
         shown = f"turn {turn.index}: {use}, but {line.kind} by the rule '{line.rule}' {line.label}"
@@ -37,6 +38,10 @@ def mistakes(session: Session, name: str) -> Iterator[str]:
             yield f"{shown}: it is no work"
         if use in (Use.UNUSED, Use.CUT) and policy[line.kind] is BranchPolicy.TRAIN:
             yield f"{shown}: the program never used it"
+        if use is Use.MAIN and conversation.one_history and line.kind is not BranchKind.MAIN:
+            yield f"{shown}: it is in the same history as the others"
+        if line.kind is BranchKind.COMPACTION and Use.SUMMARY not in session.uses and not conversation.replaces:
+            yield f"{shown}: nothing was summed up or cut"
     for index, summaries in session.continues.items():
         if summaries and lines[index].parent not in summaries:
             yield f"turn {index} continues from the summary of turn {summaries[-1]}, not from {lines[index].parent}"

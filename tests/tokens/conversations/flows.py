@@ -51,11 +51,14 @@ def votes_and_a_tally(session: Session) -> None:
     session.ask("main", f"{ask}\n{quoted}\nWhich answer has the majority?", "0.05", says="You count votes.")
 
 
-@conversation(policy={BranchKind.RETRY: BranchPolicy.TRAIN}, has_transcript=False)
+@conversation(policy={BranchKind.RETRY: BranchPolicy.TRAIN})
 def votes_that_the_program_counts(session: Session) -> None:
     """As the page about branches recommends: with `retry: "train"`, all three votes train."""
-    voters = [session.agent("helper", "Answer with one word.").hears("Is 91 a prime?") for _ in range(3)]
+    main = session.agent("main", "You do sums.", "poll").hears("Is 91 a prime?")
+    main.calls("poll", question="Is 91 a prime? Answer yes or no.", voters=3)
+    voters = [session.agent("helper").hears("Is 91 a prime? Answer yes or no.") for _ in range(3)]
     session.at_once(*zip(voters, ["No", "Yes", "No"], strict=True))
+    main.gets('{"yes": 1, "no": 2}').says("No, 91 is 7 times 13.")
 
 
 @conversation()
@@ -201,7 +204,7 @@ def plan_and_execute(session: Session) -> None:
 
 @conversation()
 def reflexion(session: Session) -> None:
-    """A failed attempt is reflected on; the reflection is in the next attempt's system prompt."""
+    """The reflection on a failed attempt is in the next attempt's system prompt: a summary in all but name."""
     head, memory = "You play a text adventure.", ""
     for room, thought in (("cellar", "I should have lit the lamp before I went down."), ("attic", "")):
         agent = session.agent("main", head + memory, "act").hears("Find the treasure.")
@@ -210,7 +213,7 @@ def reflexion(session: Session) -> None:
         )
         if thought:
             asked = f"You failed. What went wrong?\n{agent.written_out()}"
-            memory = f"\nYour memory of past attempts:\n{session.ask('helper', asked, thought, says='You reflect.')}"
+            memory = f"\nYour memory of past attempts:\n{session.ask('summary', asked, thought, says='You reflect.')}"
 
 
 @conversation()
@@ -280,3 +283,13 @@ def only_the_tagged_part_is_used(session: Session) -> None:
     )
     inner = said.split("<translation>")[1].split("<")[0]
     session.ask("main", f"Improve this translation of 'good night': {inner}", "Bonne nuit !", says="You polish French.")
+
+
+@conversation(has_transcript=False)
+def hypothetical_document_for_a_search(session: Session) -> None:
+    """HyDE: the first answer is only embedded, and nothing ever shows it."""
+    session.ask(
+        "helper", "Write a passage that answers: why do cats purr?", "Cats purr to calm themselves,\nand to heal."
+    )
+    asked = "Context: Purring is made by the larynx.\nQuestion: why do cats purr?\nAnswer:"
+    session.ask("main", asked, "Their larynx makes the sound, often to calm them.")

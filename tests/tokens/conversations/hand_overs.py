@@ -8,7 +8,7 @@ from .script import Session, conversation
 CHARGED = "I was charged twice for order 4711. Please get my money back."
 
 
-@conversation()
+@conversation(one_history=True)
 def openai_agents_hand_off(session: Session) -> None:
     """OpenAI Agents SDK: the next agent is shown all messages behind its own head."""
     triage = session.agent(
@@ -21,7 +21,7 @@ def openai_agents_hand_off(session: Session) -> None:
     billing.says("I have refunded the second payment of 20.00.\nThe money arrives within three days.")
 
 
-@conversation()
+@conversation(one_history=True)
 def openai_agents_hand_off_and_back(session: Session) -> None:
     """Agents transfer to each other several times in one run."""
     heads = {
@@ -31,13 +31,10 @@ def openai_agents_hand_off_and_back(session: Session) -> None:
     }
     agent = session.agent("main", *heads["triage"]).hears("Where is my parcel, and why did I pay twice?")
     for to in ("billing", "triage", "shipping", "triage"):
+        agent.does(f"transfer_to_{to}", f'{{"assistant": "{to}"}}')
+        agent = agent.hands_over(*heads[to])
         if to != "triage":
-            agent.does(f"transfer_to_{to}", f'{{"assistant": "{to}"}}')
-            agent = agent.hands_over(*heads[to])
             agent.does(agent.tools.split()[0], f"[{to} record 17]", order=4711)
-        else:
-            agent.does("transfer_to_triage", '{"assistant": "triage"}')
-            agent = agent.hands_over(*heads[to])
     agent.says("Your parcel is in Ghent, and the second payment was a mistake of ours.")
 
 
@@ -69,7 +66,7 @@ def openai_agents_nested_history(session: Session) -> None:
     billing.says("The second payment is on its way back to you.")
 
 
-@conversation()
+@conversation(one_history=True)
 def langgraph_supervisor(session: Session) -> None:
     """The workers see the shared messages; the supervisor gets their last answers, with their names."""
     supervisor = session.agent("main", "You manage two workers.", "transfer_to_coder transfer_to_qa")
@@ -98,7 +95,7 @@ def supervisor_with_answers_of_one_line(session: Session) -> None:
     supervisor.says("Version 2 is out.")
 
 
-@conversation()
+@conversation(one_history=True)
 def langgraph_swarm(session: Session) -> None:
     """The active agent sees all messages; the user asks again, and the last active agent goes on."""
     alice = session.agent("main", "You are Alice, an addition expert.", "add transfer_to_bob")
@@ -174,7 +171,7 @@ def google_adk_transfer(session: Session) -> None:
     weather.says("It snows in Oslo, at three degrees below zero.")
 
 
-@conversation()
+@conversation(one_history=True)
 def agent_resumed_with_other_tools(session: Session) -> None:
     """The program takes a tool away for the second half of the work."""
     agent = session.agent("main", "You are a coding agent.", "bash edit plan").hears("Fix issue 31.")
@@ -183,7 +180,7 @@ def agent_resumed_with_other_tools(session: Session) -> None:
     agent.says("Issue 31 is fixed.")
 
 
-@conversation()
+@conversation(one_history=True)
 def final_report_without_tools(session: Session) -> None:
     """Out of steps: the last answer is asked for without tools."""
     agent = session.agent("main", "You are a research agent.", "search open").hears("When was the bridge built?")
@@ -193,7 +190,7 @@ def final_report_without_tools(session: Session) -> None:
     )
 
 
-@conversation()
+@conversation(one_history=True)
 def structured_extraction_at_the_end(session: Session) -> None:
     """LangGraph's `response_format`: a last call without tools, whose answer is the session's result."""
     agent = session.agent("main", "You help.", "get_weather").hears("What should I wear in Oslo?")
@@ -202,7 +199,7 @@ def structured_extraction_at_the_end(session: Session) -> None:
     agent.says('{"clothes": ["coat", "boots"], "degrees": -3}')
 
 
-@conversation()
+@conversation(one_history=True)
 def langgraph_supervisor_with_full_histories(session: Session) -> None:
     """`output_mode="full_history"`: all that a worker did goes back to the supervisor."""
     agent = session.agent("main", "You manage two workers.", "transfer_to_coder transfer_to_qa")
@@ -324,7 +321,7 @@ def debate(session: Session) -> None:
     )
 
 
-@conversation()
+@conversation(replaces=True)
 def magentic_ledgers(session: Session) -> None:
     """Magentic-One: facts, a plan that quotes them, and ledgers in JSON that choose and instruct the next agent."""
     boss = session.agent("main").hears("Request: how high is the tower of Pisa? Write down the facts.")
@@ -368,10 +365,27 @@ def smolagents_managed_agent(session: Session) -> None:
     manager.says("Thought: I know it.\n<code>\nfinal_answer(9550)\n</code>")
 
 
-@conversation()
+@conversation(one_history=True)
 def user_turns_to_another_agent(session: Session) -> None:
     """The user picks another agent for the second question; its history has the first."""
     asker = session.agent("main", "You answer, and change nothing.", "read").hears("Where is the port set?")
     asker.does("read", "PORT = 80", path="settings.py").says("In settings.py.")
     coder = asker.hands_over("You change code.", "read edit").hears("Set it to 8080.")
     coder.does("edit", "ok", path="settings.py").says("The port is 8080 now.")
+
+
+@conversation()
+def architect_and_editor(session: Session) -> None:
+    """aider: the architect's answer is the editor's only message; the editor has another system prompt."""
+    architect = session.agent("main", "Act as an architect. Describe the change.").hears("Make greet() polite.")
+    plan = architect.says("In hello.py, let greet() say 'Good day' in place of 'Hi'.\nKeep the name.")
+    editor = session.agent("main", "Act as an editor. Write edits as blocks.").hears(plan)
+    editor.says("hello.py\n<<<<\nreturn 'Hi'\n====\nreturn 'Good day'\n>>>>")
+
+
+@conversation(has_transcript=False)
+def final_answer_from_notes(session: Session) -> None:
+    """After the agent's last call, a model without tools writes the answer from the history as text."""
+    agent = session.agent("main", "You research.", "search").hears("How deep is the lake?")
+    agent.does("search", "254 m", query="lake depth").says("Notes: 254 m, by one source.")
+    session.ask("main", f"Notes and calls:\n{agent.written_out()}\nWrite the answer.", "The lake is 254 m deep.")

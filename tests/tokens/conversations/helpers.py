@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from ..harnesses import user
 from .script import Session, conversation
 
 
@@ -196,3 +197,54 @@ def helper_with_the_callers_head(session: Session) -> None:
         clone.does("bash", f"{folder}: 3 files", command=f"sed -i s/old/new/ {folder}/*")
         main.gets(clone.says(f"In {folder}/ there were 3 files."))
     main.says("All 6 files are renamed.")
+
+
+@conversation(hints=(False, True))
+def codex_threads(session: Session) -> None:
+    """Codex: a thread for each agent; the main thread and the sub-agent's are both summed up, without tools."""
+    main = session.agent("main", "You are Codex.", "shell spawn_agent wait", name="t1").hears("Speed up the parser.")
+    main.does("spawn_agent", '{"id": "t2"}', message="Profile parse() on big files.")
+    sub = session.agent("helper", "You are Codex.", "shell", name="t2", of="t1").hears("Profile parse() on big files.")
+    ask = "Create a handoff summary for another LLM."
+    for agent, text in ((sub, "Profiled a.txt:\n90 % is in split()."), (main, "t2 profiles parse().\nI wait for t2.")):
+        agent.does("shell", f"output {len(session.turns)}", command="python -m cProfile a.py")
+        said = agent.aside("summary", ask, text, tools="", purpose="compaction")
+        agent.begins_anew(agent.history[0], user(f"Another language model started. Its summary:\n{said}"))
+        agent.does("shell", f"output {len(session.turns)}", command="ls")
+    main.does("wait", sub.says("split() takes 90 % of the time."), ids=["t2"])
+    main.says("I replaced split(), which took 90 % of the time.")
+
+
+@conversation(hints=(False, True))
+def sub_agent_in_the_background(session: Session) -> None:
+    """The tool's result comes at once; the helper's answer comes later, in a user message."""
+    main = session.agent("main", "You are a coding agent.", "bash task").hears("Is the release ready?")
+    main.does("task", "Started in the background as b7.", prompt="Check that every link in docs/ works.")
+    sub = session.agent("helper", "You check.", "bash", name="b7").hears("Check that every link in docs/ works.")
+    sub.does("bash", "a.md b.md", command="ls docs")
+    main.does("bash", "0 failed", command="make test").says("The tests pass; I wait for the links.")
+    done = sub.does("bash", "404 b.md:3", command="lychee docs").says("One link is broken: docs/b.md, line 3.")
+    main.hears(f"<task-notification id=b7>\n{done}\n</task-notification>")
+    main.does("bash", "ok", command="sed -i 3d docs/b.md").says("It is ready.")
+
+
+@conversation(hints=(False, True))
+def sub_agent_that_is_cut_off(session: Session) -> None:
+    """The caller loses patience; what the helper did before was its work all the same."""
+    main = session.agent("main", "You lead.", "delegate bash").hears("Find the leak.")
+    main.calls("delegate", task="Run the tests under valgrind.")
+    sub = session.agent("helper", "You test.", "bash", name="tester").hears("Run the tests under valgrind.")
+    sub.does("bash", "test_a: 8 bytes lost", command="valgrind test_a").cut("Now I run te")
+    main.gets("Error: timed out after 60 s").does("bash", "leak in a.c", command="grep -n malloc a.c")
+    main.says("The leak is in a.c.")
+
+
+@conversation()
+def reviewer_that_the_program_starts(session: Session) -> None:
+    """No tool call starts the reviewer; its answer is the agent's next user message."""
+    main = session.agent("main", "You are a coding agent.", "edit").hears("Sort the imports.")
+    main.does("edit", "ok", path="a.py").says("They are sorted.")
+    reviewer = session.agent("helper", "You review diffs.", "read").hears("Diff:\n-import b\n+import a")
+    found = reviewer.does("read", "import a\nimport c", path="a.py").says("b is lost.\na.py uses b in line 9.")
+    main.hears(f"A reviewer says:\n{found}")
+    main.does("edit", "ok", path="a.py").says("I put the import of b back.")

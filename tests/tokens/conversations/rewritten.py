@@ -11,7 +11,7 @@ from ..strategies import hermes_call
 from .script import Session, conversation
 
 
-@conversation()
+@conversation(one_history=True)
 def message_removed_from_the_middle(session: Session) -> None:
     """The program takes a failed attempt out of the history: it is still the same conversation."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Free some disk space.")
@@ -22,7 +22,7 @@ def message_removed_from_the_middle(session: Session) -> None:
     agent.says("I freed 40 GB in /var/log.")
 
 
-@conversation()
+@conversation(replaces=True)
 def history_trimmed_from_the_front(session: Session) -> None:
     """The task stays, the oldest calls go."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Count the lines of every module.")
@@ -33,7 +33,7 @@ def history_trimmed_from_the_front(session: Session) -> None:
     agent.says("There are 100 lines.")
 
 
-@conversation()
+@conversation(one_history=True)
 def note_moved_off_the_first_message(session: Session) -> None:
     """A reminder is behind the first message only as long as that is the newest."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears(
@@ -47,7 +47,7 @@ def note_moved_off_the_first_message(session: Session) -> None:
     agent.says("There are a.py and b.py.")
 
 
-@conversation()
+@conversation(one_history=True)
 def answer_after_an_abort_and_an_unused_one(session: Session) -> None:
     """A request is cut off, sent again, answered badly, and sent again."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("List the files.")
@@ -57,7 +57,7 @@ def answer_after_an_abort_and_an_unused_one(session: Session) -> None:
     agent.says("There are a.py and b.py.")
 
 
-@conversation()
+@conversation(one_history=True)
 def failed_attempts_removed_again_and_again(session: Session) -> None:
     """Every failed call leaves the history as soon as the next one works."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Build all three packages.")
@@ -68,7 +68,7 @@ def failed_attempts_removed_again_and_again(session: Session) -> None:
     agent.says("All three are built.")
 
 
-@conversation()
+@conversation(replaces=True)
 def window_that_loses_the_task(session: Session) -> None:
     """Only the newest messages are sent, from a user message on; the task is soon gone."""
     agent = session.agent("main", "You are a tutor.").hears("Teach me to count in Danish.")
@@ -81,7 +81,7 @@ def window_that_loses_the_task(session: Session) -> None:
     agent.says("You are welcome!")
 
 
-@conversation()
+@conversation(one_history=True)
 def old_results_blanked(session: Session) -> None:
     """SWE-agent: all results but the last are replaced by a line."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Find the slow query.")
@@ -96,7 +96,7 @@ def old_results_blanked(session: Session) -> None:
     agent.says("Query 3 is the slow one.")
 
 
-@conversation()
+@conversation(one_history=True)
 def note_at_the_end_of_each_request(session: Session) -> None:
     """A reminder is always last, and never stays."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("List the files.")
@@ -107,7 +107,7 @@ def note_at_the_end_of_each_request(session: Session) -> None:
     agent.says("There are three files.")
 
 
-@conversation()
+@conversation(one_history=True)
 def clock_in_the_system_prompt(session: Session) -> None:
     """The head is another at each request."""
     agent = session.agent("main", "", "bash").hears("Wait for the build.")
@@ -117,7 +117,7 @@ def clock_in_the_system_prompt(session: Session) -> None:
     agent.says("I give up.")
 
 
-@conversation()
+@conversation(one_history=True)
 def unreadable_answers_asked_again(session: Session) -> None:
     """An answer that does not parse leaves no trace: the same request is sent again."""
     agent = session.agent("main", "Answer in JSON only.").hears("Which city is the capital of Peru?")
@@ -127,7 +127,7 @@ def unreadable_answers_asked_again(session: Session) -> None:
     agent.hears("And of Chile?").says('{"city": "Santiago"}')
 
 
-@conversation()
+@conversation(one_history=True)
 def unreadable_answers_with_the_error_shown(session: Session) -> None:
     """An answer that does not parse is shown to the model with the error: it was used."""
     agent = session.agent("main", "Answer in JSON only.").hears("Which city is the capital of Peru?")
@@ -135,7 +135,7 @@ def unreadable_answers_with_the_error_shown(session: Session) -> None:
     agent.hears("JSONDecodeError at 1:1. Answer in JSON only.").says('{"city": "Lima"}')
 
 
-@conversation()
+@conversation(one_history=True)
 def best_of_three_actions(session: Session) -> None:
     """Three answers to each request at once; the program takes one by a score of its own."""
     agent = session.agent("main", "You play chess.", "move").hears("You are white.")
@@ -147,7 +147,7 @@ def best_of_three_actions(session: Session) -> None:
     agent.says("I offer a draw.")
 
 
-@conversation()
+@conversation(one_history=True)
 def user_goes_back(session: Session) -> None:
     """The user takes the last question back, and asks something else from there."""
     agent = session.agent("main", "You help.", "bash").hears("Show the log.")
@@ -166,3 +166,14 @@ def two_histories_from_one_state(session: Session) -> None:
     session.at_once((other, hermes_call("tactic", {"text": "simp"})), (agent, hermes_call("tactic", {"text": "rfl"})))
     other.gets("1 goal left").does("tactic", "error", text="ring")
     agent.gets("no goals left").says("It is proved by rfl.")
+
+
+@conversation()
+def broken_answer_repaired(session: Session) -> None:
+    """LangChain's OutputFixingParser: another call repairs the JSON, and the history has the repaired text."""
+    agent = session.agent("main", "Answer in JSON only.").hears("Which city is the capital of Peru?")
+    broken = agent.says('{"city": "Lima", "country": "Pe')
+    repair = f"Completion:\n{broken}\nError: unterminated string at 27.\nPlease try again."
+    del agent.history[-1]
+    agent.said(session.ask("helper", repair, '{"city": "Lima", "country": "Peru"}'))
+    agent.hears("And of Chile?").says('{"city": "Santiago", "country": "Chile"}')

@@ -44,9 +44,10 @@ class Session:
         self.continues: dict[int, list[int]] = {}
         """By turn, the summaries from which its request continues."""
 
-    def agent(self, use: Use | str, says: str = "", tools: str = "", *, name: str | None = None) -> Agent:
-        """A new agent with an empty history; `says` is its system prompt, `tools` are names."""
-        return Agent(self, Use(use), says, tools, name)
+    def agent(self, use: Use | str, says: str = "", tools: str = "", *, name: str = "", of: str = "") -> Agent:
+        """A new agent with an empty history; `says` is its system prompt, `tools` are names. With hints, the client
+        names the agent and its parent `of`."""
+        return Agent(self, Use(use), says, tools, Hints(name or None, of or None))
 
     def ask(self, use: Use | str, question: str, answer: str, *, says: str = "", tools: str = "") -> str:
         """One question of its own, and its answer."""
@@ -68,15 +69,23 @@ class Session:
         return max(turn.index for turn in self.turns if self.uses[turn.index] is Use.MAIN)
 
 
+class Hints(msgspec.Struct, frozen=True):
+    """What a client says of a call, if it does."""
+
+    agent_id: str | None = None
+    parent_agent_id: str | None = None
+    purpose: str | None = None
+
+
 class Agent:
     """One history, with the head that its requests have. `history` has no system messages, and may be edited."""
 
-    def __init__(self, session: Session, use: Use, says: str, tools: str, name: str | None) -> None:
+    def __init__(self, session: Session, use: Use, says: str, tools: str, hints: Hints) -> None:
         self.session = session
         self.use = use
         self.head = says
         self.tools = tools
-        self.name = name
+        self.hints = hints
         self.history: list[Message] = []
 
     def hears(self, text: str) -> Agent:
@@ -124,15 +133,24 @@ class Agent:
         return self.calls(tool, thought, **arguments).gets(result)
 
     def aside(
-        self, use: Use | str, question: str, answer: str, *, says: str | None = None, tools: str | None = None
+        self,
+        use: Use | str,
+        question: str,
+        answer: str,
+        *,
+        says: str | None = None,
+        tools: str | None = None,
+        purpose: str = "",
     ) -> str:
-        """A question behind the history, which the history does not keep. By default the head is the agent's."""
+        """A question behind the history, which the history does not keep. By default the head is the agent's. With
+        hints, the client names the purpose."""
         other = self.hands_over(self.head if says is None else says, self.tools if tools is None else tools, use=use)
+        other.hints = msgspec.structs.replace(self.hints, purpose=purpose or None)
         return other.hears(question).says(answer)
 
-    def hands_over(self, says: str, tools: str = "", *, use: Use | str | None = None, name: str | None = None) -> Agent:
+    def hands_over(self, says: str, tools: str = "", *, use: Use | str | None = None) -> Agent:
         """Another agent that is shown the whole history."""
-        other = Agent(self.session, Use(use or self.use), says, tools, name or self.name)
+        other = Agent(self.session, Use(use or self.use), says, tools, self.hints)
         other.history = list(self.history)
         return other
 
@@ -167,8 +185,9 @@ class Agent:
         ids = [*small_tokenizer().encode(said), *([] if cut else [IM_END])]
         finish = FinishReason.ABORT if cut else FinishReason.STOP
         reply = rollout.answer(request, ids, tools=self._specs, finish=finish)
-        named = self.name if self.session.hints else None
-        rollout.turns[-1] = msgspec.structs.replace(rollout.turns[-1], agent_id=named)
+        if self.session.hints:
+            told = msgspec.structs.asdict(self.hints)
+            rollout.turns[-1] = msgspec.structs.replace(rollout.turns[-1], **told)
         self.session.uses.append(Use.CUT if cut else self.use)
         if not cut:
             self.history.append(reply)
@@ -179,14 +198,22 @@ class Agent:
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A conversation of the corpus. `policy` is the task's policy where it differs from the default. Unless
-    `has_transcript` is False, an evaluator must receive the path to the last `main` turn."""
+    """A conversation of the corpus.
+
+    policy: the task's policy where it differs from the default.
+    has_transcript: an evaluator must receive the path to the last `main` turn.
+    one_history: the `main` turns are one history, as answers show that are sent back. So all must be of kind main.
+    replaces: the program begins a history anew without a summary, or cuts it to its end, so that turns may be of kind
+        compaction.
+    """
 
     name: str
     hints: bool
     play: Callable[[Session], None]
     policy: dict[BranchKind, BranchPolicy]
     has_transcript: bool
+    one_history: bool
+    replaces: bool
 
 
 CORPUS: dict[str, Conversation] = {}
@@ -198,6 +225,8 @@ def conversation(
     hints: Sequence[bool] = (False,),
     policy: dict[BranchKind, BranchPolicy] | None = None,
     has_transcript: bool = True,
+    one_history: bool = False,
+    replaces: bool = False,
 ) -> Callable[[Callable[[Session], None]], Callable[[Session], None]]:
     """Add a conversation to the corpus: once for each value of `hints`."""
 
@@ -205,7 +234,7 @@ def conversation(
         for named in hints:
             name = play.__name__ + ("_with_hints" if named else "")
             assert name not in CORPUS
-            CORPUS[name] = Conversation(name, named, play, policy or {}, has_transcript)
+            CORPUS[name] = Conversation(name, named, play, policy or {}, has_transcript, one_history, replaces)
         return play
 
     return add

@@ -7,7 +7,7 @@ from ..strategies import hermes_call
 from .script import Session, conversation
 
 
-@conversation()
+@conversation(one_history=True)
 def quota_topic_and_title(session: Session) -> None:
     """Older Claude Code: three side calls before the first call of the agent."""
     session.ask("side", "quota", "#")
@@ -19,7 +19,7 @@ def quota_topic_and_title(session: Session) -> None:
     agent.does("bash", "2 failed", command="make test").says("They pass now.")
 
 
-@conversation()
+@conversation(one_history=True)
 def next_speaker_and_loop_checks(session: Session) -> None:
     """Gemini CLI: a router first, and checks about the history."""
     session.ask("side", "Fix the tests", '{"model_choice": "flash"}', says="You are a Task Routing AI.")
@@ -36,7 +36,7 @@ def next_speaker_and_loop_checks(session: Session) -> None:
     agent.aside("side", "Determine who should logically speak next.", '{"next_speaker": "user"}', tools="")
 
 
-@conversation()
+@conversation(one_history=True)
 def command_prefixes(session: Session) -> None:
     """Claude Code: a call for the prefix of each command."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Show the last commit.")
@@ -68,7 +68,7 @@ def claude_code_with_all_of_it(session: Session) -> None:
     agent.does("bash", "ok", command="sed -i s/open/load/ a.py").says("We use Lib 3 now.")
 
 
-@conversation(hints=(False, True))
+@conversation(hints=(False, True), one_history=True)
 def opencode_with_a_title_and_a_child(session: Session) -> None:
     """A title before the first call, and a child session whose prompt a tool call gave."""
     head = "You are a title generator. Output only the title."
@@ -77,7 +77,7 @@ def opencode_with_a_title_and_a_child(session: Session) -> None:
     agent.calls(
         "task", description="read CI", prompt="Read the CI log and name the failing job.", subagent_type="general"
     )
-    child = session.agent("helper", "You are opencode.", "bash", name="ses_2").hears(
+    child = session.agent("helper", "You are opencode.", "bash", name="ses_2", of="ses_1").hears(
         "Read the CI log and name the failing job."
     )
     child.does("bash", "lint: E501", command="cat ci.log")
@@ -85,7 +85,7 @@ def opencode_with_a_title_and_a_child(session: Session) -> None:
     agent.says("CI is red because the job lint fails.")
 
 
-@conversation()
+@conversation(one_history=True)
 def title_tags_and_questions_after_a_chat(session: Session) -> None:
     """Open WebUI: three calls about the chat as text, after each answer."""
     agent = session.agent("main").hears("How do I boil an egg?")
@@ -99,7 +99,7 @@ def title_tags_and_questions_after_a_chat(session: Session) -> None:
     agent.hears("And soft?").says("Four minutes, then cold water.")
 
 
-@conversation()
+@conversation(one_history=True)
 def commit_message_at_the_end(session: Session) -> None:
     """aider: after the work, a message for the diff, which goes into a command of the program."""
     agent = session.agent("main", "Write edits as blocks.").hears("Set x to 1.")
@@ -108,7 +108,7 @@ def commit_message_at_the_end(session: Session) -> None:
     session.ask("side", "diff: -x = 0 +x = 1", "fix: set x to 1", says="Write a one-line commit message for the diff.")
 
 
-@conversation()
+@conversation(one_history=True)
 def guardrail_beside_the_agent(session: Session) -> None:
     """OpenAI Agents SDK: a guardrail answers in JSON at the same time; nothing quotes it."""
     guard = session.agent("side", "Check whether the user asks for help with homework.").hears(
@@ -122,7 +122,7 @@ def guardrail_beside_the_agent(session: Session) -> None:
     agent.gets("2").says("x is 2.")
 
 
-@conversation()
+@conversation(one_history=True)
 def task_with_the_words_of_a_side_call(session: Session) -> None:
     """The task itself asks for a summary and a title, in one question without tools; a title of the chat quotes it."""
     task = "Summarize this web page and give it a title: Bees dance to tell the way."
@@ -130,7 +130,7 @@ def task_with_the_words_of_a_side_call(session: Session) -> None:
     session.ask("side", f"### Task:\nGenerate a title.\n### Chat:\n{task}\n{answer}", '{"title": "Bees"}')
 
 
-@conversation()
+@conversation(one_history=True)
 def title_of_a_text_protocol_agent(session: Session) -> None:
     """The agent has no tools either: what follows tells it from the title."""
     session.ask("side", "Name this chat: How many files are there?", "Counting files", says="You write titles.")
@@ -139,7 +139,7 @@ def title_of_a_text_protocol_agent(session: Session) -> None:
     agent.hears("<output>3</output>").says("```bash\necho DONE 3\n```")
 
 
-@conversation()
+@conversation(one_history=True)
 def facts_extracted_for_a_memory(session: Session) -> None:
     """mem0: after the work, facts are extracted in JSON for later sessions."""
     agent = session.agent("main", "You are a travel agent.", "find").hears("I am a vegan. Find me a hotel in Rome.")
@@ -152,7 +152,7 @@ def facts_extracted_for_a_memory(session: Session) -> None:
     )
 
 
-@conversation()
+@conversation(one_history=True)
 def warm_up_and_retries_of_a_side_call(session: Session) -> None:
     """A call that only warms the cache, and a title that is asked for twice."""
     agent = session.agent("main", "You are a coding agent.", "bash").hears("Run the tests.")
