@@ -362,8 +362,8 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Return True if a tool call handed over to the segment; else, if the client names the same agent for the
-        segment as for `source`, and the segment is not a side call about the history."""
+        """Return True if another conversation passed its work on to the segment; else, if the client names the same
+        agent for the segment as for `source`, and the segment is not a side call about the history."""
         first = segment.first
         if segment.number in self._session.handed_over:
             return True

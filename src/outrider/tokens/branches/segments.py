@@ -40,9 +40,9 @@ STEPS_PER_TURN = 100
 this number for each turn of the session. Without this limit, the time for a session with many long histories would be
 quadratic in the number of turns."""
 
-MAX_UNANSWERED = 20
-"""Maximum number of earlier turns, the newest ones whose tool calls got no result, that are compared with the opening
-of a conversation."""
+MAX_ENDS = 20
+"""Maximum number of earlier conversations, those with the newest last replies, that are compared with the opening of a
+conversation."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
@@ -74,7 +74,7 @@ class SegmentedSession:
 
     continued: the turns with a continuation (`_continued_turns`).
     taken_over: by turn index, the segments that take over the turn's history (`source`).
-    handed_over: the numbers of the segments to which an unanswered tool call handed over.
+    handed_over: the numbers of the segments to which another conversation passed its work on unseen.
 
     The *body* of a reply is the digest by which replies are compared. It does not depend on call ids and reasoning.
     """
@@ -127,7 +127,7 @@ class SegmentedSession:
             self._segment_of.append(segment)
         self._sampled = sampled
         self.continued = self._continued_turns()
-        self._find_hand_overs_by_call()
+        self._find_hand_overs()
         self._replies = [
             self.replies_among([*turn.messages, turn.reply] if turn.reply is not None else turn.messages)
             for turn in turns
@@ -145,27 +145,50 @@ class SegmentedSession:
         shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
         return next((sampled[body] for body in map(self.body, shown) if body in sampled), None)
 
-    def _find_hand_overs_by_call(self) -> None:
-        """Find the conversations to which a tool call hands over, if the messages do not show the call. Such a
-        conversation begins with the opening of the earlier conversation, whose last reply is a tool call to which
-        nobody sent a result (`handed_over`)."""
-        unanswered: list[tuple[Turn, str]] = []
+    def _find_hand_overs(self) -> None:
+        """Find the conversations to which an earlier conversation passes its work on, without showing its replies as
+        messages (`handed_over`). Nobody continues the earlier conversation's last reply, and either the reply calls a
+        tool and the new conversation begins with the opening of the earlier one; or the new conversation has the same
+        tools and system prompt and begins with the text of the last two replies."""
         openings: dict[int, str] = {}
+        ends: dict[int, Turn] = {}
         for turn in self.turns:
             segment = self._segment_of[turn.index]
-            if turn is segment.first and segment.starts_conversation and turn.index not in self._sources:
-                asked = "\n".join(message.content for message in turn.messages if message.role is not Role.SYSTEM)
-                fitting = [one.index for one, text in unanswered if one.step == turn.step and text in asked]
+            if turn is segment.first and segment.starts_conversation:
                 openings[turn.conversation] = opening_text(turn.messages)
-                if fitting:
-                    openings[turn.conversation] = openings[self.turns[fitting[-1]].conversation]
-                    self.handed_over.add(segment.number)
-                    self._sources[turn.index] = fitting[-1]
-                    self.taken_over.setdefault(fitting[-1], []).append(segment)
-                    self.continued.add(fitting[-1])
-            calls = turn.reply is not None and turn.reply.tool_calls and turn.index not in self.continued
-            if calls and (text := openings.get(turn.conversation)):
-                unanswered = [*unanswered[-MAX_UNANSWERED:], (turn, text)]
+                if turn.index not in self._sources:
+                    asked = "\n".join(message.content for message in turn.messages if message.role is not Role.SYSTEM)
+                    newest = list(ends.values())[:-MAX_ENDS:-1]
+                    fitting = (
+                        end for end in newest if self._passes_on(end, segment, openings[end.conversation], asked)
+                    )
+                    if (source := next(fitting, None)) is not None:
+                        openings[turn.conversation] = openings[source.conversation]
+                        self.handed_over.add(segment.number)
+                        self._sources[turn.index] = source.index
+                        self.taken_over.setdefault(source.index, []).append(segment)
+                        self.continued.add(source.index)
+            ends.pop(turn.conversation, None)
+            if turn.reply is not None and turn.index not in self.continued:
+                ends[turn.conversation] = turn
+
+    def _passes_on(self, end: Turn, segment: Segment, opening: str, asked: str) -> bool:
+        """Return True if the conversation that ends with the turn `end` and began with `opening` passes its work on to
+        the segment, whose first request has the text `asked`."""
+        assert end.reply is not None
+        if end.step != segment.first.step:
+            return False
+        if end.reply.tool_calls:
+            return bool(opening) and opening in asked
+        before = None if end.parent is None else self.turns[end.parent].reply
+        same_head = end.tools == segment.first.tools and self._segment_of[end.index].system == segment.system
+        return (
+            before is not None
+            and same_head
+            and len(end.reply.content) >= QUOTE_LENGTH <= len(before.content)
+            and end.reply.content in asked
+            and before.content in asked
+        )
 
     def source(self, turn: Turn) -> int | None:
         """Return the turn whose history this turn takes over; None if there is none."""
@@ -232,17 +255,20 @@ class SegmentedSession:
         return False
 
     def lacks_beginning(self, turn: Turn, old: Turn) -> bool:
-        """Return True if the turn's request lacks the first reply of the history that ends with `old`, as a history
-        does that was cut to its end. A history that lacks only later replies was edited."""
-        at: int | None = old.index
+        """Return True if the turn's request lacks the first replies of the history that ends with `old`, as a history
+        does that was cut to its end: the first two, or the only one before the last. A history that lacks only later
+        replies, or a single one of many, was edited."""
         first: set[bytes] = set()
+        second: set[bytes] = set()
+        at: int | None = old.parent
         while at is not None:
             self._steps_left -= 1
             if self._steps_left < 0:
                 return False
-            first = self._replies[at] or first
+            if self._replies[at]:
+                first, second = self._replies[at], first
             at = self.turns[at].parent
-        return any(not self.request_shows(turn, body) for body in first)
+        return bool(first) and not any(self.request_shows(turn, body) for body in first | second)
 
     def history_has(self, turn: Turn, earlier: Turn) -> bool:
         """Return True if the turn continues, with other tools or another system prompt, a history that contains the
