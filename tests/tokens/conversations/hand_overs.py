@@ -226,7 +226,7 @@ def autogen_swarm(session: Session) -> None:
     travel.says("Your flight 507811 is refunded. TERMINATE")
 
 
-@conversation()
+@conversation(has_transcript=False)
 def crewai_sequential_tasks(session: Session) -> None:
     """CrewAI: each task's answer is the context of the next task; every agent has its own role."""
     found = ""
