@@ -67,6 +67,22 @@ def condenser_that_keeps_the_first_events(session: Session) -> None:
 
 
 @conversation()
+def condenser_that_reads_previews(session: Session) -> None:
+    """OpenHands' SDK: of each event the condenser reads the kind and the beginning, so it quotes next to nothing."""
+    agent = session.agent("main", "You are a coding agent.", "bash").hears("Find the commit that broke the build.")
+    before = ""
+    for part, text in enumerate(("Commits a to c are good.", "Commits a to f are good.\nThe search goes on at g.")):
+        for commit in "abc" if part == 0 else "def":
+            agent.does("bash", f"HEAD is now at {commit}: built in 61 s, no error", command=f"git bisect good {commit}")
+        previews = "<EVENT>\nActionEvent (agent)\n  Action: ExecuteBashAction\n</EVENT>\n" * 3
+        before = session.ask(
+            "summary", f"<PREVIOUS SUMMARY>\n{before}\n</PREVIOUS SUMMARY>\n{previews}Summarize.", text
+        )
+        agent.begins_anew(agent.history[0], user(before), *agent.history[-2:])
+    agent.says("Commit g broke the build.")
+
+
+@conversation()
 def codex_summaries(session: Session) -> None:
     """Codex: the summary is asked for without tools; the user's messages stay in front of it."""
     agent = coder(session)

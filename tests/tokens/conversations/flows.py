@@ -244,7 +244,7 @@ def corrective_retrieval(session: Session) -> None:
     session.ask("main", asked, "Air scatters short waves most, and blue light is short.")
 
 
-@conversation()
+@conversation(has_transcript=False)
 def question_to_sql_to_answer(session: Session) -> None:
     """The query that the model wrote is run by the program, and stands in the last request."""
     query = session.ask(

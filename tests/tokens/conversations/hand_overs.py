@@ -53,15 +53,13 @@ def openai_agents_hand_off_without_tool_calls(session: Session) -> None:
 
 @conversation()
 def openai_agents_nested_history(session: Session) -> None:
-    """Newer versions of the SDK write the history out as one message for the next agent."""
-    triage = session.agent("main", "You route customers.", "find_order transfer_to_billing")
-    triage.hears(CHARGED).does("find_order", '{"payments": 2}', thought="I look the order up first.", order=4711)
-    triage.does("transfer_to_billing", '{"assistant": "Billing agent"}', thought="Billing has to do this.")
+    """`nest_handoff_history`: the SDK writes the history out, as one message of an assistant, for the next agent."""
+    triage = session.agent("main", "You route customers.", "find_order transfer_to_billing").hears(CHARGED)
+    triage.does("find_order", '{"payments": 2}', order=4711)
+    triage.does("transfer_to_billing", '{"assistant": "Billing agent"}')
+    lines = [f"{number}. {line}" for number, line in enumerate(triage.written_out().splitlines(), 1)]
     billing = session.agent("main", "You are the billing agent.", "refund")
-    billing.said(
-        "For context, here is the conversation so far between the user and the previous agent:\n"
-        f"<CONVERSATION HISTORY>\n{triage.written_out()}\n</CONVERSATION HISTORY>"
-    )
+    billing.said("\n".join(["For context, here is the conversation so far:", "<HISTORY>", *lines, "</HISTORY>"]))
     billing.does("refund", '{"refunded": 20.0}', order=4711)
     billing.says("The second payment is on its way back to you.")
 
@@ -125,37 +123,21 @@ def autogen_round_robin(session: Session) -> None:
 
 @conversation(has_transcript=False)
 def autogen_selector(session: Session) -> None:
-    """A selector names the next speaker in one word, from the history as text."""
-    team = {
-        name: session.agent("main", f"You are the {name}.", "search" * (name == "analyst"))
-        for name in ("planner", "analyst")
-    }
+    """A selector names the next speaker in one word. Its request is a system message with the history as text."""
     said = ["user: Who had the most points for the Heat in 2006?"]
-    answers = [
-        ("planner", "1. analyst: find the player.\n2. analyst: compute the rise."),
-        ("analyst", "It was Dwyane Wade, with 27.2."),
-    ]
-    for agent in team.values():
-        agent.hears(said[0][6:])
-    for name, answer in answers:
-        session.ask(
-            "helper",
-            f"Roles: planner, analyst.\n{chr(10).join(said)}\nSelect the next role. Only return the role.",
-            name,
-        )
-        speaker = team[name]
+    planner = session.agent("main", "You are the planner.").hears(said[0][6:])
+    analyst = session.agent("main", "You are the analyst.", "search").hears(said[0][6:])
+    for speaker, other, name, answer in (
+        (planner, analyst, "planner", "1. analyst: find the player.\n2. analyst: compute the rise."),
+        (analyst, planner, "analyst", "It was Dwyane Wade, with 27.2."),
+        (planner, analyst, "planner", "Dwyane Wade had 27.2 points a game. TERMINATE"),
+    ):
+        chat = "\n".join(said)
+        session.agent("helper", f"Roles: planner, analyst.\n{chat}\nSelect the next role. Only return it.").says(name)
         if speaker.tools:
             speaker.does("search", "Wade 27.2", query="Heat 2006 points")
-        said.append(f"{name}: {speaker.says(answer)}")
-        for other in team.values():
-            if other is not speaker:
-                other.hears(answer)
-    session.ask(
-        "helper",
-        f"Roles: planner, analyst.\n{chr(10).join(said)}\nSelect the next role. Only return the role.",
-        "planner",
-    )
-    team["planner"].says("Dwyane Wade had 27.2 points a game. TERMINATE")
+        other.hears(speaker.says(answer))
+        said.append(f"{name}: {answer}")
 
 
 @conversation(hints=(False, True))
@@ -244,7 +226,7 @@ def autogen_swarm(session: Session) -> None:
     travel.says("Your flight 507811 is refunded. TERMINATE")
 
 
-@conversation()
+@conversation(has_transcript=False)
 def crewai_sequential_tasks(session: Session) -> None:
     """CrewAI: each task's answer is the context of the next task; every agent has its own role."""
     found = ""

@@ -20,7 +20,7 @@ def agents_as_tools(session: Session) -> None:
     main.says("Spanish: Buenos días, queridos vecinos\nFrench: Bonjour, chers voisins")
 
 
-@conversation()
+@conversation(has_transcript=False)
 def agents_as_tools_at_once_and_then_checked(session: Session) -> None:
     """The helpers run side by side; another agent then joins their answers. The inputs are single words."""
     main = session.agent("main", "You translate by tools only.", "to_spanish to_french to_italian").hears(
