@@ -277,10 +277,10 @@ def test_a_message_taken_out_of_the_middle_leaves_the_kind() -> None:
     harness = Harness()
     main = a_main(harness, steps=3)
     del main.history[4:6]
-    main.end()
+    main.end("Done.")
     assert [line.kind.value for line in harness.lines()] == ["main"] * 4
-    main.history = [*main.history[:2], *main.history[4:]]
-    main.end("Done again.")
+    main.history = [*main.history[:2], main.history[-1], user("Is it?")]
+    main.end("It is.")
     assert harness.told()[4][::3] == ("compaction", "trimmed")
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from outrider.sessions.transcript import transcript
@@ -73,6 +74,34 @@ def test_what_was_used_trains(name: str) -> None:
 def test_an_evaluator_reads_the_conversation_that_does_the_work(name: str) -> None:
     session = played(name)
     read = [message.content for message in transcript(session.turns)]
+    assert read == [*path(session, session.transcript_turn)][::-1]
+
+
+DECLARED = {
+    Use.MAIN: BranchKind.MAIN,
+    Use.HELPER: BranchKind.SUBAGENT,
+    Use.SUMMARY: BranchKind.COMPACTION,
+    Use.SIDE: BranchKind.AUXILIARY,
+}
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_declarations_settle_what_the_rules_can_only_guess(name: str) -> None:
+    session = played(name)
+    turns = [
+        msgspec.structs.replace(turn, declared=DECLARED.get(use), declared_label="")
+        for turn, use in zip(session.turns, session.uses, strict=True)
+    ]
+    lines = lineages(turns)
+    unlike = [
+        f"turn {turn.index}: {line.kind} by the rule '{line.rule}'"
+        for turn, line in zip(turns, lines, strict=True)
+        if turn.declared not in (None, line.kind) and line.kind is not BranchKind.RETRY
+    ]
+    assert not unlike
+    newest = turns[session.transcript_turn]
+    assert lines[newest.index].main_line or lines[newest.index].kind is BranchKind.RETRY
+    read = [message.content for message in transcript(turns)]
     assert read == [*path(session, session.transcript_turn)][::-1]
 
 

@@ -179,7 +179,7 @@ def research_flow(session: Session) -> None:
     )
 
 
-@conversation()
+@conversation(has_transcript=False)
 def plan_and_execute(session: Session) -> None:
     """LangGraph: a planner answers by a tool, an agent takes each step, a replanner reads what was done."""
     steps = {

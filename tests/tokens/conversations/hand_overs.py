@@ -64,7 +64,7 @@ def openai_agents_nested_history(session: Session) -> None:
     billing.says("The second payment is on its way back to you.")
 
 
-@conversation(one_history=True)
+@conversation()
 def langgraph_supervisor(session: Session) -> None:
     """The workers see the shared messages; the supervisor gets their last answers, with their names."""
     supervisor = session.agent("main", "You manage two workers.", "transfer_to_coder transfer_to_qa")
@@ -195,7 +195,7 @@ def langgraph_supervisor_with_full_histories(session: Session) -> None:
     agent.says("Done: the flag is in, and its tests pass.")
 
 
-@conversation()
+@conversation(has_transcript=False)
 def one_line_hands_over_a_shared_history(session: Session) -> None:
     """The program reads the next agent's name off the last line; each agent is shown everything as a user would be."""
     log = ["Customer: my invoice has the wrong address."]

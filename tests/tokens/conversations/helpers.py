@@ -126,7 +126,7 @@ def resumed_sub_agent(session: Session) -> None:
     main.gets(sub.says("nginx holds the port.")).says("Stop nginx, then test_a passes.")
 
 
-@conversation()
+@conversation(has_transcript=False)
 def simulated_user(session: Session) -> None:
     """tau-bench with the policy in both roles: the user's words are the model's, with the roles the other way round."""
     agent = session.agent("main", "You are an airline agent.", "find_booking cancel")

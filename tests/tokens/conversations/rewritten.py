@@ -168,7 +168,7 @@ def two_histories_from_one_state(session: Session) -> None:
     agent.gets("no goals left").says("It is proved by rfl.")
 
 
-@conversation()
+@conversation(replaces=True, has_transcript=False)
 def broken_answer_repaired(session: Session) -> None:
     """LangChain's OutputFixingParser: another call repairs the JSON, and the history has the repaired text."""
     agent = session.agent("main", "Answer in JSON only.").hears("Which city is the capital of Peru?")

@@ -152,7 +152,7 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     ]
     for source in reversed(session.turns[max(0, first.index - LOOK_BACK) : first.index]):
         quoted = _is_quoted(session, source, first, fresh, candidates) and not session.history_has(first, source)
-        summarised = _summarised(session, source, candidates) if quoted else None
+        summarised = _summarised(session, source, first, candidates) if quoted else None
         if summarised is not None:
             old = _newest_answered(summarised, first)
             if old is not None and (begins_anew or session.lacks_replies(first, old)):
@@ -211,10 +211,13 @@ def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool
     return before is not None and any(part in text and part not in own for part in parts_of_reply(before))
 
 
-def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Segment]) -> Segment | None:
+def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates: Sequence[Segment]) -> Segment | None:
     """Return the candidate that the reply of `source` summarises: the candidate with the most replies in the request of
     `source`. Returns None if the conversation of `source` is none of the candidates' and did not begin with the history
-    of one of them, as messages or as text. For example, another agent has only quoted the newest reply."""
+    of one of them, as messages or as text. For example, another agent has only quoted the newest reply.
+
+    If the history is cut in the very next request, `first`, a single question may be about a history that it does not
+    quote: some programs give the summariser only the kinds of the events."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -227,7 +230,12 @@ def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Se
         is_written_out = _is_written_out(segment, begin, asked)
         if segment is not own and (replies or is_written_out):
             ranked.append((replies, is_written_out, segment.number))
-    return session.segments[max(ranked)[2]] if ranked else None
+    if ranked:
+        return session.segments[max(ranked)[2]]
+    if source.parent is None and source.index == first.index - 1:
+        same = [segment for segment in candidates if segment.first.conversation == first.conversation]
+        return next((segment for segment in reversed(same) if session.lacks_beginning(first, segment.last)), None)
+    return None
 
 
 def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:

@@ -255,20 +255,26 @@ class SegmentedSession:
         return False
 
     def lacks_beginning(self, turn: Turn, old: Turn) -> bool:
-        """Return True if the turn's request lacks the first replies of the history that ends with `old`, as a history
-        does that was cut to its end: the first two, or the only one before the last. A history that lacks only later
-        replies, or a single one of many, was edited."""
-        first: set[bytes] = set()
-        second: set[bytes] = set()
-        at: int | None = old.parent
-        while at is not None:
+        """Return True if the turn's request lacks the beginning of the history that ends with `old`, as a history does
+        that was cut to its end: its first reply, and its first message or its second reply. A history that lacks only
+        later replies, or a single reply, was edited."""
+        path = [old]
+        while path[-1].parent is not None:
             self._steps_left -= 1
             if self._steps_left < 0:
                 return False
-            if self._replies[at]:
-                first, second = self._replies[at], first
-            at = self.turns[at].parent
-        return bool(first) and not any(self.request_shows(turn, body) for body in first | second)
+            path = [*path[-2:], self.turns[path[-1].parent]]  # only the first three turns are needed
+        messages = [
+            message
+            for each in reversed(path)
+            for message in (*each.messages, each.reply)
+            if message is not None and message.role is not Role.SYSTEM
+        ]
+        replies = [message for message in messages if self.replies_among([message])][:2]
+        lacking = [reply for reply in replies if not self.request_shows(turn, self.body(reply))]
+        if replies[:1] != lacking[:1] or not lacking:
+            return False
+        return len(lacking) > 1 or (turn.parent is None and messages[0] not in turn.messages)
 
     def history_has(self, turn: Turn, earlier: Turn) -> bool:
         """Return True if the turn continues, with other tools or another system prompt, a history that contains the
