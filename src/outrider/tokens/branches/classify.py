@@ -1,6 +1,7 @@
 """Decides the purpose of each turn of a session: the turn's kind, parent and label.
 
-A segment (`segments.py`) gets the kind of the first rule that applies to it (`RULES`):
+A segment (`segments.py`) gets the kind that the client declares (`declared`). Without a declaration, the first rule
+that applies to the segment decides (`RULES`):
 
 1. `main`: the segment starts the main conversation of a step of the task. This rule is first because the other rules
    compare segments with the main conversation.
@@ -10,19 +11,26 @@ A segment (`segments.py`) gets the kind of the first rule that applies to it (`R
    which is stronger evidence for `spawned`.
 3. `forked`: a later segment of a conversation, or a handover to another agent, has the kind of its origin.
 4. `purpose`: the client names the call's purpose. This rule is before the rules that only infer the kind.
-5. `no tools`: the segment is one question to a model without tools, and has no follow-up. This rule is before `own
-   agent` and `spawned` because sub-agents also make side calls, under the sub-agents' names.
+5. `no tools`: the segment is one question to a model without tools, has the words of a side call and no follow-up, and
+   nothing quotes the answer. This rule is before `own agent` and `spawned` because sub-agents also make side calls,
+   under the sub-agents' names.
 6. `own agent`: the client names a parent of the agent, or the segment is the work of an agent other than the main one.
 7. `spawned`: the beginning of the segment has a text from an earlier tool call.
-8. `other tools`: the segment is one question with different tools than the main conversation, and has no follow-up.
-   This rule is after `spawned` because a sub-agent that replies at once looks the same.
-9. `other`: any other segment is a separate conversation of a sub-agent.
+8. `other tools`: as `no tools`, but the segment has other tools than the main conversation. This rule is after
+   `spawned` because a sub-agent that replies at once looks the same.
+9. `unused`: the segment is one question without tools, or with other tools than the main conversation, has no
+   follow-up, and nothing quotes the answer. It may be a side call or work.
+10. `other`: any other segment is a separate conversation of a sub-agent.
 
 A single turn can then have another kind than its segment (`TURN_RULES`): the turn is `cut off` if the agent never
-received the reply, `asked again` if the agent used another reply to the same request, and a `summary` if a later
-history begins with the reply.
+received the reply, `asked again` if the agent used another reply to the same request and not this one, `declared
+otherwise` if the client declares another kind than for the segment's first turn, and a `summary` if a later history
+begins with the reply.
 
-The evidence is the content of the requests, and the later course of the conversations. The client's own statements
+A reply that was used must not be dropped. So a guess that drops needs two signs: the words of a side call, and an
+answer that nothing uses.
+
+The evidence is the content of the requests, and the later course of the conversations. The client's names for itself
 (`Turn.agent_id`, `purpose`) are only hints. docs/branches.md prints both tables. The module is pure and deterministic,
 and independent of rewards and policy. Invariant: the parent of a segment is a turn before the segment's first turn.
 """
@@ -48,7 +56,6 @@ from outrider.trajectory import BranchKind, FinishReason, Turn
 
 SUMMARY = "summary"
 """The label of turns whose reply is a summary with which a later history begins."""
-
 
 UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
 """The kinds of replies that the agent did not use. Their depth is that of their segment."""
