@@ -354,6 +354,7 @@ class Branches(Spec):
     main: Policy = "train"
     subagent: Policy = "train"
     compaction: Policy = "train"
+    unsure: Policy = "train"
     auxiliary: Policy = "drop"
     retry: Policy = "drop"
     aborted: Policy = "drop"

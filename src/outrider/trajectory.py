@@ -71,6 +71,7 @@ class BranchKind(StrEnum):
     MAIN = "main"  # the conversation that does the task's work
     SUBAGENT = "subagent"  # a conversation that another conversation started
     COMPACTION = "compaction"  # writes a summary of a history, or continues from a summary
+    UNSURE = "unsure"  # one question whose answer no later call shows: work of the task, or a side call
     AUXILIARY = "auxiliary"  # a call apart from the task's work, such as for a title
     RETRY = "retry"  # a reply that the agent did not use, because it sent the request again and used the other reply
     ABORTED = "aborted"  # a branch whose last turn the client cut off: the agent never saw the tokens
@@ -133,6 +134,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         earlier ones, or with other tools or another system prompt.
     tools: a digest that distinguishes the tools of requests, empty without tools.
     agent_id, parent_agent_id, purpose: the client's description of the caller.
+    declared, declared_label: the kind and the label of the turn's branch, if the client declares them.
     forked_from: the turn whose request shares the longest history with this one; if the tools or the system prompt
         changed, the turn whose history it continues.
     prompt_delta, output_ids: packed int32. logprobs: packed float64, one per output id.
@@ -154,6 +156,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     agent_id: str | None = None
     parent_agent_id: str | None = None
     purpose: str | None = None
+    declared: BranchKind | None = None
+    declared_label: str = ""
     join: JoinKind
     cause: ForkCause | None = None
     forked_from: int | None = None
@@ -318,13 +322,14 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's sampled tokens: sampled = trained + masked + dropped. `drift` counts ids for which the engine
-    reported other ids than were recorded."""
+    """A session's sampled tokens: sampled = trained + masked + dropped. `unsure` counts those of them in turns of the
+    kind `unsure`. `drift` counts ids for which the engine reported other ids than were recorded."""
 
     sampled: int = 0
     trained: int = 0
     masked: int = 0
     dropped: int = 0
+    unsure: int = 0
     drift: int = 0
 
 

@@ -182,8 +182,9 @@ class Counting(Socket):
 
 @pytest.mark.parametrize("size", [1, 1000, resumable.PIECE])
 async def test_what_nobody_reads_yet_is_not_taken_from_the_peer(size: int) -> None:
-    one, peer = ResumableSocket(MOST), Counting(piece(bytes(size)))
-    most = resumable.MAX_UNREAD // (size + resumable.FRAME_COST) + 1
+    unread = max(1 << 18, 2 * size)
+    one, peer = ResumableSocket(MOST, most_unread=unread), Counting(piece(bytes(size)))
+    most = unread // (size + resumable.FRAME_COST) + 1
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         carrying = tasks.create_task(one.carry(peer, 0, one.take_over()))
         while peer.given < most:  # noqa: ASYNC110

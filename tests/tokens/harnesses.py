@@ -8,7 +8,7 @@ import msgspec
 
 from outrider.messages import Message, Role, ToolSpec
 from outrider.tokens.branches.classify import Lineage, lineages
-from outrider.trajectory import FinishReason
+from outrider.trajectory import BranchKind, FinishReason
 
 from .renderers import family_renderer, small_tokenizer
 from .rollout import Rollout
@@ -61,6 +61,7 @@ class Harness:
         agent: str | None = None,
         of: str | None = None,
         purpose: str | None = None,
+        declared: str | None = None,
         cut: bool = False,
     ) -> Message:
         """One call with all that its client says about itself; the reply."""
@@ -69,7 +70,15 @@ class Harness:
         finish = FinishReason.ABORT if cut else FinishReason.STOP
         reply = self.rollout.answer(joined, ids, tools=tools, finish=finish)
         turn = self.rollout.turns[-1]
-        self.rollout.turns[-1] = msgspec.structs.replace(turn, agent_id=agent, parent_agent_id=of, purpose=purpose)
+        kind, _, label = (declared or "").partition("/")
+        self.rollout.turns[-1] = msgspec.structs.replace(
+            turn,
+            agent_id=agent,
+            parent_agent_id=of,
+            purpose=purpose,
+            declared=BranchKind(kind) if kind else None,
+            declared_label=label,
+        )
         return reply
 
     def lines(self) -> list[Lineage]:

@@ -17,10 +17,12 @@ from .harnesses import (
     Harness,
     a_main,
     assistant,
+    result,
     system,
     tool,
     user,
 )
+from .strategies import hermes_call
 
 
 def test_claude_code_asks_for_its_quota_and_a_topic_before_it_begins() -> None:
@@ -139,10 +141,10 @@ def test_one_call_with_tools_of_its_own_is_a_side_call_unless_it_was_asked_for()
     harness = Harness()
     main = Agent(harness, [CODER, TASK], CODING)
     main.step("task", prompt="Search for all callers of parse().")
-    harness.call([user("Is rm -rf dangerous here?")], "No, it is not.", tool("verdict"))
+    harness.call([user("Which command prefix has rm -rf?")], "rm", tool("verdict"))
     harness.call([user("Search for all callers of parse().")], "There are none.", EXPLORING)
     main.end()
-    assert harness.told()[1:3] == [("auxiliary", 0, 1, ""), ("subagent", 0, 1, "task")]
+    assert harness.told()[1:3] == [("auxiliary", 0, 1, "command-prefix"), ("subagent", 0, 1, "task")]
 
 
 def test_a_sub_agent_that_answers_at_once_without_tools_is_one_if_it_says_so() -> None:
@@ -166,6 +168,11 @@ def test_a_purpose_that_is_known_decides() -> None:
     harness.call([user("What is this?")], "An answer.", CODING, purpose="of its own")
     main.end()
     assert harness.told()[1:3] == [("auxiliary", 0, 1, "title"), ("subagent", 0, 1, "")]
+    harness = Harness()
+    main = a_main(harness, steps=1)
+    harness.call([user("What is this?")], "An answer.", purpose="of its own")
+    main.end()
+    assert harness.told()[1] == ("unsure", 0, 1, "of its own")
 
 
 def test_calls_of_one_sort_are_agents_side_by_side() -> None:
@@ -179,7 +186,7 @@ def test_calls_of_one_sort_are_agents_side_by_side() -> None:
 def test_the_main_conversation_may_have_no_tools_and_begin_last() -> None:
     """mini-swe-agent in text mode, behind a router that has a tool."""
     harness = Harness()
-    harness.call([system("Choose."), TASK], "Take the large one.", tool("choose"))
+    harness.call([system("You are a Task Routing AI."), TASK], "Take the large one.", tool("choose"))
     history = [CODER, TASK]
     for number in range(2):
         history += [harness.call(history, f"Run command {number}."), user("Observation: ok")]
@@ -210,3 +217,97 @@ def test_an_empty_reply_is_no_sign_of_a_history() -> None:
     session = SegmentedSession([])
     assert session.replies_among([empty, Message(role=Role.USER, content="Done.")]) == set()
     assert session.replies_among([empty, spoken]) == session.replies_among([spoken]) != set()
+
+
+def test_what_a_client_declares_beats_what_the_rules_would_guess() -> None:
+    harness = Harness()
+    declared = ["subagent/planner", "main", "auxiliary/naming"]
+    plan = [system("You plan."), TASK]
+    harness.call(plan, "First read the parser, then fix it.", CODING, declared=declared[0])
+    work = [system("You work."), user("Follow the plan.")]
+    harness.call(work, "It is done.", declared=declared[1])
+    harness.call([system("You work."), user("What would you call it?")], "The repair", declared=declared[2])
+    assert [line.kind.value + "/" + line.label for line in harness.lines()] == [declared[0], "main/", declared[2]]
+    assert [line.main_line for line in harness.lines()] == [False, True, False]
+
+
+def test_a_declaration_of_one_call_in_a_conversation_is_that_calls_alone() -> None:
+    harness = Harness()
+    main = a_main(harness, steps=1)
+    harness.call([*main.history, user("Name it.")], "Parser", CODING, declared="auxiliary/naming")
+    main.end()
+    assert harness.told() == [MAIN, ("auxiliary", 0, 1, "naming"), MAIN]
+
+
+def test_an_answer_that_a_later_call_quotes_is_work() -> None:
+    """The prompts have the words of side calls; only what became of the answers tells them apart."""
+    answer = '```json\n{"loop": "A loop over \\"tokens\\" never ends."}\n```'
+    harness = Harness()
+    main = Agent(harness, [CODER, TASK], CODING)
+    harness.call([system("Look for a loop."), user("parse()")], answer)
+    harness.call([system("Find the topic."), user("parse()")], "The topic is lexing.")
+    main.step("ask", found='{"answer": "A loop over \\"tokens\\" never ends."}')
+    main.end()
+    assert [line.kind.value for line in harness.lines()] == ["subagent", "auxiliary", "main", "main"]
+
+
+def test_votes_that_are_all_counted_are_all_used() -> None:
+    harness = Harness()
+    votes = ["I vote for the red one.", "I vote for the green one.", "I vote for the blue one."]
+    for vote in votes:
+        harness.call([system("You vote."), TASK], vote)
+    harness.call([system("You count."), user("The votes:\n" + "\n".join(votes))], "No majority.")
+    assert [line.kind.value for line in harness.lines()] == ["subagent", "subagent", "subagent", "main"]
+
+
+def test_a_history_whose_beginning_was_rewritten_stays_the_main_conversation() -> None:
+    """A note that the client moves from its first message to its last."""
+    harness = Harness()
+    note = "\n<note>Today is Monday.</note>"
+    reply = harness.call(
+        [CODER, user(TASK.content + note)], "Next I look.\n" + hermes_call("bash", {"command": "ls"}), CODING
+    )
+    main = Agent(harness, [CODER, TASK, reply, result(reply, "parser.py" + note)], CODING)
+    main.step()
+    main.end()
+    assert harness.told() == [MAIN, *([("main", 0, 0, "")] * 2)]
+
+
+def test_a_message_taken_out_of_the_middle_leaves_the_kind() -> None:
+    harness = Harness()
+    main = a_main(harness, steps=3)
+    del main.history[4:6]
+    main.end("Done.")
+    assert [line.kind.value for line in harness.lines()] == ["main"] * 4
+    main.history = [*main.history[:2], main.history[-1], user("Is it?")]
+    main.end("It is.")
+    assert harness.told()[4][::3] == ("compaction", "trimmed")
+
+
+def test_an_answer_of_one_line_that_hands_over_is_no_summary() -> None:
+    harness = Harness()
+    supervisor = [system("You supervise."), TASK]
+    for agent in ("writer", "tester"):
+        harness.call(supervisor, f"Next I call.\n{hermes_call('transfer', {'to': agent})}", tool("transfer"))
+        harness.call([system(f"You are the {agent}."), *supervisor[1:]], "Over to QA.")
+        supervisor.append(user(f"[{agent}]: Over to QA."))
+    harness.call(supervisor, "Finished.", tool("transfer"))
+    assert "compaction" not in [line.kind.value for line in harness.lines()]
+
+
+def test_the_second_summary_is_one_though_its_request_has_not_the_opening() -> None:
+    harness = Harness()
+    writer = system("You write summaries of what an agent did.")
+    agent = Agent(harness, [CODER, TASK], CODING)
+    last = ""
+    for number in range(3):
+        agent.step()
+        agent.step()
+        written = "\n".join(message.content for message in agent.history[2:])
+        last = f"Round {number}: parse() was read, and the tests were run again."
+        harness.call([writer, user(f"Events:\n{written}")], last)
+        agent = Agent(harness, [CODER, TASK, user(f"What happened so far:\n{last}")], CODING)
+    agent.end()
+    told = harness.told()
+    assert [line[3] for line in told] == [*("", "", "summary"), *(["continued"] * 2 + ["summary"]) * 2, "continued"]
+    assert [line[1] for line in told][-1] == 8

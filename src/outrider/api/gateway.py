@@ -28,6 +28,7 @@ from outrider.dialects.base import (
     RouteTable,
     StreamWriter,
     WireCall,
+    without_declaration,
 )
 from outrider.errors import NotFound, OutriderError, Unauthorized
 from outrider.messages import Delta
@@ -166,7 +167,7 @@ async def _named_conversation(models: SessionModels, dialect: Dialect, call: Wir
         if len(received) > LARGE:
             yield from ANY_CAPACITY.checking(received)
         yield len(received)
-        return dialect.model(call, received)
+        return without_declaration(dialect.model(call, received))
 
     name = await models.policy.backend.offload.run_steps(steps())
     return models.policy if name is None else models.frozen.get(name, models.policy)

@@ -119,10 +119,15 @@ def _block(text: str, margin: str, style: str) -> Iterator[Text]:
 
 def _ending(result: SessionResult) -> Iterator[Text]:
     tokens = result.tokens
-    untrained = {"masked": tokens.masked, "dropped": tokens.dropped, "of drift": tokens.drift}
+    others = {
+        "masked": tokens.masked,
+        "dropped": tokens.dropped,
+        "in unsure branches": tokens.unsure,
+        "of drift": tokens.drift,
+    }
     yield Text(
         f"{result.stop_reason.value} · {result.turns} turns · {tokens.sampled} tokens, {tokens.trained} trained on"
-        + "".join(f", {count} {name}" for name, count in untrained.items() if count),
+        + "".join(f", {count} {name}" for name, count in others.items() if count),
         style="bold",
     )
     if result.forks:

@@ -18,12 +18,23 @@ from typing import Any, Protocol
 import msgspec
 
 from outrider.constraint import Constraint
-from outrider.errors import NotFound, OutriderError, storable
+from outrider.errors import NotFound, OutriderError, RequestError, storable
 from outrider.messages import Delta, Message, ToolSpec, WireMessages
-from outrider.trajectory import FinishReason, Ids, Logprobs
+from outrider.trajectory import BranchKind, FinishReason, Ids, Logprobs
 
 Memory = dict[str, Any]
 """A dialect's state between the requests of one session. Each session has one dictionary per dialect."""
+
+
+BRANCH_HEADER = b"x-outrider-branch"
+"""The header in which a client declares the branch of a call, as KIND or KIND/LABEL. A client that can set no headers
+declares the branch in the model's name, as in `MODEL@subagent/reviewer`."""
+DECLARABLE = (BranchKind.MAIN, BranchKind.SUBAGENT, BranchKind.COMPACTION, BranchKind.AUXILIARY)
+"""The kinds that a client can declare. The other kinds depend on what becomes of a reply."""
+MAX_LABEL = 64
+"""Maximum number of characters of a declared label."""
+
+_BRANCH = re.compile(rf"({'|'.join(DECLARABLE)})(?:/([\w.-]{{1,{MAX_LABEL}}}))?", re.ASCII)
 
 
 class Action(Enum):
@@ -54,11 +65,14 @@ class WireCall(msgspec.Struct, frozen=True):
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """The calling agent, as the client names it. A field is None if the request does not have it."""
+    """The calling agent, as the client names it, and the branch that the client declares for the call. A field is None
+    if the request does not have it."""
 
     agent_id: str | None = None
     parent_id: str | None = None
     purpose: str | None = None
+    declared: BranchKind | None = None
+    declared_label: str = ""
 
 
 class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,6 +275,36 @@ def opencode_caller(call: WireCall) -> Caller:
     of its parent's session. A session without a parent belongs to the main agent; the caller's fields are then None."""
     parent = call.header(b"x-parent-session-id")
     return Caller(agent_id=call.header(b"x-session-id"), parent_id=parent) if parent else Caller()
+
+
+def with_declaration(call: WireCall, request: ModelRequest) -> ModelRequest:
+    """Return the request with the branch that the client declares; the same request if it declares none. The header
+    counts more than the model's name. Raises RequestError for a header of another form. A name of another form is only
+    a name."""
+    header = call.header(BRANCH_HEADER)
+    if header is None:
+        _, at, suffix = request.model.rpartition("@")
+        declared = _BRANCH.fullmatch(suffix) if at else None
+        if declared is None:
+            return request
+    else:
+        declared = _BRANCH.fullmatch(header)
+        if declared is None:
+            field = BRANCH_HEADER.decode()
+            raise RequestError(
+                f"{field}: must be KIND or KIND/LABEL. Kinds: {', '.join(DECLARABLE)}. A label has at most {MAX_LABEL} "
+                "letters, digits, '.', '-' and '_'",
+                field=field,
+            )
+    kind, label = BranchKind(declared[1]), declared[2] or ""
+    caller = msgspec.structs.replace(request.caller, declared=kind, declared_label=label)
+    return msgspec.structs.replace(request, caller=caller)
+
+
+def without_declaration(model: str | None) -> str | None:
+    """Return the model's name without a declared branch."""
+    name, at, branch = (model or "").rpartition("@")
+    return name if at and _BRANCH.fullmatch(branch) else model
 
 
 def error_text(error: OutriderError) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from outrider.concurrency.cancellation import Steps, shielded
-from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall
+from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall, with_declaration
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.placement import ServingEngine
 from outrider.engines.pool.waits import Overdue
@@ -553,4 +553,4 @@ def _parsing(
     if capacity is not None:
         yield from capacity.checking(body)
     yield len(body)
-    return dialect.parse(call, body, memory)
+    return with_declaration(call, dialect.parse(call, body, memory))

@@ -64,8 +64,9 @@ def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
 
 POLICY: Policy = policy_of(Branches())
 """The default policy of each kind. Side calls are dropped, because the task's reward does not measure, for example, a
-title. Two kinds of replies are also dropped: replies that were cut off, and replies to a request if the agent used
-another reply to this request. The reason is that these tokens were not used, so they cannot have caused a reward."""
+title. A call that may be work or a side call trains. Two kinds of replies are also dropped: replies that were cut off,
+and replies to a request if the agent used another reply to this request. The reason is that these tokens were not used,
+so they cannot have caused a reward."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
@@ -99,6 +100,7 @@ def count_session(turns: Sequence[Turn], policy: Policy = POLICY) -> SessionCoun
             trained=tokens[BranchPolicy.TRAIN],
             masked=tokens[BranchPolicy.MASK],
             dropped=tokens[BranchPolicy.DROP],
+            unsure=sum(len(turn.output_ids) // 4 for turn in turns if lines[turn.index].kind is BranchKind.UNSURE),
             drift=sum(turn.drift_tokens for turn in turns),
         ),
         samples=len(rows),

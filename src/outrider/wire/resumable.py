@@ -36,15 +36,16 @@ NOT_SENT = Disconnected(Close.NONSENSE, "it acknowledges what was never sent")
 class ResumableSocket(Socket):
     """A socket over one connection after another. `received` is the number of pieces received over all
     connections, to be sent to the peer when the next connection begins. `most` is the maximum number of bytes of a
-    frame from the peer."""
+    frame from the peer, `most_unread` of the frames that nobody has read yet."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, most_unread: int = MAX_UNREAD) -> None:
         self.received = 0
         self.last_arrival = 0.0
         """The event loop's time when the last piece arrived."""
         self.taken = 0.0
         """The event loop's time when the peer last acknowledged a piece."""
         self._most = most
+        self._most_unread = most_unread
         self._unacknowledged: deque[tuple[bool, bytes]] = deque()
         """Pieces that the peer has not acknowledged. The first has the number `_acknowledged`. Each entry has True if
         more of the frame follows, and the bytes of the piece."""
@@ -170,7 +171,7 @@ class ResumableSocket(Socket):
                 self._parts, self._parts_bytes = [], 0
                 self._unread_bytes += len(frame) + FRAME_COST
                 self._frames.put_nowait(frame)
-            while self._unread_bytes > MAX_UNREAD and not self._ended:
+            while self._unread_bytes > self._most_unread and not self._ended:
                 self._changed.clear()
                 await self._changed.wait()
                 self.last_arrival = asyncio.get_running_loop().time()

@@ -115,7 +115,8 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     elif failure := next(_failures(row, evidence, dialect), None):
         word, reason = "does not hold", failure
     else:
-        word, reason = "holds", f"forked: {forks}" if forks else ""
+        unsure = f"{result.tokens.unsure} tokens in unsure branches" if result.tokens.unsure else ""
+        word, reason = "holds", "; ".join(filter(None, (f"forked: {forks}" if forks else "", unsure)))
     parents = {turn.parent for turn in evidence.turns}
     leaves = [turn for turn in evidence.turns if turn.index not in parents]
     return RowVerdict(

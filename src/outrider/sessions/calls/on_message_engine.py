@@ -142,6 +142,8 @@ class MessageCall:
             agent_id=self._request.caller.agent_id,
             parent_agent_id=self._request.caller.parent_id,
             purpose=self._request.caller.purpose,
+            declared=self._request.caller.declared,
+            declared_label=self._request.caller.declared_label,
             prompt_length=len(prompt),
             prompt_delta=placed.delta,
             output_ids=pack_ids(output),

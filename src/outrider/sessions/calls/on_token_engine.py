@@ -188,6 +188,8 @@ class TokenCall:
             agent_id=self._request.caller.agent_id,
             parent_agent_id=self._request.caller.parent_id,
             purpose=self._request.caller.purpose,
+            declared=self._request.caller.declared,
+            declared_label=self._request.caller.declared_label,
             prompt_length=prompt.length,
             prompt_delta=prompt.delta,
             output_ids=node.output,

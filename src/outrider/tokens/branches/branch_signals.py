@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from outrider.messages import Message, Role, ToolCall
+from outrider.tokens.branches.quotations import parts_of_reply
 from outrider.tokens.branches.segments import (
-    QUOTE_LENGTH,
     QUOTE_SHARE,
+    SUMMARY_LENGTH,
     Segment,
     SegmentedSession,
     history_source,
@@ -40,10 +41,8 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("title", "title"),
     ("commit message", "commit"),
     ("speak next", "next-speaker"),
-    ("routing", "router"),
-    ("router", "router"),
-    ("classif", "router"),
-    ("loop", "loop-check"),
+    ("task routing", "router"),
+    ("stuck in a", "loop-check"),
     ("command prefix", "command-prefix"),
     ("file path", "file-paths"),
     ("web page", "web-page"),
@@ -51,7 +50,8 @@ LABELS: tuple[tuple[str, str], ...] = (
 )
 """Beginnings of words and the labels of side calls. Words are searched for in a side call's system prompt; if none is
 found, in the call's question. The word that comes first in the text decides, because prompts for titles mention topics,
-and prompts for topics mention titles."""
+and prompts for topics mention titles. Words such as "router" or "loop" are not among them: agents of many programs
+have them in their prompts."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -146,21 +146,24 @@ def find_continuation(session: SegmentedSession, segment: Segment) -> Continuati
     begins_anew = segment.starts_conversation and history_source(first) is None
     # A message must be long enough to contain QUOTE_SHARE of the shortest summary. Tool results are left out, because
     # they may repeat any text from a file.
-    long_enough = QUOTE_SHARE * QUOTE_LENGTH
+    long_enough = QUOTE_SHARE * SUMMARY_LENGTH
     fresh = [
         one for one in session.new_messages(first) if one.role is not Role.TOOL and len(one.content) >= long_enough
     ]
     for source in reversed(session.turns[max(0, first.index - LOOK_BACK) : first.index]):
         quoted = _is_quoted(session, source, first, fresh, candidates) and not session.history_has(first, source)
-        summarised = _summarised(session, source, candidates) if quoted else None
+        summarised = _summarised(session, source, first, candidates) if quoted else None
         if summarised is not None:
             old = _newest_answered(summarised, first)
             if old is not None and (begins_anew or session.lacks_replies(first, old)):
                 return Continuation(old, source)
     for other in reversed(candidates):
         old = _newest_answered(other, first)
+        taken_over = session.source(first)
+        if taken_over is not None and session.turns[taken_over].conversation != other.first.conversation:
+            continue  # the request has the replies because it takes over another history, which has them
         if old is not None and old.reply is not None and session.request_shows(first, session.body(old.reply)):
-            return Continuation(old, None) if session.lacks_replies(first, old) else None
+            return Continuation(old, None) if session.lacks_beginning(first, old) else None
     return None
 
 
@@ -180,7 +183,7 @@ def _is_quoted(
     before the reply. Otherwise the message may be the reply itself, which clients send back."""
     lines = session.answer_lines(source)
     for message in fresh if lines else ():
-        if not quotes(lines, message.content):
+        if not quotes(lines, message.content, SUMMARY_LENGTH) or _repeats_earlier(session, source, message.content):
             continue
         if message.role is not Role.ASSISTANT or _is_elsewhere(source, candidates):
             return True
@@ -198,24 +201,56 @@ def _is_quoted(
     return False
 
 
-def _summarised(session: SegmentedSession, source: Turn, candidates: Sequence[Segment]) -> Segment | None:
+def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool:
+    """Return True if the text has a part of the reply before `source` in its conversation that the reply of `source`
+    has not. Then the text is a history that is written out, not a summary in its place."""
+    if source.parent is None or source.reply is None:
+        return False
+    before = session.turns[source.parent].reply
+    own = source.reply.content
+    return before is not None and any(part in text and part not in own for part in parts_of_reply(before))
+
+
+def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates: Sequence[Segment]) -> Segment | None:
     """Return the candidate that the reply of `source` summarises: the candidate with the most replies in the request of
-    `source`. Returns None if the request of `source` contains no candidate's history, either as messages or as text."""
-    asked = opening_text(source.messages)
-    if source.parent is None and all(message.role is not Role.ASSISTANT for message in source.messages):
-        openings = (opening_text(other.first.messages) for other in candidates if other.starts_conversation)
-        if not _is_elsewhere(source, candidates) or not any(opening and opening in asked for opening in openings):
-            return None
+    `source`. Returns None if the conversation of `source` is none of the candidates' and did not begin with the history
+    of one of them, as messages or as text. For example, another agent has only quoted the newest reply.
+
+    If the history is cut in the very next request, `first`, a single question may be about a history that it does not
+    quote: some programs give the summariser only the kinds of the events."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
+    begin = session.segments_in(source.conversation)[0].first
+    asked = opening_text(begin.messages)
     read = session.replies_read(source)
-
-    def shown(segment: Segment) -> tuple[int, bool, int]:
+    ranked = []
+    for segment in candidates:
         replies = sum(session.reply_given_by(segment.last, body) for body in read)
-        return replies, opening_text(segment.first.messages) in asked, segment.number
+        is_written_out = _is_written_out(segment, begin, asked)
+        if segment is not own and (replies or is_written_out):
+            ranked.append((replies, is_written_out, segment.number))
+    if ranked:
+        return session.segments[max(ranked)[2]]
+    if source.parent is None and source.index == first.index - 1:
+        same = [segment for segment in candidates if segment.first.conversation == first.conversation]
+        return next((segment for segment in reversed(same) if session.lacks_beginning(first, segment.last)), None)
+    return None
 
-    return max([segment for segment in candidates if segment is not own] or candidates, key=shown)
+
+def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
+    """Return True if the text `asked`, the request of `source`, has the segment's history: its opening, or what one of
+    its newest LOOK_BACK replies before `source` said or called. A client may leave the opening out."""
+    opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
+    if opening and opening in asked:
+        return True
+    end = bisect_left(segment.turns, source.index, key=lambda turn: turn.index)
+    return any(
+        part in asked
+        for turn in segment.turns[max(0, end - LOOK_BACK) : end]
+        if turn.reply is not None
+        for part in parts_of_reply(turn.reply)
+    )
 
 
 def _is_elsewhere(source: Turn, candidates: Sequence[Segment]) -> bool:
@@ -308,7 +343,7 @@ class _Handovers:
         # summaries.
         self._own_next: dict[int, list[Turn]] = {}
         for turn in reversed(session.turns):
-            source = history_source(turn)
+            source = session.source(turn)
             before = turn.parent if source is None else source
             if before is not None:
                 self._until[before] = max(self._until[before], self._until[turn.index])
@@ -335,9 +370,11 @@ class _Handovers:
         return last if ended and (replied or not rivals) else None
 
     def _may_go_on(self, segment: Segment, source: Turn) -> bool:
-        """Return True if the client names the same agent for the segment as for `source`, and the segment is not a
-        side call about the history."""
+        """Return True if another conversation passed its work on to the segment; else, if the client names the same
+        agent for the segment as for `source`, and the segment is not a side call about the history."""
         first = segment.first
+        if segment.number in self._session.handed_over:
+            return True
         if (first.agent_id, first.parent_agent_id) != (source.agent_id, source.parent_agent_id):
             return False
         if first.purpose != source.purpose and (first.purpose or "").lower() in PURPOSES:

@@ -1,6 +1,7 @@
 """Decides the purpose of each turn of a session: the turn's kind, parent and label.
 
-A segment (`segments.py`) gets the kind of the first rule that applies to it (`RULES`):
+A segment (`segments.py`) gets the kind that the client declares (`declared`). Without a declaration, the first rule
+that applies to the segment decides (`RULES`):
 
 1. `main`: the segment starts the main conversation of a step of the task. This rule is first because the other rules
    compare segments with the main conversation.
@@ -10,19 +11,26 @@ A segment (`segments.py`) gets the kind of the first rule that applies to it (`R
    which is stronger evidence for `spawned`.
 3. `forked`: a later segment of a conversation, or a handover to another agent, has the kind of its origin.
 4. `purpose`: the client names the call's purpose. This rule is before the rules that only infer the kind.
-5. `no tools`: the segment is one question to a model without tools, and has no follow-up. This rule is before `own
-   agent` and `spawned` because sub-agents also make side calls, under the sub-agents' names.
+5. `no tools`: the segment is one question to a model without tools, has the words of a side call and no follow-up, and
+   nothing quotes the answer. This rule is before `own agent` and `spawned` because sub-agents also make side calls,
+   under the sub-agents' names.
 6. `own agent`: the client names a parent of the agent, or the segment is the work of an agent other than the main one.
 7. `spawned`: the beginning of the segment has a text from an earlier tool call.
-8. `other tools`: the segment is one question with different tools than the main conversation, and has no follow-up.
-   This rule is after `spawned` because a sub-agent that replies at once looks the same.
-9. `other`: any other segment is a separate conversation of a sub-agent.
+8. `other tools`: as `no tools`, but the segment has other tools than the main conversation. This rule is after
+   `spawned` because a sub-agent that replies at once looks the same.
+9. `unused`: the segment is one question without tools, or with other tools than the main conversation, has no
+   follow-up, and nothing quotes the answer. It may be a side call or work.
+10. `other`: any other segment is a separate conversation of a sub-agent.
 
 A single turn can then have another kind than its segment (`TURN_RULES`): the turn is `cut off` if the agent never
-received the reply, `asked again` if the agent used another reply to the same request, and a `summary` if a later
-history begins with the reply.
+received the reply, `asked again` if the agent used another reply to the same request and not this one, `declared
+otherwise` if the client declares another kind than for the segment's first turn, and a `summary` if a later history
+begins with the reply.
 
-The evidence is the content of the requests, and the later course of the conversations. The client's own statements
+A reply that was used must not be dropped. So a guess that drops needs two signs: the words of a side call, and an
+answer that nothing uses.
+
+The evidence is the content of the requests, and the later course of the conversations. The client's names for itself
 (`Turn.agent_id`, `purpose`) are only hints. docs/branches.md prints both tables. The module is pure and deterministic,
 and independent of rewards and policy. Invariant: the parent of a segment is a turn before the segment's first turn.
 """
@@ -42,11 +50,15 @@ from outrider.tokens.branches.branch_signals import (
     find_label,
     find_spawns,
 )
-from outrider.tokens.branches.segments import Segment, SegmentedSession, history_source, request_key, used_answers
+from outrider.tokens.branches.quotations import quoting_turns
+from outrider.tokens.branches.segments import Segment, SegmentedSession, request_key, used_answers
 from outrider.trajectory import BranchKind, FinishReason, Turn
 
 SUMMARY = "summary"
 """The label of turns whose reply is a summary with which a later history begins."""
+
+UNUSED_KINDS = (BranchKind.RETRY, BranchKind.ABORTED)
+"""The kinds of replies that the agent did not use. Their depth is that of their segment."""
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +97,7 @@ class Signals:
         self._labels: dict[int, str] = {}
         self._agents = AgentTurns(turns)
         self._used_answers = used_answers(self.session)
+        self._quoted_in = quoting_turns(self.session, self._answers_to_search())
         self._handovers = find_handovers(self.session, self.summaries, self.label)
         ranked = sorted(
             (one for one in self.session.segments if one.starts_conversation and one.number not in self._handovers),
@@ -102,22 +115,75 @@ class Signals:
         self.lineages: dict[int, Lineage] = {}
         self._main_line: list[Segment] = []
 
+    def _answers_to_search(self) -> set[int]:
+        """Return the turns whose use depends on quotations: the last turn of each conversation, all turns of a
+        conversation without a follow-up, and turns that answer a request with several replies."""
+        found = set()
+        for segment in self.session.segments:
+            if segment.starts_conversation:
+                conversation = self.session.segments_in(segment.first.conversation)
+                if self.session.is_followed_up(segment.first.conversation):
+                    found.add(max(one.last.index for one in conversation))
+                else:
+                    found |= {turn.index for one in conversation for turn in one.turns}
+        several = set(self._used_answers)
+        return found | {turn.index for turn in self.session.turns if request_key(turn) in several}
+
+    def is_quoted(self, segment: Segment) -> bool:
+        """Return True if a later request quotes a reply of the segment."""
+        return any(turn.index in self._quoted_in for turn in segment.turns)
+
+    def _is_passed_on(self, segment: Segment) -> bool:
+        """Return True if a later request quotes a reply of the segment, and has not the words of a side call."""
+        quoting = (self._quoted_in.get(turn.index) for turn in segment.turns)
+        return any(at is not None and not self.label(self.session.segment_of(at)) for at in quoting)
+
+    def _joins_answers(self, segment: Segment) -> bool:
+        """Return True if the segment is the session's last call, its request quotes the last replies of several
+        conversations, and has no words of a side call other than a summary."""
+        if self.label(segment) not in ("", SUMMARY):
+            return False
+        last = self.session.turns[-1]
+        joined = (at for at, quoting in self._quoted_in.items() if quoting == last.index)
+        conversations = {self.session.turns[at].conversation for at in joined}
+        return segment.first is last and segment.starts_conversation and len(conversations) > 1
+
+    def _is_called(self, segment: Segment) -> bool:
+        """Return True if the segment's conversation was called by another: it began after the other, which then quoted
+        its last reply."""
+        conversation = self.session.segments_in(segment.first.conversation)
+        quoting = self._quoted_in.get(max(one.last.index for one in conversation))
+        if quoting is None:
+            return False
+        caller = self.session.turns[quoting].conversation
+        began = self.session.segments_in(caller)[0].first.index
+        return caller != segment.first.conversation and began < segment.first.index
+
     def _main_rank(self, segment: Segment) -> tuple[int, ...]:
         """Sort key that puts the most likely main conversation first. These segments are ranked lower, the strongest
-        criterion first: continuations of a summary or a cut history; single questions without tools; segments of an
-        agent that the client names; segments that a tool call started; segments without a follow-up; segments without
-        tools; segments with the words of a side call; later segments. The order of arrival is last, because a session
-        often begins with a request for a quota, a topic or a title."""
+        criterion first: segments that the client declares to be of another kind; continuations of a summary or a cut
+        history; single questions without tools; segments of an agent that the client names; segments that a tool call
+        started; segments whose last reply an earlier conversation then quotes; segments without a follow-up; segments
+        without tools; segments with the words of a side call; single questions whose answer is quoted; single questions
+        with a shorter answer; later segments. The order of arrival is last, because a session often begins with a
+        request for a quota, a topic or a title."""
         first = segment.first
         followed_up = self.session.is_followed_up(first.conversation)
+        can_work = followed_up or bool(first.tools)
         return (
+            first.declared not in (None, BranchKind.MAIN),
+            first.declared is None,
             self.continued[segment.number] is not None,
-            not (followed_up or first.tools),
+            not self._joins_answers(segment),
+            not can_work,
             first.agent_id is not None or first.parent_agent_id is not None,
             segment.number in self.spawned,
+            self._is_called(segment),
             not followed_up,
             not first.tools,
             bool(self.label(segment)),
+            not can_work and self._is_passed_on(segment),
+            0 if can_work else -len(segment.last.output_ids),
             first.index,
         )
 
@@ -140,6 +206,14 @@ class Signals:
         main = self.main(segment)
         unlike_main = (segment.first.tools, segment.system) != (main.first.tools, main.system)
         return unlike_main and not self.session.is_followed_up(segment.first.conversation)
+
+    def may_be_outcome(self, segment: Segment) -> bool:
+        """Return True if the segment is the session's last call, and its prompt asks for a summary, or the main
+        conversation is itself a single question: then the words of the prompt do not distinguish a side call from the
+        last step of a chain."""
+        main = self.main(segment).first
+        bare = not main.tools and not self.session.is_followed_up(main.conversation)
+        return segment.last is self.session.turns[-1] and (bare or self.label(segment) == SUMMARY)
 
     def is_own_agents_work(self, segment: Segment) -> bool:
         """Return True if the client names an agent other than the main one, and the segment is this agent's work."""
@@ -174,7 +248,7 @@ class Signals:
     def origin(self, segment: Segment) -> int | None:
         """Return the turn from which the segment forked; None if the segment starts a conversation and is no
         handover."""
-        first, source = segment.first, history_source(segment.first)
+        first, source = segment.first, self.session.source(segment.first)
         if segment.number in self._handovers:
             return source
         if segment.starts_conversation:
@@ -198,9 +272,13 @@ class Signals:
         elif decision.rule == "continued" and continued is not None:
             before_at = continued.old.index
         before = None if before_at is None else self.lineages[self.session.segment_of(before_at).number]
-        stays = decision.rule in ("main", "forked")
+        stays = decision.rule == "forked" or decision.kind is BranchKind.MAIN
         replaces = decision.rule in ("continued", "forked")
-        main_line = decision.rule == "main" or (replaces and before is not None and before.main_line)
+        main_line = (
+            segment is self.main(segment)
+            or decision.kind is BranchKind.MAIN
+            or (replaces and before is not None and before.main_line)
+        )
         self.lineages[segment.number] = Lineage(
             kind=decision.kind,
             parent=decision.parent,
@@ -216,7 +294,8 @@ class Signals:
         """Return the turn whose reply the agent used in place of this turn's reply. Both turns answer the same
         request. Returns None if the agent used this turn's reply."""
         used = self._used_answers.get(request_key(turn), turn.index)
-        return None if used == turn.index or turn.index in self.session.continued else used
+        is_used = used == turn.index or turn.index in self.session.continued or turn.index in self._quoted_in
+        return None if is_used else used
 
 
 class BranchRule(msgspec.Struct, frozen=True):
@@ -229,21 +308,26 @@ class BranchRule(msgspec.Struct, frozen=True):
 
 
 RULES = (
+    BranchRule("declared", "as declared", "the client declares the kind, and the other rules would give another kind"),
     BranchRule("main", "main", "of a step's conversations, the one that does its work"),
     BranchRule("continued", "compaction", "a request quotes a summary, or keeps only the history's end"),
     BranchRule("forked", "as its origin", "a history that is changed, or goes on otherwise, stays what it was"),
     BranchRule("purpose", "as it says", "the client names the call's purpose, with a word that is known"),
-    BranchRule("no tools", "auxiliary", "one question to a model that can do nothing, and nobody replies"),
+    BranchRule("no tools", "auxiliary", "a side call's words, no tools, and nothing uses the answer"),
     BranchRule("own agent", "subagent", "the client names another agent than for its other calls"),
     BranchRule("spawned", "subagent", "it begins with what an earlier tool call was given"),
-    BranchRule("other tools", "auxiliary", "one question with tools of its own, and nobody replies"),
+    BranchRule("other tools", "auxiliary", "a side call's words, tools of its own, and nothing uses the answer"),
+    BranchRule("unused", "unsure", "one question of its own, and no later call shows the answer"),
     BranchRule("other", "subagent", "a conversation of its own that is none of these works by itself"),
 )
 """Rules for segments, in the order of `_decide_segment`. The first rule that applies decides."""
 
 TURN_RULES = (
     BranchRule("cut off", "aborted", "the agent never saw the answer"),
-    BranchRule("asked again", "retry", "the agent went on with another answer to the same request"),
+    BranchRule("asked again", "retry", "the agent used another answer to the same request, and not this one"),
+    BranchRule(
+        "declared otherwise", "as declared", "the client declares another kind than for the segment's first turn"
+    ),
     BranchRule("summary", "compaction", "a later history begins with this answer, and nobody replied to it"),
 )
 """Rules for single turns, in the order of `lineages`. The first rule that applies decides. If no rule applies, a turn
@@ -263,10 +347,14 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
             decision = Decision("cut off", BranchKind.ABORTED, turn.parent)
         elif (instead := signals.used_instead(turn)) is not None:
             decision = Decision("asked again", BranchKind.RETRY, instead)
+        elif turn.declared is not None and turn.declared is not lineage.kind:
+            before = lineage.parent if turn.parent is None else turn.parent
+            decision = Decision("declared otherwise", turn.declared, before, turn.declared_label)
         elif (
             turn.parent is not None  # if a summary has no parent, the decision about its segment holds
             and turn.index in signals.summaries
             and turn.index not in signals.session.continued
+            and turn.declared is None
         ):
             decision = Decision("summary", BranchKind.COMPACTION, turn.parent, SUMMARY)
         else:
@@ -276,7 +364,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
             Lineage(
                 kind=decision.kind,
                 parent=decision.parent,
-                depth=lineage.depth + (1 if decision.kind is BranchKind.COMPACTION else 0),
+                depth=0 if decision.kind is BranchKind.MAIN else lineage.depth + (decision.kind not in UNUSED_KINDS),
                 label=decision.label or lineage.label,
                 rule=decision.rule,
                 main_line=False,
@@ -286,8 +374,20 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
 
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
-    """Decide about a segment by the first rule of RULES that applies. The module's heading explains the order of the
-    rules."""
+    """Decide about a segment: by the client's declaration, else by the first of the other rules of RULES that applies.
+    A declaration keeps the parent, and the label if it has none, of the rule that would otherwise apply."""
+    guess = _guess(signals, segment)
+    declared = segment.first.declared
+    if declared is None:
+        return guess
+    label = segment.first.declared_label or guess.label
+    if guess.kind is declared:
+        return Decision(guess.rule, declared, guess.parent, label)
+    return Decision("declared", declared, guess.parent, label)
+
+
+def _guess(signals: Signals, segment: Segment) -> Decision:
+    """Decide about a segment by the rules of RULES that infer the kind. The module's heading explains their order."""
     main = signals.main(segment)
     if segment is main:
         return Decision("main", BranchKind.MAIN)
@@ -314,16 +414,19 @@ def _decide_segment(signals: Signals, segment: Segment) -> Decision:
         label = SUMMARY if kind is BranchKind.COMPACTION else purpose
         return Decision("purpose", kind, signals.caller(segment), label)
 
-    side_question, own_work = signals.is_side_question(segment), signals.is_own_agents_work(segment)
-    side_label = signals.label(segment) or first.purpose or ""
-    if side_question and not first.tools and not own_work:
+    is_unused = signals.is_side_question(segment) and not signals.is_quoted(segment)
+    side_label = "" if signals.may_be_outcome(segment) else signals.label(segment)
+    own_work = signals.is_own_agents_work(segment)
+    if is_unused and side_label and not first.tools and not own_work:
         return Decision("no tools", BranchKind.AUXILIARY, signals.starter(segment), side_label)
     if first.parent_agent_id is not None or own_work:
         return Decision("own agent", BranchKind.SUBAGENT, signals.starter(segment), signals.agent_name(segment))
     if spawned is not None:
         return Decision("spawned", BranchKind.SUBAGENT, signals.starter(segment), signals.agent_name(segment))
-    if side_question and first.tools != main.first.tools:
-        return Decision("other tools", BranchKind.AUXILIARY, signals.starter(segment), side_label)
+    if is_unused and (not first.tools or first.tools != main.first.tools):
+        if side_label:
+            return Decision("other tools", BranchKind.AUXILIARY, signals.starter(segment), side_label)
+        return Decision("unused", BranchKind.UNSURE, signals.starter(segment), first.purpose or "")
     return Decision("other", BranchKind.SUBAGENT, signals.caller(segment), first.agent_id or "")
 
 
@@ -340,8 +443,11 @@ def _mark_summaries(signals: Signals) -> None:
         summarised = old.last_before(segment.first.index)
         asked_for = (lineage.rule, lineage.kind) == ("purpose", BranchKind.COMPACTION)
         alone = segment.turns == [continued.source] and lineage.rule in ("continued", "forked")
-        side_call = lineage.kind is BranchKind.AUXILIARY or lineage.rule == "other"
-        if summarised is not None and (asked_for or alone or side_call):
+        side_call = lineage.kind in (BranchKind.AUXILIARY, BranchKind.UNSURE) or lineage.rule == "other"
+        spawned = signals.spawned.get(segment.number)
+        side_call |= lineage.rule == "spawned" and spawned is not None and not spawned.is_most_of_opening
+        guessed = segment.first.declared is None
+        if guessed and summarised is not None and (asked_for or alone or side_call):
             signals.lineages[segment.number] = Lineage(
                 kind=BranchKind.COMPACTION,
                 parent=summarised.index,

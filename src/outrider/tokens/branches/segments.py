@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -29,6 +29,8 @@ the parent's ids."""
 QUOTE_LENGTH = 12
 """Minimum number of characters of a text that counts as quoted. Shorter texts, such as "Done.", are repeated in many
 conversations."""
+SUMMARY_LENGTH = 16
+"""Minimum number of characters of a summary. A shorter answer that reappears hands over, such as "Over to QA."."""
 QUOTE_SHARE = 0.8
 """A summary is recognised if lines with at least this fraction of its characters reappear. The fraction is below 1
 because clients wrap summaries in other text and leave parts out."""
@@ -37,6 +39,10 @@ STEPS_PER_TURN = 100
 """Maximum number of turns that one call of `replies_read` visits. All calls of `lacks_replies` together visit at most
 this number for each turn of the session. Without this limit, the time for a session with many long histories would be
 quadratic in the number of turns."""
+
+MAX_ENDS = 20
+"""Maximum number of earlier conversations, those with the newest last replies, that are compared with the opening of a
+conversation."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
@@ -66,8 +72,9 @@ class Segment(msgspec.Struct, frozen=True):
 class SegmentedSession:
     """A session's segments, and comparisons of its turns; `turns[i].index` must be `i`.
 
-    continued: the turns with a continuation (`continued_turns`).
-    taken_over: by turn index, the segments that continue the turn's history with other tools or another system prompt.
+    continued: the turns with a continuation (`_continued_turns`).
+    taken_over: by turn index, the segments that take over the turn's history (`source`).
+    handed_over: the numbers of the segments to which another conversation passed its work on unseen.
 
     The *body* of a reply is the digest by which replies are compared. It does not depend on call ids and reasoning.
     """
@@ -75,7 +82,8 @@ class SegmentedSession:
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.turns = turns
         self.segments: list[Segment] = []
-        self.continued = continued_turns(turns)
+        self.handed_over: set[int] = set()
+        self._sources: dict[int, int] = {}
         self.taken_over: dict[int, list[Segment]] = {}
         self._segment_of: list[Segment] = []
         self._conversations: dict[int, list[Segment]] = {}
@@ -85,6 +93,7 @@ class SegmentedSession:
         self._replies_added: dict[int, set[bytes]] = {}
         self._followed_up: dict[int, bool] = {}
         requests: dict[RequestKey, Segment] = {}
+        sampled: dict[bytes, int] = {}
         for turn in turns:
             for message in turn.messages:
                 self._first_seen.setdefault(message, turn.index)
@@ -108,17 +117,91 @@ class SegmentedSession:
                 )
                 self.segments.append(segment)
                 conversation.append(segment)
-                if (source := history_source(turn)) is not None:
+                if (source := self._find_source(segment, sampled)) is not None:
+                    self._sources[turn.index] = source
                     self.taken_over.setdefault(source, []).append(segment)
+            if turn.reply is not None and (turn.reply.content or turn.reply.tool_calls):
+                sampled[self.body(turn.reply)] = turn.index
             requests[request_key(turn)] = segment
             segment.turns.append(turn)
             self._segment_of.append(segment)
+        self._sampled = sampled
+        self.continued = self._continued_turns()
+        self._find_hand_overs()
         self._replies = [
             self.replies_among([*turn.messages, turn.reply] if turn.reply is not None else turn.messages)
             for turn in turns
         ]
         self._ancestry = _Ancestry(turns, self._replies)
         self._steps_left = STEPS_PER_TURN * len(turns)
+
+    def _find_source(self, segment: Segment, sampled: Mapping[bytes, int]) -> int | None:
+        """Return the turn whose history the segment takes over, as far as the messages show it: with other tools or
+        another system prompt (`history_source`), or, if the segment starts a conversation because its beginning was
+        rewritten, the turn that gave the last of the replies in its first request. `sampled` are the earlier replies'
+        bodies and turns. Returns None if there is no such turn."""
+        if (source := history_source(segment.first)) is not None or not segment.starts_conversation:
+            return source
+        shown = (message for message in reversed(segment.first.messages) if message.role is Role.ASSISTANT)
+        return next((sampled[body] for body in map(self.body, shown) if body in sampled), None)
+
+    def _find_hand_overs(self) -> None:
+        """Find the conversations to which an earlier conversation passes its work on, without showing its replies as
+        messages (`handed_over`). Nobody continues the earlier conversation's last reply, and either the reply calls a
+        tool and the new conversation begins with the opening of the earlier one; or the new conversation has the same
+        tools and system prompt and begins with the text of the last two replies."""
+        openings: dict[int, str] = {}
+        ends: dict[int, Turn] = {}
+        for turn in self.turns:
+            segment = self._segment_of[turn.index]
+            if turn is segment.first and segment.starts_conversation:
+                openings[turn.conversation] = opening_text(turn.messages)
+                if turn.index not in self._sources:
+                    asked = "\n".join(message.content for message in turn.messages if message.role is not Role.SYSTEM)
+                    newest = list(ends.values())[:-MAX_ENDS:-1]
+                    fitting = (
+                        end for end in newest if self._passes_on(end, segment, openings[end.conversation], asked)
+                    )
+                    if (source := next(fitting, None)) is not None:
+                        openings[turn.conversation] = openings[source.conversation]
+                        self.handed_over.add(segment.number)
+                        self._sources[turn.index] = source.index
+                        self.taken_over.setdefault(source.index, []).append(segment)
+                        self.continued.add(source.index)
+            ends.pop(turn.conversation, None)
+            if turn.reply is not None and turn.index not in self.continued:
+                ends[turn.conversation] = turn
+
+    def _passes_on(self, end: Turn, segment: Segment, opening: str, asked: str) -> bool:
+        """Return True if the conversation that ends with the turn `end` and began with `opening` passes its work on to
+        the segment, whose first request has the text `asked`."""
+        assert end.reply is not None
+        if end.step != segment.first.step:
+            return False
+        if end.reply.tool_calls:
+            return bool(opening) and opening in asked
+        before = None if end.parent is None else self.turns[end.parent].reply
+        same_head = end.tools == segment.first.tools and self._segment_of[end.index].system == segment.system
+        return (
+            before is not None
+            and same_head
+            and len(end.reply.content) >= QUOTE_LENGTH <= len(before.content)
+            and end.reply.content in asked
+            and before.content in asked
+        )
+
+    def source(self, turn: Turn) -> int | None:
+        """Return the turn whose history this turn takes over; None if there is none."""
+        return self._sources.get(turn.index, history_source(turn))
+
+    def _continued_turns(self) -> set[int]:
+        """Return the turns with a continuation that reached the agent, or that itself has such a continuation. A
+        continuation may have other tools, another system prompt or a rewritten beginning."""
+        found: set[int] = set()
+        for turn in reversed(self.turns):
+            if reached_agent(turn) or turn.index in found:
+                found |= {before for before in (turn.parent, self.source(turn)) if before is not None}
+        return found
 
     def segment_of(self, index: int) -> Segment:
         return self._segment_of[index]
@@ -171,6 +254,28 @@ class SegmentedSession:
             at = self.turns[at].parent
         return False
 
+    def lacks_beginning(self, turn: Turn, old: Turn) -> bool:
+        """Return True if the turn's request lacks the beginning of the history that ends with `old`, as a history does
+        that was cut to its end: its first reply, and its first message or its second reply. A history that lacks only
+        later replies, or a single reply, was edited."""
+        path = [old]
+        while path[-1].parent is not None:
+            self._steps_left -= 1
+            if self._steps_left < 0:
+                return False
+            path = [*path[-2:], self.turns[path[-1].parent]]  # only the first three turns are needed
+        messages = [
+            message
+            for each in reversed(path)
+            for message in (*each.messages, each.reply)
+            if message is not None and message.role is not Role.SYSTEM
+        ]
+        replies = [message for message in messages if self.replies_among([message])][:2]
+        lacking = [reply for reply in replies if not self.request_shows(turn, self.body(reply))]
+        if replies[:1] != lacking[:1] or not lacking:
+            return False
+        return len(lacking) > 1 or (turn.parent is None and messages[0] not in turn.messages)
+
     def history_has(self, turn: Turn, earlier: Turn) -> bool:
         """Return True if the turn continues, with other tools or another system prompt, a history that contains the
         turn `earlier`."""
@@ -207,6 +312,10 @@ class SegmentedSession:
         """Return the messages that the turn added and that no earlier turn had added."""
         return [message for message in turn.messages if self._first_seen[message] == turn.index]
 
+    def was_sampled(self, message: Message) -> bool:
+        """Return True if the message is a reply of the session."""
+        return message.role is Role.ASSISTANT and self.body(message) in self._sampled
+
     def is_followed_up(self, conversation: int) -> bool:
         """Return True if the conversation continued after any of its replies: a turn continues the reply, a segment
         with other tools or another system prompt takes over the history with the reply, or a segment of the
@@ -234,11 +343,11 @@ def opening_text(messages: Sequence[Message]) -> str:
     return "\n".join(texts)
 
 
-def quotes(lines: Sequence[str], within: str) -> bool:
+def quotes(lines: Sequence[str], within: str, shortest: int) -> bool:
     """Return True if `within` contains lines that have at least QUOTE_SHARE of the characters of all lines. Returns
-    False if all lines together have fewer than QUOTE_LENGTH characters."""
+    False if all lines together have fewer than `shortest` characters."""
     length = sum(map(len, lines))
-    if length < QUOTE_LENGTH:
+    if length < shortest:
         return False
     missing, allowed = 0, (1 - QUOTE_SHARE) * length
     for line in lines:
@@ -265,20 +374,11 @@ def reached_agent(turn: Turn) -> bool:
     return bool(turn.output_ids) and turn.finish is not FinishReason.ABORT
 
 
-def continued_turns(turns: Sequence[Turn]) -> set[int]:
-    """Return the turns with a continuation that reached the agent, or that itself has such a continuation. A
-    continuation may have other tools or another system prompt."""
-    found: set[int] = set()
-    for turn in reversed(turns):
-        if reached_agent(turn) or turn.index in found:
-            found |= {before for before in (turn.parent, history_source(turn)) if before is not None}
-    return found
-
-
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
     """Return, for each request with several replies, the index of the turn whose reply the agent used. Replies that
     were cut off do not count. The used reply is the first reply with a continuation, else the last reply that another
-    request contains, else the last reply."""
+    request contains, else the last reply. A request whose replies the agent wanted side by side, because it sent the
+    request again before it had a reply, is left out if nothing shows which one was used: it may have used them all."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:
@@ -289,7 +389,10 @@ def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
     for request, turns in several.items():
         continued = [turn for turn in turns if turn.index in session.continued][:1]
         echoed = [turn for turn in turns if turn.reply is not None and session.body(turn.reply) in quoted][-1:]
-        used[request] = (continued or echoed or turns[-1:])[0].index
+        last_sent = max(turn.timings.received for turn in turns)
+        side_by_side = all(turn.timings.finished > last_sent for turn in turns)
+        if continued or echoed or not side_by_side:
+            used[request] = (continued or echoed or turns[-1:])[0].index
     return used
 
 
