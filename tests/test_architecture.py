@@ -20,6 +20,7 @@ LAYERS = (
         "errors",
         "lifecycle",
         "messages",
+        "media",
         "constraint",
         "trajectory",
         "spec",

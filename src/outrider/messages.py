@@ -43,6 +43,16 @@ class Text(msgspec.Struct, frozen=True, tag="text", gc=False):
     text: str
 
 
+class Attachment(Text, frozen=True, tag="attachment", gc=False):
+    """A file in a request that no model here reads, such as a document or a broken image. `text` stands for the file if
+    the file is a tool's (`media.py`). In any other message the file is an error: `field` is its path in the request,
+    and `reason` the reason why the file is not accepted."""
+
+    media_type: str
+    field: str
+    reason: str
+
+
 class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=False):
     """An image, identified by `digest`, the SHA-256 (hex) of its bytes.
 
@@ -71,7 +81,8 @@ def image_from_url(url: str) -> Image:
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One message. `content` is its text, "" if it has none; `reasoning` is the model's thinking, if any. `parts` is
-    empty unless the message has images: then `parts` holds text and images in order, and `content` all the text."""
+    empty unless the message has images or attachments: then `parts` holds texts, images and attachments in order, and
+    `content` all the text."""
 
     role: Role
     content: str = ""
@@ -90,13 +101,14 @@ def joined_text(parts: Sequence[Part]) -> str:
 def message_of_parts(
     role: Role, parts: Sequence[Part], *, tool_call_id: str | None = None, name: str | None = None
 ) -> Message:
-    """Build a message from texts and images. The message has `parts` only if there is an image. Adjacent texts are then
-    joined and empty texts dropped, so the message does not depend on how the client splits the text."""
+    """Build a message from texts, images and attachments. The message has `parts` only if there is an image or an
+    attachment. Adjacent texts are then joined and empty texts dropped, so the message does not depend on how the client
+    splits the text."""
     text = joined_text(parts)
     kept: list[Part] = []
-    if any(isinstance(part, Image) for part in parts):
+    if any(isinstance(part, Image | Attachment) for part in parts):
         for part in parts:
-            if isinstance(part, Text) and kept and isinstance(kept[-1], Text):
+            if type(part) is Text and kept and type(kept[-1]) is Text:
                 kept[-1] = Text(kept[-1].text + part.text)
             elif part != Text(""):
                 kept.append(part)
@@ -141,6 +153,7 @@ class WireMessages(Protocol):
 
     - `raw(i)` is any byte string that determines message `i`, and `head(n)` any byte string that determines the first
       `n`. These bytes are compared within a session, even between messages of different dialects.
+    - `role(i)` is the role of message `i`, found without parsing the message's content.
     - `size(i)` is about how many bytes `parse(i)` reads, so that callers can divide long work into pieces.
     - `parse(i)` raises RequestError, which names the message, if the message is malformed.
     """
@@ -148,6 +161,7 @@ class WireMessages(Protocol):
     def __len__(self) -> int: ...
     def raw(self, index: int) -> bytes: ...
     def head(self, count: int) -> bytes: ...
+    def role(self, index: int) -> Role: ...
     def size(self, index: int) -> int: ...
     def parse(self, index: int) -> Message: ...
 
@@ -166,6 +180,9 @@ class ParsedMessages:
 
     def head(self, count: int) -> bytes:
         return msgspec.msgpack.encode(self._messages[:count])
+
+    def role(self, index: int) -> Role:
+        return self._messages[index].role
 
     def size(self, index: int) -> int:
         return len(self.raw(index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -95,6 +96,17 @@ def test_the_sub_agents_row(tools: Any, subagent: bool, kind: BranchKind, expect
     )
     verdict = judge(row, evidence, hint=Certify(), dialect="chat")
     assert (verdict.verdict, verdict.reason) == expected
+
+
+def test_files_that_the_model_could_not_read_are_named() -> None:
+    row = row_named("three-turns")
+    assert row is not None
+    ignored = {"thinking": 3, "results.image/png": 2}
+    result = msgspec.structs.replace(DONE, ignored=ignored)
+    evidence = RowEvidence(result=result, samples=[], turns=[turn(0, "main")], calls=[], streams=False, in_time=False)
+    verdict = judge(row, evidence, hint=Certify(), dialect="chat")
+    assert (verdict.verdict, verdict.ignored) == ("holds", ignored)
+    assert verdict.reason == "not read by the model (turns): results.image/png (2)"
 
 
 def row(verdict: Word, *, required: bool = True) -> RowVerdict:

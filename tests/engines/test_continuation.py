@@ -135,10 +135,13 @@ def test_a_stop_string_ends_a_reply_where_it_would_have_ended_uncut(tokenizer: T
     expected = next(
         (n for n in range(1, len(ids) + 1) if any(stop in tokenizer.decode(ids[:n]) for stop in stops)), None
     )
-    cut = data.draw(st.integers(0, (expected or len(ids)) - 1))
+    cut = data.draw(st.integers(0, expected or len(ids)))
     whole = ContinuedGeneration(request(stop=stops), tokenizer.stream)
     whole.cut(ids[:cut], None, 0)
     given = ids[:cut]
+    assert (whole.ended() is not None) is (cut == expected)
+    if cut == expected:
+        return
     for number, token in enumerate(ids[cut:], start=1):
         own = tokenizer.decode(ids[cut : cut + number])
         found = next((stop for stop in stops if stop in own), None)
@@ -148,6 +151,32 @@ def test_a_stop_string_ends_a_reply_where_it_would_have_ended_uncut(tokenizer: T
             assert part.stop_match in stops
             break
     assert len(given) == (expected or len(ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "sampling", "match"),
+    [
+        ("xab", {"stop": ("ab",)}, "ab"),
+        ("ab", {"stop": ("q", "b")}, "b"),
+        ("xab", {"stop": ("abc",)}, None),
+        ("abx", {"stop": ("ab",)}, None),  # the engine has searched all tokens but the last
+        ("xab", {"stop": ("ab",), "min_tokens": 3}, None),
+        ("", {"stop": ("ab",)}, None),
+    ],
+)
+def test_a_stop_string_that_the_last_token_before_a_cut_completes_ends_the_reply(
+    tokenizer: Tokenizer, text: str, sampling: Any, match: str | None
+) -> None:
+    """SGLang ends an aborted request before it searches the request's last token."""
+    ids = [token for letter in text for token in tokenizer.encode(letter)]
+    whole = ContinuedGeneration(request(**sampling), tokenizer.stream)
+    whole.cut(ids, end(finish=FinishReason.ABORT), 4)
+    last = whole.ended()
+    assert (None if last is None else (last.finish, last.stop_match, last.ids)) == (
+        None if match is None else (FinishReason.STOP, match, [])
+    )
+    if last is not None:
+        assert last.versions == spans(4, 0, len(ids))
 
 
 def test_the_token_that_completes_a_stop_string_is_the_last_of_its_chunk(tokenizer: Tokenizer) -> None:

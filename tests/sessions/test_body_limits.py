@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
 from collections.abc import AsyncIterator, Iterable
@@ -24,6 +25,7 @@ from outrider.sessions.calls.limits import (
     Bodies,
     Body,
     BodyCapacity,
+    FileBytes,
     Intake,
     TooMuchAtOnce,
     TooSlow,
@@ -79,6 +81,35 @@ def test_a_size_that_cannot_fit_is_an_overflow_and_one_that_is_not_read_is_too_l
     BodyCapacity(4096, images=True).check_size(MAX_BODY)
     with pytest.raises(TooLarge):
         BodyCapacity(None, images=True).check_size(MAX_BODY + 1)
+
+
+def counted(body: bytes, piece: int) -> int:
+    files = FileBytes()
+    for start in range(0, len(body), piece):
+        files.add(body[start : start + piece])
+    return files.size
+
+
+@pytest.mark.parametrize("piece", [100, 1000, 4096, 1 << 20])
+def test_a_file_in_base64_is_found_however_its_bytes_arrive(piece: int) -> None:
+    file = base64.b64encode(random.Random(1).randbytes(100_000))
+    text = b"some words, and no file. " * 4000
+    assert counted(text, piece) == 0
+    assert len(file) - 2048 <= counted(text + file + text, piece) <= len(file)
+
+
+async def test_files_do_not_count_as_text_and_have_the_bound_of_all_bodies() -> None:
+    bodies, file = Bodies(Intake()), b"A" * (1 << 20)
+    with Body(bodies) as body:
+        assert len(await body.received(sent([b"{}", *[file] * 30]), small)) == 30 * len(file) + 2
+    with Body(bodies) as body, pytest.raises(TooLarge, match="larger than"):
+        await body.received(sent([file] * 33), small)
+    with Body(bodies) as body, pytest.raises(ContextOverflow):
+        await body.received(sent([file] * 8 + [b"words and " * (1 << 18)]), small)
+    small_one = BodyCapacity(4096, images=False)
+    run_inline(small_one.checking(file * 30))
+    with pytest.raises(ContextOverflow):
+        run_inline(small_one.checking(file * 3 + b"words and " * (1 << 18)))
 
 
 def test_more_values_than_the_context_has_room_for_are_refused() -> None:

@@ -216,3 +216,24 @@ async def test_an_image_that_moved_into_the_known_history_is_not_lost(tmp_path: 
         await world.ask(USER)
         await world.ask({"role": "user", "content": "hello"}, picture(b"new"))
     assert [image.digest for message in turns[1].messages for image in images_in(message)] != []
+
+
+async def test_a_tools_image_is_given_to_the_engine_and_a_text_for_its_other_files(tmp_path: Path) -> None:
+    """The text is noted with the turn whose request adds the file."""
+    engine = Told([([1], [2]), ([1, 2, 3], [4])])
+    said = {"role": "assistant", "content": "hello"}
+    document = {"type": "file", "file": {"file_data": "data:application/pdf;base64,QUJD"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": [*picture(b"one")["content"], document]}
+    async with told(tmp_path, engine=engine) as (world, turns):
+        with pytest.raises(RequestError, match="not known before the call"):
+            await world.conversation.count(chat_request(USER, said, result))
+        await world.ask(USER, said, result)
+        await world.ask(USER, said, result, said, USER)
+    [image] = images_in(engine.requests[0].messages[2])
+    assert image.data == b"one"
+    assert engine.requests[0].messages[2].content == "[application/pdf, 3 bytes: this model does not read such files]"
+    assert engine.requests[1].messages[:3] == engine.requests[0].messages
+    assert [(turn.join, turn.ignored) for turn in turns] == [
+        (JoinKind.ROOT, ("results.application/pdf",)),
+        (JoinKind.APPEND, ()),
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -163,3 +164,9 @@ async def picture_service(
         lanes = LanesConfig(run=1)
         async with running_service(tmp_path=tmp_path, engines=(engine,), lanes=lanes) as (service, url):
             yield service, url, server
+
+
+def png(width: int, height: int) -> bytes:
+    """The beginning of a PNG: 33 bytes, with the size and no pixels."""
+    head = struct.pack(">II", width, height) + b"\x08\x06\0\0\0"
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(head)) + b"IHDR" + head + bytes(4)

@@ -44,6 +44,9 @@ class Marked:
         mine = [self._messages[index] for index in range(count)]
         return repr((mine, max(0, count - len(self) + self._marks))).encode()
 
+    def role(self, index: int) -> Role:
+        return self._messages[index].role
+
     def size(self, index: int) -> int:
         return 1
 

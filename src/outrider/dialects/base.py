@@ -101,7 +101,8 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `tools_raw` are bytes that determine `tools`, in any encoding (b"" for no tools). `ignored` names the request's
     fields and tools that have no effect (`reading.bounded_notes`). `reply_context` is the dialect's own data for the
-    writer of the reply.
+    writer of the reply. `needs_images` is True if the agent is useless without the images of its tools, so that a model
+    that reads no images refuses these images, too.
     """
 
     model: str
@@ -115,6 +116,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     return_token_ids: bool = False
     caller: Caller = Caller()
+    needs_images: bool = False
     reply_context: Any = None
 
 

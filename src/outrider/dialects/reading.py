@@ -27,7 +27,8 @@ from outrider.constraint import Constraint, ConstraintKind
 from outrider.dialects.base import RequestedSampling, WireCall
 from outrider.dialects.field_policy import FieldRule, Table, Treatment
 from outrider.errors import RequestError
-from outrider.messages import Image, ToolSpec, image_from_bytes, image_from_url
+from outrider.media import attachment, broken_image, encoded_size
+from outrider.messages import Attachment, Image, ToolSpec, image_from_bytes, image_from_url
 
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
@@ -43,6 +44,8 @@ TOOL = "tools."
 """The prefix of the note for a tool that the model does not see."""
 HISTORY = "history."
 """The prefix of the note for a part of the history that the model does not see."""
+RESULT = "results."
+"""The prefix of the note for a file in a tool's result, for which the model reads a text instead (`media.py`)."""
 MAX_DEPTH = 64
 """Maximum depth of nested lists and objects in a schema. Chat templates and engines process schemas recursively, so a
 deeper schema could exceed a recursion limit."""
@@ -75,7 +78,8 @@ _LONGEST_NEUTRAL = 16
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
 # A data URL may have parameters between the media type and `base64`, such as a charset or a file name.
-_DATA_URL = re.compile(r"data:(image/[\w.+-]+)(?:;[^,;]*)*;base64,", re.ASCII)
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^,;]*)*;base64,", re.ASCII)
+_NO_ADDRESS = "must be an http or https address, or a data URL of an image in base64"
 INVALID_JSON = "INVALID_JSON"
 """In dialects that require the arguments of a call to be an object, arguments that are no JSON object are replaced by
 an object with this single key. The value is the text of the arguments. No tool accepts such an object, so the model
@@ -246,28 +250,41 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
     notes.append(where + rule.name)
 
 
-def image_from_address(url: str, where: str) -> Image:
-    """Return the image at an http(s) address, which the engine fetches later, or the image in a data URL. Raises
-    RequestError for any other address."""
+def image_from_address(url: str, where: str) -> Image | Attachment:
+    """Return the image at an http(s) address, which the engine fetches later, or the image in a data URL. A data URL of
+    another kind of file, and an image without readable data, is an attachment. Raises RequestError for any other
+    address."""
     if url.startswith(("http://", "https://")):
         return image_from_url(url)
     if (head := _DATA_URL.match(url)) is None:
-        refuse(where, "must be an http or https address, or a data URL of an image in base64")
-    return image_from_base64(head[1], url[head.end() :], where)
+        refuse(where, _NO_ADDRESS)
+    data = url[head.end() :]
+    if head[1] is None or not head[1].startswith("image/"):
+        return attachment(head[1], where, _NO_ADDRESS, size=encoded_size(data))
+    return image_from_base64(head[1], data, where)
 
 
-def image_from_base64(media_type: str, data: str, where: str) -> Image:
-    """Return the image in `data` (base64). Raises RequestError for data that is empty or not base64, and for a media
-    type that is not an image's."""
+def image_from_base64(media_type: str, data: str, where: str) -> Image | Attachment:
+    """Return the image in `data` (base64). An attachment is returned for data that is empty or not base64, and for a
+    media type that is not an image's."""
     if not media_type.startswith("image/"):
-        refuse(where, f"is of media type {quoted(media_type)}: the model reads text and images")
+        reason = f"is of media type {quoted(media_type)}: the model reads text and images"
+        return attachment(media_type, where, reason, size=encoded_size(data))
     try:
         decoded = decode_base64(data)
-    except ValueError as error:
-        refuse(where, "is not valid base64", error)
+    except ValueError:
+        return broken_image(media_type, where, "is not valid base64")
     if not decoded:
-        refuse(where, "has no data")
+        return broken_image(media_type, where, "has no data")
     return image_from_bytes(media_type, decoded)
+
+
+def file_from_address(url: str | None, media_type: str | None, where: str, reason: str) -> Attachment:
+    """Return the attachment of a file, which may be in a data URL, at an address, or at a place that is unknown here
+    (None)."""
+    if url is not None and (head := _DATA_URL.match(url)) is not None:
+        return attachment(head[1] or media_type, where, reason, size=encoded_size(url[head.end() :]))
+    return attachment(media_type, where, reason, address=url)
 
 
 class DeclaredTools(msgspec.Struct, frozen=True):

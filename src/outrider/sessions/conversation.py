@@ -29,6 +29,7 @@ from outrider.errors import (
     ServiceError,
 )
 from outrider.lifecycle import StopReason
+from outrider.media import ReadableMessages
 from outrider.messages import images_in
 from outrider.sessions.calls.call import EngineCall, ModelBackend, Step
 from outrider.sessions.calls.limits import LARGE, Allowance, Body, BodyCapacity, LimitReached
@@ -37,6 +38,7 @@ from outrider.sessions.calls.on_token_engine import TokenCall
 from outrider.sessions.calls.request_settings import (
     check_constraint,
     client_may_be_at_fault,
+    described_notes,
     first_of,
     for_openai_api,
     sampling_for,
@@ -212,7 +214,6 @@ class Conversation:
             with self._may_be_given_up():
                 if len(received) > LARGE:
                     capacity = await self.capacity()
-                    capacity.check_size(len(received))
                 async with self._reading:
                     return await self.backend.offload.run_steps(_parsing(dialect, call, received, memory, capacity))
         except EngineError as error:
@@ -223,26 +224,34 @@ class Conversation:
         """Return the number of tokens in the prompt that `call` would send for the request. Nothing is generated or
         recorded.
 
-        The prompt is rendered here, even if the session's engine has a renderer of its own. Images cannot be counted.
-        Raises RequestError, also for images. To explain an error about images, the session's engine is requested from
-        the pool first, which may raise RunEnded or EngineError instead.
+        The prompt is rendered here, even if the session's engine has a renderer of its own. Images cannot be counted,
+        unless a text stands for them. Raises RequestError, also for images. If the request has images, the session's
+        engine is requested from the pool first, which may raise RunEnded or EngineError instead.
         """
+        readable = _readable(request, images=False)
+        thinking = self._thinking_in_prompt(request)
         try:
             async with self._reading:
-                return await self.backend.offload.run_steps(
-                    self.tree.measure(
-                        request.messages, request.tools, request.tools_raw, thinking=self._thinking_in_prompt(request)
-                    )
+                tokens = await self.backend.offload.run_steps(
+                    self.tree.measure(readable, request.tools, request.tools_raw, thinking=thinking)
                 )
         except RequestError as error:
-            if (await self._assigned()).mode is not TokenMode.TOKENS:
-                messages = await self.backend.offload.run_steps(parse_messages(request.messages))
-                if any(map(images_in, messages)):
-                    raise RequestError(
-                        "the tokens of images are not known before the call: the engine makes them",
-                        hint="count without the images; a reply's usage says what they came to",
-                    ) from error
+            await self._check_images_countable(request, error)
             raise
+        if readable.described:
+            await self._check_images_countable(request)
+        return tokens
+
+    async def _check_images_countable(self, request: ModelRequest, cause: RequestError | None = None) -> None:
+        """Raise RequestError if the session's engine reads images and the request has an image."""
+        if (await self._assigned()).mode is not TokenMode.TOKENS:
+            readable = _readable(request, images=True)
+            messages = await self.backend.offload.run_steps(parse_messages(readable))
+            if any(map(images_in, messages)):
+                raise RequestError(
+                    "the tokens of images are not known before the call: the engine makes them",
+                    hint="count without the images; a reply's usage says what they came to",
+                ) from cause
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[list[Step], None]:
         """Run one model call. Yields an Opening with the engine's first chunk, Deltas as tokens are sampled, and one
@@ -418,8 +427,9 @@ class Conversation:
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         check_constraint(request, assigned)
+        readable = _readable(request, images=assigned.mode is not TokenMode.TOKENS)
         if assigned.mode is not TokenMode.TOKENS:
-            messages = await self.backend.offload.run_steps(parse_messages(request.messages))
+            messages = await self.backend.offload.run_steps(parse_messages(readable))
             wanted = self._wanted_thinking(request)
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
             ignored: tuple[str, ...] = ()
@@ -431,6 +441,7 @@ class Conversation:
                 msgspec.structs.replace(request, ignored=request.ignored + ignored),
                 messages,
                 sampling,
+                described=readable.described,
                 dialect=dialect,
                 session_key=self.session_key,
                 thinking=wanted,
@@ -440,8 +451,10 @@ class Conversation:
         thinking = self._thinking_in_prompt(request)
         async with self._reading:
             joined = await self.backend.offload.run_steps(
-                self.tree.join(request.messages, request.tools, request.tools_raw, thinking=thinking, context=context)
+                self.tree.join(readable, request.tools, request.tools_raw, thinking=thinking, context=context)
             )
+        notes = described_notes(readable.described, first=len(readable) - len(joined.added))
+        request = msgspec.structs.replace(request, ignored=request.ignored + notes)
         if self._wanted_thinking(request) not in (None, thinking):
             request = msgspec.structs.replace(request, ignored=(*request.ignored, "thinking"))
         sampling = self._sampling_for(request.sampling, context, prompt_tokens=joined.prompt.length)
@@ -523,6 +536,12 @@ class Conversation:
             if self._on_broken is not None:
                 self._on_broken()
         return self.broken
+
+
+def _readable(request: ModelRequest, *, images: bool) -> ReadableMessages:
+    """Return the request's messages as the model of an engine reads them. `images` is True if the engine takes
+    images."""
+    return ReadableMessages(request.messages, images=images or request.needs_images)
 
 
 def _bytes_of(turn: Turn) -> int:

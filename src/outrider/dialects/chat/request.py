@@ -35,6 +35,7 @@ from outrider.dialects.reading import (
     check_depth,
     check_function,
     decode,
+    file_from_address,
     image_from_address,
     note_unknown,
     quoted,
@@ -43,6 +44,7 @@ from outrider.dialects.reading import (
     refuse,
     response_format,
 )
+from outrider.media import attachment, check_attachments, encoded_size
 from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec, joined_text, message_of_parts
 
 
@@ -72,11 +74,28 @@ class _ImageUrl(msgspec.Struct, gc=False):
     url: str
 
 
+class _File(msgspec.Struct, gc=False):
+    """A file in a message, in `file_data` or `data`, or uploaded before. `format` is the end of an audio file's media
+    type."""
+
+    file_data: str | None = None
+    data: str | None = None
+    format: str | None = None
+
+
 class _Part(msgspec.Struct, gc=False):
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
     image_url: _ImageUrl | str | None = None
+    file: _File | None = None
+    input_audio: _File | None = None
+    video_url: _ImageUrl | str | None = None
+    audio_url: _ImageUrl | str | None = None
+
+
+class _Head(msgspec.Struct, gc=False):
+    role: str
 
 
 class _Function(msgspec.Struct, gc=False):
@@ -103,6 +122,7 @@ class _Message(msgspec.Struct, gc=False):
 
 _BODY = BodyReader(_Body, CHAT)
 _MESSAGE = msgspec.json.Decoder(_Message)
+_HEAD = msgspec.json.Decoder(_Head)
 _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 # `developer` is OpenAI's newer name for `system`. `function` was the role of a function's result before OpenAI's API
@@ -217,10 +237,11 @@ def _check_tool_choice(choice: str | dict[str, Any] | None, tools: tuple[ToolSpe
 class ChatMessages:
     """Implements `WireMessages` with the raw JSON of each message."""
 
-    __slots__ = ("_raws",)
+    __slots__ = ("_raws", "_roles")
 
     def __init__(self, raws: list[Raw]) -> None:
         self._raws = raws
+        self._roles: dict[int, Role] = {}
 
     def __len__(self) -> int:
         return len(self._raws)
@@ -231,19 +252,25 @@ class ChatMessages:
     def head(self, count: int) -> bytes:
         return b"\0".join(self._raws[:count])
 
+    def role(self, index: int) -> Role:
+        if index not in self._roles:
+            where = f"messages[{index}]"
+            self._roles[index] = _role(decode(_HEAD, self._raws[index], where).role, where)
+        return self._roles[index]
+
     def size(self, index: int) -> int:
         return len(self._raws[index])
 
     def parse(self, index: int) -> Message:
-        return parse_message(self._raws[index], f"messages[{index}]")
+        message = parse_message(self._raws[index], f"messages[{index}]")
+        check_attachments(message.parts, self, index)
+        return message
 
 
 def parse_message(raw: Raw | bytes, where: str) -> Message:
     """Parse one message. `where` is the message's path in the request, such as `messages[3]`. Raises RequestError."""
     wire = decode(_MESSAGE, raw, where)
-    role = _ROLES.get(wire.role)
-    if role is None:
-        refuse(f"{where}.role", f"unknown role {quoted(wire.role)}; known: {', '.join(_ROLES)}")
+    role = _role(wire.role, where)
     parts: list[Part] = []
     if isinstance(wire.content, str):
         parts.append(Text(wire.content))
@@ -266,6 +293,13 @@ def parse_message(raw: Raw | bytes, where: str) -> Message:
     )
 
 
+def _role(name: str, where: str) -> Role:
+    role = _ROLES.get(name)
+    if role is None:
+        refuse(f"{where}.role", f"unknown role {quoted(name)}; known: {', '.join(_ROLES)}")
+    return role
+
+
 def _part(part: _Part, where: str) -> Part:
     if part.type in _TEXT_PARTS:
         if part.text is None:
@@ -278,7 +312,18 @@ def _part(part: _Part, where: str) -> Part:
         if url is None:
             refuse(f"{where}.image_url", "is missing")
         return image_from_address(url, f"{where}.image_url")
-    return refuse(where, f"a part of type {quoted(part.type)} is not supported: the model reads text and images")
+    reason = f"a part of type {quoted(part.type)} is not supported: the model reads text and images"
+    file, linked = part.file or part.input_audio, part.video_url or part.audio_url
+    match part.type:
+        case "file" if file is not None:
+            return file_from_address(file.file_data, None, where, reason)
+        case "input_audio" if file is not None:
+            return attachment(f"audio/{file.format}", where, reason, size=encoded_size(file.data or ""))
+        case "video_url" | "audio_url" if linked is not None:
+            url = linked.url if isinstance(linked, _ImageUrl) else linked
+            return file_from_address(url, f"{part.type[:5]}/*", where, reason)
+        case _:
+            return refuse(where, reason)
 
 
 def _tool_calls(wire: _Message, where: str) -> tuple[ToolCall, ...]:

@@ -34,7 +34,8 @@ from outrider.dialects.reading import (
     quoted,
     refuse,
 )
-from outrider.messages import Image, Message, Part, Role, Text, ToolCall, image_from_url, message_of_parts
+from outrider.media import attachment, encoded_size
+from outrider.messages import Attachment, Image, Message, Part, Role, Text, ToolCall, image_from_url, message_of_parts
 
 SIGNED = b"outrider:"
 """The prefix of our thought signatures. After the prefix, a signature has the id of its call."""
@@ -307,20 +308,22 @@ def _refuse_mixed_part(where: str) -> None:
     refuse(where, "holds more than one kind of data")
 
 
-def _image(part: WirePart, where: str) -> Image | None:
-    """Return the image of a part; None for a part without an image. Raises RequestError for data of another media
-    type."""
+def _image(part: WirePart, where: str) -> Image | Attachment | None:
+    """Return the image or the other file of a part; None for a part without a file. Raises RequestError for a file that
+    was uploaded before."""
     if (blob := part.inline_data) is not None:
         at = f"{where}.inlineData"
-        if blob.mime_type is None or not blob.mime_type.startswith("image/"):
-            refuse(f"{at}.mimeType", f"only images are accepted, not {quoted(str(blob.mime_type))}")
         # ProtoJSON accepts both alphabets of base64, with and without padding.
         encoded = (blob.data or "").encode().translate(_URLSAFE).rstrip(b"=").decode()
+        if blob.mime_type is None or not blob.mime_type.startswith("image/"):
+            reason = f"only images are accepted, not {quoted(str(blob.mime_type))}"
+            return attachment(blob.mime_type, f"{at}.mimeType", reason, size=encoded_size(encoded))
         return image_from_base64(blob.mime_type, encoded + "=" * (-len(encoded) % 4), f"{at}.data")
     if (file := part.file_data) is not None:
         at = f"{where}.fileData"
         if file.mime_type is not None and not file.mime_type.startswith("image/"):
-            refuse(f"{at}.mimeType", f"only images are accepted, not {quoted(file.mime_type)}")
+            reason = f"only images are accepted, not {quoted(file.mime_type)}"
+            return attachment(file.mime_type, f"{at}.mimeType", reason, address=file.file_uri)
         if not file.file_uri.startswith(("http://", "https://")):
             refuse(f"{at}.fileUri", "must be an http or https address: uploaded files are not supported")
         return image_from_url(file.file_uri)

@@ -50,6 +50,7 @@ from outrider.dialects.gemini.contents import (
     user_message,
 )
 from outrider.dialects.reading import decode, is_absent, refuse
+from outrider.media import check_attachments
 from outrider.messages import Message, Role
 
 EXACT_INTEGER = 2**53
@@ -157,11 +158,19 @@ class GeminiHistory:
     def head(self, count: int) -> bytes:
         return b"\0".join([span.key for span in self._spans[:count]])
 
+    def role(self, index: int) -> Role:
+        return self._spans[index].role
+
     def size(self, index: int) -> int:
         span = self._spans[index]
         return sum([len(self._contents[at]) for at in span.contents]) if span.contents else len(self._system)
 
     def parse(self, index: int) -> Message:
+        message = self._parse(index)
+        check_attachments(message.parts, self, index)
+        return message
+
+    def _parse(self, index: int) -> Message:
         span = self._spans[index]
         if span.role is Role.SYSTEM:
             return system_message(self._system, "systemInstruction")

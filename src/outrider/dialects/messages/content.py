@@ -36,6 +36,7 @@ from outrider.dialects.reading import (
     refuse,
     string,
 )
+from outrider.media import attachment, check_attachments, encoded_size
 from outrider.messages import Message, Part, Role, Text, ToolCall, image_from_url, joined_text, message_of_parts
 
 TOOL_ERROR = "[tool error]"
@@ -177,10 +178,18 @@ class MessagesHistory:
         # All pieces are joined at once, because this method runs over the whole history at every call.
         return b"\n".join([piece for span in self._spans[:count] for piece in self._pieces(span)])
 
+    def role(self, index: int) -> Role:
+        return self._spans[index].role
+
     def size(self, index: int) -> int:
         return len(self.raw(index))
 
     def parse(self, index: int) -> Message:
+        message = self._parse(index)
+        check_attachments(message.parts, self, index)
+        return message
+
+    def _parse(self, index: int) -> Message:
         span = self._spans[index]
         blocks: list[_PlacedBlock] = []
         for number in range(span.first, span.last):
@@ -309,7 +318,9 @@ def _part(at: _PlacedBlock) -> Part:
             source, at_source = _source(block, where), f"{where}.source"
             if source.type == "base64":
                 if source.media_type not in _IMAGE_TYPES:
-                    refuse(f"{at_source}.media_type", f"must be one of {', '.join(sorted(_IMAGE_TYPES))}")
+                    reason = f"must be one of {', '.join(sorted(_IMAGE_TYPES))}"
+                    size = encoded_size(source.data or "")
+                    return attachment(source.media_type, f"{at_source}.media_type", reason, size=size)
                 return image_from_base64(source.media_type, source.data or "", f"{at_source}.data")
             if source.type != "url":
                 refuse(
@@ -320,7 +331,7 @@ def _part(at: _PlacedBlock) -> Part:
                 refuse(f"{at_source}.url", "must be an http or https address")
             return image_from_url(source.url)
         case "document":
-            return Text(_document(block, where))
+            return _document(block, where)
         # names a tool found by the client's own tool search; the name is enough, because the model sees all tools
         case "tool_reference":
             return Text(string(block.tool_name, f"{where}.tool_name"))
@@ -328,9 +339,9 @@ def _part(at: _PlacedBlock) -> Part:
             return _refuse_block(at, "the model reads text, images and documents of text")
 
 
-def _document(block: Block, where: str) -> str:
+def _document(block: Block, where: str) -> Text:
     """Return the text of a document for the model: the title and the context, if there are any, then the document's
-    text, between `<document>` tags. Raises RequestError."""
+    text, between `<document>` tags. A document that is not text is an attachment. Raises RequestError."""
     source, at = _source(block, where), f"{where}.source"
     if source.type == "text":
         if source.data is None:
@@ -343,11 +354,15 @@ def _document(block: Block, where: str) -> str:
                 _refuse_block(part, "the model reads documents of text only")
         text = "".join(string(part.block.text, f"{part.where}.text") for part in inner)
     else:
-        refuse(f"{at}.type", f"a source of type {quoted(source.type)} is not supported; supported: text, content")
+        reason = f"a source of type {quoted(source.type)} is not supported; supported: text, content"
+        if source.type not in ("base64", "url"):
+            refuse(f"{at}.type", reason)
+        size = None if source.data is None else encoded_size(source.data)
+        return attachment(source.media_type, f"{at}.type", reason, size=size, address=source.url)
     title = optional(_NULLABLE, block.title, f"{where}.title")
     context = optional(_NULLABLE, block.context, f"{where}.context")
     lines = "\n".join(line for line in (title, context, text) if line)
-    return f"<document>\n{lines}\n</document>\n"
+    return Text(f"<document>\n{lines}\n</document>\n")
 
 
 def _source(block: Block, where: str) -> _Source:

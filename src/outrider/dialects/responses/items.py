@@ -22,6 +22,7 @@ from msgspec import Raw
 from outrider.dialects.reading import (
     arguments_from_text,
     decode,
+    file_from_address,
     image_from_address,
     optional,
     quoted,
@@ -35,7 +36,8 @@ from outrider.dialects.responses.round_trip import (
     id_of_custom_call,
     unseal,
 )
-from outrider.messages import Image, Message, Part, Role, Text, ToolCall, joined_text, message_of_parts
+from outrider.media import attachment, check_attachments, encoded_size
+from outrider.messages import Attachment, Image, Message, Part, Role, Text, ToolCall, joined_text, message_of_parts
 
 STORED = -1
 """The `position` of an item that comes from a stored response and not from `input`."""
@@ -125,6 +127,11 @@ class PlacedItem(msgspec.Struct, frozen=True, gc=False):
         return "previous_response_id" if self.position == STORED else f"input[{self.position}]"
 
 
+class _Audio(msgspec.Struct, gc=False):
+    data: str
+    format: str
+
+
 class _Part(msgspec.Struct, gc=False):
     """One part of a message's content or of a tool's output."""
 
@@ -133,6 +140,9 @@ class _Part(msgspec.Struct, gc=False):
     refusal: str | None = None
     image_url: str | None = None
     encrypted_content: str | None = None
+    file_data: str | None = None
+    file_url: str | None = None
+    input_audio: _Audio | None = None
 
 
 class _Text(msgspec.Struct):
@@ -201,10 +211,18 @@ class ResponsesHistory:
         items = self._items[: self._spans[count - 1].last]
         return b"\n".join(instructions + [piece for at in items for piece in at.item.pieces()])
 
+    def role(self, index: int) -> Role:
+        return self._spans[index].role
+
     def size(self, index: int) -> int:
         return len(self.raw(index))
 
     def parse(self, index: int) -> Message:
+        message = self._parse(index)
+        check_attachments(message.parts, self, index)
+        return message
+
+    def _parse(self, index: int) -> Message:
         span = self._spans[index]
         if span.first == span.last:
             return Message(role=Role.SYSTEM, content=self._instructions or "")
@@ -245,7 +263,7 @@ def _assistant_message(items: Iterable[PlacedItem]) -> Message:
         match at.kind:
             case "message":
                 parts = _parts(at.item.content, f"{at.where}.content")
-                if any(isinstance(part, Image) for part in parts):
+                if any(isinstance(part, Image | Attachment) for part in parts):
                     refuse(f"{at.where}.content", "an assistant message holds text only")
                 texts.append(joined_text(parts))
             case "reasoning":
@@ -334,7 +352,16 @@ def _parts(raw: Raw, where: str) -> list[Part]:
                 refuse(f"{at}.image_url", "is missing: send images by URL or as data; uploaded files are not supported")
             parts.append(image_from_address(part.image_url, f"{at}.image_url"))
         else:
-            refuse(
-                f"{at}.type", f"a part of type {quoted(part.type)} is not supported: the model reads text and images"
-            )
+            parts.append(_file(part, f"{at}.type"))
     return parts
+
+
+def _file(part: _Part, where: str) -> Attachment:
+    """Return the attachment for a part with a file. Raises RequestError for a part of an unknown type."""
+    reason = f"a part of type {quoted(part.type)} is not supported: the model reads text and images"
+    if part.type == "input_audio" and part.input_audio is not None:
+        audio = part.input_audio
+        return attachment(f"audio/{audio.format}", where, reason, size=encoded_size(audio.data))
+    if part.type != "input_file":
+        refuse(where, reason)
+    return file_from_address(part.file_data or part.file_url, None, where, reason)

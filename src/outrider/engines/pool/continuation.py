@@ -57,8 +57,13 @@ class ContinuedGeneration:
         last token without checking whether the reply ends there. Returns None if the reply has to continue."""
         sampling, count = self._request.sampling, len(self._sampled)
         last = self._sampled[-1] if self._sampled else None
+        string = self._watch.completed if self._watch is not None else None
+        finish: FinishReason
+        match: int | str | None
         if last in sampling.stop_token_ids and count > sampling.min_tokens:
             finish, match = FinishReason.STOP, last
+        elif string is not None and count > sampling.min_tokens:
+            finish, match = FinishReason.STOP, string
         elif count >= sampling.max_tokens:
             finish, match = FinishReason.LENGTH, None
         else:
@@ -151,7 +156,7 @@ class ContinuedGeneration:
 
 class StopWatch:
     """Searches for a stop string that began before a cut. The engine itself finds stop strings that begin after the
-    cut.
+    cut. `completed` is the stop string that the last token before the cut has completed, None if there is none.
 
     The first character after the cut counts as a character before the cut, because its first bytes may belong to a
     token before the cut. `over` is True once a stop string that spans the cut is no longer possible.
@@ -161,7 +166,12 @@ class StopWatch:
         self._stops = stops
         self._text = text
         self._longest = max(map(len, stops))
-        before = text.push(sampled)
+        before = text.push(sampled[:-1])
+        searched = len(before)
+        before += text.push(sampled[-1:])
+        self.completed = next(
+            (stop for stop in stops if before.find(stop, max(0, searched - len(stop) + 1)) >= 0), None
+        )
         self._before = min(len(before), self._longest - 1)
         self._seen = before[len(before) - self._before :]
 

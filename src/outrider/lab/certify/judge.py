@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from outrider.dialects.reading import RESULT
 from outrider.harnesses.presets import Certify
 from outrider.lab.certify.rows import CertificationRow
 from outrider.lab.certify.scripted_model import ScriptedCall, choose_call
@@ -43,7 +44,8 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     `required` is true if the certificate needs the row. `reason` is the reason why the row does not hold or was not
     tried, or a remark. `turns` is the number of model calls. `forks` counts, by cause, how often the harness sent a
     changed history. `branches` counts the branches of each kind; `labels` are the labels of the branches. `streamed` is
-    true if the program requests streamed replies. `log_tail` is the end of the program's output, if the row does not
+    true if the program requests streamed replies. `ignored` counts the turns with each part of a request that had no
+    effect. `log_tail` is the end of the program's output, if the row does not
     hold.
     """
 
@@ -60,6 +62,7 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     branches: dict[str, int] = {}
     labels: tuple[str, ...] = ()
     streamed: bool = False
+    ignored: dict[str, int] = {}
     seconds: float = 0.0
     log_tail: str | None = None
 
@@ -115,8 +118,13 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     elif failure := next(_failures(row, evidence, dialect), None):
         word, reason = "does not hold", failure
     else:
-        unsure = f"{result.tokens.unsure} tokens in unsure branches" if result.tokens.unsure else ""
-        word, reason = "holds", "; ".join(filter(None, (f"forked: {forks}" if forks else "", unsure)))
+        unread = ", ".join(f"{name} ({count})" for name, count in result.ignored.items() if name.startswith(RESULT))
+        remarks = (
+            f"forked: {forks}" if forks else "",
+            f"{result.tokens.unsure} tokens in unsure branches" if result.tokens.unsure else "",
+            f"not read by the model (turns): {unread}" if unread else "",
+        )
+        word, reason = "holds", "; ".join(filter(None, remarks))
     parents = {turn.parent for turn in evidence.turns}
     leaves = [turn for turn in evidence.turns if turn.index not in parents]
     return RowVerdict(
@@ -133,6 +141,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
         branches=dict(Counter(leaf.kind for leaf in leaves)),
         labels=tuple(sorted({leaf.label for leaf in leaves} - {""})),
         streamed=evidence.streams,
+        ignored=result.ignored,
         seconds=round(result.seconds.run, 2),
         log_tail=result.error.log_tail if result.error and word == "does not hold" else None,
     )

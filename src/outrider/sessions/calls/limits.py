@@ -28,8 +28,8 @@ from outrider.lifecycle import StopReason
 MAX_BODY = 32 << 20
 """Maximum bytes of one body. The providers' own bounds are between 20 and 50 MB."""
 MAX_TEXT_BODY = 9 << 20
-"""Maximum bytes of one body if the engine takes token ids and therefore no images. Two million tokens of ordinary text
-have this size."""
+"""Maximum bytes of one body, without the files in it, if the engine takes token ids and therefore no images. Two
+million tokens of ordinary text have this size."""
 MAX_IN_SESSION = 64 << 20
 """Maximum bytes of all bodies of one session's unfinished calls."""
 MAX_IN_ALL = 256 << 20
@@ -57,6 +57,10 @@ MAX_ESCAPES = 1 << 21
 """Maximum escaped characters of any body. Decoding this number of escapes takes 25 ms."""
 _PIECE = 1 << 20
 _SEPARATORS = b"{[,"
+_WINDOW = 1 << 10
+"""Bytes of a body that count as part of a file if all of them are of base64. No ordinary text has so many of them in a
+row."""
+_BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_="
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
@@ -135,6 +139,7 @@ class Body:
         held: list[bytes] = []
         size = 0
         bound: BodyCapacity | None = None
+        files = FileBytes()
         try:
             async with asyncio.timeout(self._bodies.intake.seconds) as self._clock:
                 async for part in parts:
@@ -142,8 +147,12 @@ class Body:
                     size += len(part)
                     self._count(size)
                     if size > LARGE:
-                        bound = bound or await capacity()
-                        bound.check_size(size)
+                        if bound is None:
+                            bound = await capacity()
+                            files.add(b"".join(held))
+                        else:
+                            files.add(part)
+                        bound.check_size(size, files.size)
         except TimeoutError as error:
             if self._given_up:
                 raise TooMuchAtOnce("other requests need the room of this one, which arrived too slowly") from error
@@ -169,9 +178,27 @@ class Body:
             self._bodies.intake.add(self, more)
 
 
+class FileBytes:
+    """Counts the bytes of a body that belong to files in base64, as the body arrives. On an engine that reads no images
+    a text of one line stands for such a file (`media.py`), whatever the file's size. `size` is too small by up to 2 KiB
+    for each file."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._rest = b""
+
+    def add(self, part: bytes) -> None:
+        data = self._rest + part
+        whole = len(data) - len(data) % _WINDOW
+        for start in range(0, whole, _WINDOW):
+            if not data[start : start + _WINDOW].translate(None, _BASE64):
+                self.size += _WINDOW
+        self._rest = data[whole:]
+
+
 class BodyCapacity(msgspec.Struct, frozen=True):
-    """The limits of one body. `context` is the model's context in tokens, None if unknown. `images` is True if the body
-    may have images."""
+    """The limits of one body. `context` is the model's context in tokens, None if unknown. `images` is True if the
+    model reads images. If the model reads none, files do not count, except against MAX_BODY."""
 
     context: int | None
     images: bool
@@ -186,16 +213,15 @@ class BodyCapacity(msgspec.Struct, frozen=True):
         shown = MAX_VALUES if self.context is None else VALUES_PER_TOKEN * self.context
         return min(MAX_VALUES, FREE_VALUES + shown)
 
-    def check_size(self, size: int) -> None:
-        """Raise ContextOverflow or TooLarge for a body that is too large."""
-        if size <= self.size:
+    def check_size(self, size: int, files: int = 0) -> None:
+        """Raise ContextOverflow or TooLarge for a body that is too large. `files` of its bytes belong to files."""
+        if size > MAX_BODY:
+            raise TooLarge(f"the request body is larger than {MAX_BODY} bytes")
+        if self.images or (text := size - files) <= self.size:
             return
-        if self.context is not None and not self.images and size > FREE_SIZE + BYTES_PER_TOKEN * self.context:
-            raise self._overflow(1 + (size - FREE_SIZE) // BYTES_PER_TOKEN)
-        raise TooLarge(
-            f"the request body is larger than {self.size} bytes",
-            hint=None if self.images else "the engine takes token ids: images are not read",
-        )
+        if self.context is not None and text > FREE_SIZE + BYTES_PER_TOKEN * self.context:
+            raise self._overflow(1 + (text - FREE_SIZE) // BYTES_PER_TOKEN)
+        raise TooLarge(f"the request body has more than {self.size} bytes of text")
 
     def check_numbers(self, messages: int, tools: int) -> None:
         """Raise ContextOverflow for more messages than the context has tokens, and RequestError for more than MAX_TOOLS
@@ -206,15 +232,19 @@ class BodyCapacity(msgspec.Struct, frozen=True):
             raise self._overflow(messages)
 
     def checking(self, body: bytes) -> Steps[None]:
-        """Check a LARGE body by its separators and escapes. Raises ContextOverflow or TooLarge."""
+        """Check a LARGE body by its size, separators and escapes. Raises ContextOverflow or TooLarge."""
         separators = escapes = 0
+        files = FileBytes()
         for start in range(0, len(body), _PIECE):
             yield _PIECE
             piece = body[start : start + _PIECE]
+            if not self.images:
+                files.add(piece)
             escapes += piece.count(b"\\")
             separators += len(piece) - len(piece.translate(None, _SEPARATORS))
         if escapes > MAX_ESCAPES:
             raise TooLarge(f"the request body has more than {MAX_ESCAPES} escaped characters")
+        self.check_size(len(body), files.size)
         # The quick count includes separators inside texts. Usually even this count is within the limit, and the exact
         # count is not needed.
         if separators > self.values and (values := (yield from count_values(body))) > self.values:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,7 +22,7 @@ from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.calls.call import ModelBackend, Step, count_differences
 from outrider.sessions.calls.limits import TokenShare
-from outrider.sessions.calls.request_settings import clamped, recorded
+from outrider.sessions.calls.request_settings import clamped, described_notes, recorded
 from outrider.tokens.tree.canonical import digest, extend, message_key
 from outrider.trajectory import (
     FinishReason,
@@ -54,6 +54,7 @@ class MessageCall:
         messages: tuple[Message, ...],
         sampling: SamplingParams,
         *,
+        described: Mapping[int, Sequence[str]],
         dialect: str,
         session_key: str,
         thinking: bool | None,
@@ -70,6 +71,7 @@ class MessageCall:
         self._messages = messages
         self._sampling = sampling
         self._thinking = thinking
+        self._described = described
         self._dialect = dialect
         self._session_key = session_key
         self._overdue = overdue
@@ -156,7 +158,7 @@ class MessageCall:
             engine=served.engine,
             sampling=recorded(self._sampling, self._thinking),
             altered=self._sampling.altered,
-            ignored=self._request.ignored,
+            ignored=self._request.ignored + described_notes(self._described, first=placed.known_messages),
             drift_tokens=placed.drift,
             messages=self._messages[placed.known_messages :],
             reply=last.reply,

@@ -7,12 +7,14 @@ client setting that is left out is recorded with the turn.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 import msgspec
 
 from outrider.dialects.base import ModelRequest, RequestedSampling
+from outrider.dialects.reading import RESULT, bounded_notes
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.placement import ServingEngine
 from outrider.errors import RequestError
@@ -139,3 +141,10 @@ def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
     """Return a turn's sampling parameters and `thinking` as plain values, as they are stored with the turn."""
     told: dict[str, Any] = msgspec.to_builtins(sampling, str_keys=True)
     return told | {"thinking": thinking}
+
+
+def described_notes(described: Mapping[int, Sequence[str]], *, first: int) -> tuple[str, ...]:
+    """Return the notes about files of tools for which the model read a text: RESULT and the file's media type, for each
+    type in `described`, which has the types by message. Only messages from number `first` on count, because a turn
+    notes the files of its own messages."""
+    return bounded_notes(RESULT + kind for at in sorted(described) if at >= first for kind in described[at])

@@ -42,6 +42,9 @@ again when they are needed."""
 MAX_TOOL_VALUES = 1 << 17
 """Maximum number of lists, objects and commas together in a request's tools. A chat template writes the tools as JSON
 in one call, which blocks all threads: 25 ms for this number."""
+MAX_NEW_TEXT = 9 << 20
+"""Maximum characters of a request's new messages together, and maximum bytes of its tools. This bounds the work for a
+model of unknown context."""
 
 
 class PromptNode:
@@ -396,6 +399,8 @@ class RequestIndexer:
         if start is None:
             if len(tools_raw) > PIECE_BYTES:
                 yield len(tools_raw)
+            if len(tools_raw) > MAX_NEW_TEXT:
+                raise TooLarge(f"the tools have more than {MAX_NEW_TEXT} bytes", field="tools")
             if len(tools_raw) > MAX_TOOL_VALUES and sum(map(tools_raw.count, (b"[", b"{", b","))) > MAX_TOOL_VALUES:
                 raise TooLarge(f"the tools have more than {MAX_TOOL_VALUES} JSON values", field="tools")
             start = self._tools[tools_digest] = tools_key(list(tools))

@@ -39,6 +39,7 @@ from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.tree.canonical import MessageKey, extend, message_key
 from outrider.tokens.tree.request_index import (
+    MAX_NEW_TEXT,
     IndexedRequest,
     PromptNode,
     RequestIndexer,
@@ -206,10 +207,13 @@ class TokenTree:
 
     def _check_long_texts(self, request: IndexedRequest, context: int | None) -> Steps[None]:
         """Raise ContextOverflow if the long texts of new messages alone exceed the context, and TooLarge for a text too
-        long to encode."""
-        tokens = 0
+        long to encode and for too much text in all."""
+        tokens = characters = 0
         for message in request.parsed.values():
             for text in (message.content, message.reasoning or "", *(call.arguments for call in message.tool_calls)):
+                characters += len(text)
+                if characters > MAX_NEW_TEXT:
+                    raise TooLarge(f"the new messages have more than {MAX_NEW_TEXT} characters", field="messages")
                 if not self._renderer.tokenizer.can_encode(text):
                     raise TooLarge(f"a text of {len(text)} characters is too long to be encoded", field="messages")
                 for start in range(0, len(text) if len(text) > LONG_TEXT else 0, LONG_TEXT):

@@ -1,0 +1,166 @@
+"""Texts that stand for images and other files in a tool's result, for models that cannot read them.
+
+The module fetches nothing, and reads an image's size from the image's first bytes, without a library. Invariant: the
+text depends on the file, its media type and its address only, so a history that a client sends again has the same
+texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from outrider.errors import RequestError
+from outrider.messages import Attachment, Image, Message, Part, Role, Text, WireMessages, message_of_parts
+
+MAX_USER_RUN = 64
+"""Maximum number of user and system messages between a tool's result and a message with a file of the tool."""
+MAX_ADDRESS = 200
+"""Maximum number of characters of an address in a text. A longer address is left out."""
+_MEDIA_TYPE = re.compile(r"[\w.+-]{1,32}/[\w.+-]{1,64}", re.ASCII)
+_ADDRESS = re.compile(rf"https?://[!-;=?-Z_a-z~]{{1,{MAX_ADDRESS}}}", re.ASCII)
+_MAX_SEGMENTS = 256
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+"""Markers of JPEG's segments with the image's size."""
+
+
+def carried_by_tool(messages: WireMessages, index: int) -> bool:
+    """Return True if the files in message `index` come from a tool and not from the user: the message is a tool's
+    result, or a user message with no reply between the message and a tool's result. Programs whose API allows only text
+    in a tool's result send the tool's files in such a user message."""
+    for at in range(index, max(-1, index - MAX_USER_RUN - 1), -1):
+        role = messages.role(at)
+        if role in (Role.TOOL, Role.ASSISTANT):
+            return role is Role.TOOL
+    return False
+
+
+def check_attachments(parts: Sequence[Part], messages: WireMessages, index: int) -> None:
+    """Raise RequestError if there are attachments among the parts of message `index` and no tool sent them."""
+    for part in parts:
+        if isinstance(part, Attachment) and not carried_by_tool(messages, index):
+            raise RequestError(f"{part.field}: {part.reason}", field=part.field)
+
+
+def attachment(
+    media_type: str | None, field: str, reason: str, *, size: int | None = None, address: str | None = None
+) -> Attachment:
+    """Return the attachment of a file of a type that no model here reads. `size` is in bytes; None if unknown."""
+    known = _printable_type(media_type) or "file"
+    details = [known] if size is None else [known, f"{size:,} bytes"]
+    if address is not None and _ADDRESS.fullmatch(address):
+        details.append(address)
+    return Attachment(f"[{', '.join(details)}: this model does not read such files]", known, field, reason)
+
+
+def broken_image(media_type: str, field: str, reason: str) -> Attachment:
+    """Return the attachment of an image without readable data."""
+    known = _printable_type(media_type) or "image"
+    return Attachment(f"[{known}: the image cannot be read]", known, field, reason)
+
+
+def encoded_size(data: str) -> int:
+    """Return the number of bytes that a base64 text stands for. The text is not checked."""
+    return len(data.rstrip("=")) * 3 // 4
+
+
+def note_of_image(image: Image) -> str:
+    """Return the text that stands for an image."""
+    if image.url is not None:
+        address = f", {image.url}" if _ADDRESS.fullmatch(image.url) else ""
+        return f"[image{address}: this model reads no images]"
+    size = pixel_size(image.data)
+    pixels = f", {size[0]}x{size[1]}" if size is not None else ""
+    return f"[{_printable_type(image.media_type) or 'image'}{pixels}, {image.size:,} bytes: this model reads no images]"
+
+
+def pixel_size(data: bytes) -> tuple[int, int] | None:
+    """Return the width and height of a PNG, JPEG or GIF; None if the data does not say."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
+        return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+    if data.startswith((b"GIF87a", b"GIF89a")) and len(data) >= 10:
+        return int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
+    if not data.startswith(b"\xff\xd8"):
+        return None
+    at = 2
+    for _ in range(_MAX_SEGMENTS):
+        if len(data) < at + 9 or data[at] != 0xFF:
+            return None
+        if data[at + 1] in _FRAMES:
+            return int.from_bytes(data[at + 7 : at + 9]), int.from_bytes(data[at + 5 : at + 7])
+        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return None
+
+
+class ReadableMessages:
+    """`WireMessages` in which texts stand for what the model does not read of tools' results: for attachments, and if
+    `images` is False also for images. Images of the user stay, because a task whose images the model does not get is
+    another task. `described` has the media types that texts stand for, by message, of the messages parsed so far."""
+
+    __slots__ = ("_images", "_messages", "described")
+
+    def __init__(self, messages: WireMessages, *, images: bool) -> None:
+        self._messages = messages
+        self._images = images
+        self.described: dict[int, list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def raw(self, index: int) -> bytes:
+        return self._messages.raw(index)
+
+    def head(self, count: int) -> bytes:
+        return self._messages.head(count)
+
+    def role(self, index: int) -> Role:
+        return self._messages.role(index)
+
+    def size(self, index: int) -> int:
+        return self._messages.size(index)
+
+    def parse(self, index: int) -> Message:
+        message = self._messages.parse(index)
+        if not message.parts:
+            return message
+        described: list[str] = []
+        parts: list[Part] = []
+        after_note = False
+        for part in message.parts:
+            note = self._note(part, index)
+            if note is None:
+                if after_note and isinstance(part, Text) and not part.text.startswith("\n"):
+                    parts.append(Text("\n"))
+                parts.append(part)
+            else:
+                # every note is a line of its own
+                if parts and isinstance(before := parts[-1], Text) and not before.text.endswith("\n"):
+                    parts.append(Text("\n"))
+                parts.append(Text(note))
+                described.append(_media_type(part))
+            after_note = note is not None
+        if not described:
+            return message
+        self.described[index] = described
+        return message_of_parts(message.role, parts, tool_call_id=message.tool_call_id, name=message.name)
+
+    def _note(self, part: Part, index: int) -> str | None:
+        """Return the text that stands for a part of message `index`; None for a part that the model reads, and for an
+        image of the user."""
+        if isinstance(part, Attachment):
+            return part.text
+        if isinstance(part, Image) and not self._images and carried_by_tool(self._messages, index):
+            return note_of_image(part)
+        return None
+
+
+def _media_type(part: Part) -> str:
+    if isinstance(part, Text):
+        return part.media_type if isinstance(part, Attachment) else "text"
+    return _printable_type(part.media_type) or "image"
+
+
+def _printable_type(media_type: str | None) -> str | None:
+    """Return a media type without its parameters; None for a text that is no media type."""
+    kind = (media_type or "").partition(";")[0].strip().lower()
+    return kind if _MEDIA_TYPE.fullmatch(kind) else None
