@@ -5,13 +5,22 @@ Invariant: `last_words` returns at most MAX_ANSWER characters of what the agent 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from itertools import islice
+
+import msgspec
+
 from outrider.errors import RuntimeFailure, storable
 from outrider.evaluators.base import Outcome
+from outrider.evaluators.checks.math_text import MAX_JOINED, NAME, joins
 from outrider.messages import Role
 
 MAX_ANSWER = 32_768
 """Maximum length of an answer: in characters from the end of a reply, or in bytes of a file."""
 PROBE_SECONDS = 30.0
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+MAX_AFTER = 60
 
 
 class NoAnswer(Exception):
@@ -56,20 +65,72 @@ async def last_words(outcome: Outcome, file: str | None) -> str:
 
 def marked_answer(reply: str) -> str | None:
     """Return the marked answer in a reply: the content of the last `<answer>…</answer>` or, if the reply has none, of
-    the last LaTeX box, `\\boxed{…}`. Returns None if the reply has neither."""
+    the last LaTeX box, `\\boxed{…}` or `\\fbox{…}`. If only a comma, `and`, `or` or the name of a variable stands
+    between several marks, their contents are one answer, joined by commas. Returns None if the reply has no mark."""
+    tags = _joined(reply, _tags(reply))
+    return tags if tags is not None else _joined(reply, _boxes(reply))
+
+
+def after_box(reply: str) -> str:
+    """Return the text behind the last box of a reply, up to MAX_AFTER characters. If the reply has no box, or
+    `<answer>` marks its answer, return ""."""
+    if next(_tags(reply), None) is not None:
+        return ""
+    last = next(_boxes(reply), None)
+    return "" if last is None else reply[last.end : last.end + MAX_AFTER]
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """A marked content, with the positions of the mark's begin and end in the reply."""
+
+    begin: int
+    end: int
+    content: str
+
+
+def _tags(reply: str) -> Iterator[_Mark]:
+    """Yield the contents of `<answer>…</answer>`, the last one first."""
     end = reply.rfind("</answer>")
-    start = reply.rfind("<answer>", 0, max(0, end))
-    return reply[start + len("<answer>") : end].strip() if start >= 0 else _boxed(reply)
+    while (start := reply.rfind("<answer>", 0, max(0, end))) >= 0:
+        yield _Mark(start, end + len("</answer>"), reply[start + len("<answer>") : end].strip())
+        end = reply.rfind("</answer>", 0, start)
 
 
-def _boxed(text: str) -> str | None:
-    mark = "\\boxed{"
-    begun = text.rfind(mark)
-    if begun < 0:
-        return None
-    start, depth = begun + len(mark), 1
-    for at in range(start, len(text)):
+def _boxes(reply: str) -> Iterator[_Mark]:
+    """Yield the contents of boxes, the last one first. Of nested boxes only the inner one is yielded."""
+    before = len(reply)
+    while (begin := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
+        brace = BOX.match(reply, begin)
+        end = -1 if brace is None else _closing(reply, brace.end(), before)
+        if brace is None or end < 0:
+            return  # what follows an unclosed box belongs to the box
+        yield _Mark(begin, end + 1, reply[brace.end() : end].strip())
+        before = begin
+
+
+def _closing(text: str, start: int, stop: int) -> int:
+    depth = 1
+    for at in range(start, stop):
         depth += {"{": 1, "}": -1}.get(text[at], 0)
         if depth == 0:
-            return text[start:at].strip()
-    return None
+            return at
+    return -1
+
+
+def _joined(reply: str, marks: Iterator[_Mark]) -> str | None:
+    last = next(marks, None)
+    if last is None:
+        return None
+    found = [last]
+    for mark in islice(marks, MAX_JOINED - 1):
+        between = reply[mark.end : found[-1].begin]
+        if not joins(between):
+            break
+        found.append(mark)
+    contents = list(dict.fromkeys(mark.content for mark in reversed(found)))
+    if len(contents) == 1:
+        return contents[0]
+    names = [NAME.search(reply[max(0, mark.begin - 20) : mark.begin]) for mark in reversed(found)]
+    if all(names):
+        return ", ".join(f"{name[1]}={mark.content}" for name, mark in zip(names, reversed(found), strict=True) if name)
+    return ", ".join(contents)

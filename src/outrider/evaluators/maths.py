@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from outrider.errors import InvalidField
-from outrider.evaluators.answers import NoAnswer, last_words, marked_answer
+from outrider.evaluators.answers import NoAnswer, after_box, last_words, marked_answer
 from outrider.evaluators.base import Outcome
 from outrider.evaluators.checks.pool import Checks, Library, checks_of
 from outrider.evaluators.options import read_options
@@ -32,7 +32,9 @@ Gold = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 class MathOptions(Spec):
     """Options of kind `math`. `gold`: the right answer, or all accepted answers. `answer_file`: the file into which the
-    agent writes its answer; without a file the last reply is used. `seconds`: maximum processor time of a check."""
+    agent writes its answer; without a file the last reply is used. `relative_tolerance`: the greatest difference of an
+    accepted number from the gold answer's, as a share of the gold answer's; without it numbers must be equal.
+    `seconds`: maximum processor time of a check."""
 
     gold: Annotated[
         tuple[Gold, ...],
@@ -40,6 +42,7 @@ class MathOptions(Spec):
         Field(strict=False, min_length=1, max_length=64),
     ]
     answer_file: SandboxPath | None = None
+    relative_tolerance: Annotated[float, Field(gt=0, lt=1)] | None = None
     seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
 
 
@@ -55,7 +58,8 @@ class MathEvaluator:
         `math_check.check`)."""
         golds = self._options.gold
         checks = await checks_of(host, CHECKS)
-        checked = await checks.check({"golds": golds}, seconds=self._options.seconds, submitted=True)
+        request = {"golds": golds, "relative_tolerance": self._options.relative_tolerance}
+        checked = await checks.check(request, seconds=self._options.seconds, submitted=True)
         answer = checked.answer or {"unusable": 0, "why": f"is {checked.fault}"}
         if (number := answer["unusable"]) is not None:
             place = "" if len(golds) == 1 or checked.answer is None else f".{number}"
@@ -76,6 +80,8 @@ class MathEvaluator:
             "golds": self._options.gold,
             "answer": said if answer is None else answer,
             "whole": answer is not None,
+            "after": "" if file is not None else after_box(said),
+            "relative_tolerance": self._options.relative_tolerance,
         }
         checks = await checks_of(outcome.host, CHECKS)
         checked = await checks.check(

@@ -9,11 +9,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from math_verify import parse, verify
-from sympy import Derivative, Expr, Integral, Limit, MatrixBase, Product, Sum
+from math_verify import parse
 
-DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
-CALCULATIONS = (Derivative, Integral, Limit, Product, Sum)
+from outrider.evaluators.checks.math_comparison import Comparison, chosen
+from outrider.evaluators.checks.math_reading import Quantity, Several, Value, Words, plain_words, read
+from outrider.evaluators.checks.math_text import candidates, clean
+from outrider.evaluators.checks.math_units import read_unit
+
+UNIT_AFTER = re.compile(
+    r"[\s$]*(?:\\[)\]])?\s*(?:\\(?:text|mathrm)\s*\{)?\s*([a-zA-Z°%][a-zA-Z/^\d ]{0,30}?)\s*(?:[}.,;$\n]|$)"
+)
+"""The text behind a box, if the text begins with a word that may be a unit."""
 WRITTEN = re.compile(
     r"""\\(?:operatorname\*?\s*\{\s*)?
         (?: (?:i{1,3}|o|small)nt | sum | prod | lim | gcd | lcm | max | min | [dt]?binom | choose | det ) (?![a-zA-Z])
@@ -36,6 +42,12 @@ WARM = (
     ("x=3", "$\\boxed{3}$"),
     ("x>3", "$\\boxed{(3,\\infty)}$"),
     ("\\text{Monday}", "\\boxed{Monday}"),
+    ("12 \\text{ cm}", "0.12 m"),
+    ("(1, 2)", "(1.5, 2^x)"),
+    ("x<-1 \\text{ or } x>1", "(-\\infty,-1)\\cup(1,\\infty)"),
+    ("y=2x+1", "2x-y+1=0"),
+    ("2+3i", "3i+2.0"),
+    ("3 \\pm \\ln 2", "3+\\ln 2, 3+\\ln 5"),
 )
 """Gold answers and answers to compare once before any fork. Otherwise each check would spend 0.1 s on loading and
 building the same objects."""
@@ -43,7 +55,7 @@ building the same objects."""
 
 def warm_up() -> None:
     for gold, answer in WARM:
-        _equal(_parsed(gold, whole=True), _parsed(answer, whole=False))
+        _equal(gold, _value(gold), answer, None)
 
 
 def check(request: dict[str, Any]) -> dict[str, Any]:
@@ -51,60 +63,64 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 
     With `answer`, the result has the `equal` gold or None, the text `found` in the answer, and `calculates`.
     `calculates` is true if the answer is an unevaluated calculation and no gold is one. (Otherwise an answer that
-    repeats the integral in the question would equal the gold.) If `whole` is true, the text is only the answer;
-    otherwise the answer is extracted from the text. Without `answer` the result has the number of the first `unusable`
+    repeats the integral in the question would equal the gold.) If `whole` is true, the text is only the answer, and the
+    text `after` may have its unit; otherwise the answer is extracted from the text. `relative_tolerance` is the
+    greatest relative difference of equal numbers. Without `answer` the result has the number of the first `unusable`
     gold, or None, and the reason `why`."""
-    golds = [(gold, _parsed(gold, whole=True)) for gold in request["golds"]]
+    golds = [(gold, _value(gold)) for gold in request["golds"]]
+    tolerance = request.get("relative_tolerance")
     if "answer" not in request:
-        other = _parsed("1", whole=True)
-        for number, (_, parsed) in enumerate(golds):
-            # math-verify returns a text that it cannot parse unchanged.
-            if all(isinstance(part, str) for part in parsed):
+        for number, (gold, value) in enumerate(golds):
+            if isinstance(value, Words) and not _is_text(value.text):
                 return {"unusable": number, "why": "does not parse"}
-            _equal(parsed, other)  # this comparison must also end within the time limit
-            if not _equal(parsed, parsed):
+            _equal(gold, value, "1", tolerance)  # this comparison must also end within the time limit
+            if not _equal(gold, value, gold, tolerance):
                 return {"unusable": number, "why": "does not equal itself"}
-            if _too_small(parsed):
-                why = "is so small that its rounding makes other numbers equal to it"
-                return {"unusable": number, "why": why}
         return {"unusable": None}
-    answer = _parsed(request["answer"], whole=request["whole"])
-    found = next((part for part in answer if isinstance(part, str)), None)
-    if _calculates(answer) and not any(_calculates(parsed) for _, parsed in golds):
+    texts = [request["answer"]] if request["whole"] else candidates(request["answer"])
+    if request["whole"] and (unit := UNIT_AFTER.match(request.get("after", ""))) and read_unit(unit[1]) is not None:
+        texts.insert(0, f"{request['answer']} \\text{{{unit[1]}}}")
+    if not request["whole"] and not any(_readable(text) for text in texts):
+        texts += [part for part in parse(request["answer"], parsing_timeout=None) if isinstance(part, str)]
+    texts = [text for text in texts if text.strip()]
+    found = next((text for text in texts if _readable(text)), next(iter(texts), None))
+    if found is None:
+        return {"found": None, "equal": None}
+    if WRITTEN.search(found) is not None and not any(WRITTEN.search(gold) for gold, _ in golds):
         return {"found": found, "equal": None, "calculates": True}
-    equal = next((gold for gold, parsed in golds if _equal(parsed, answer)), None)
+    equal = next((gold for gold, value in golds if _equal(gold, value, found, tolerance)), None)
+    if equal is None and texts[0] != found:
+        equal = next(
+            (gold for gold, value in golds if isinstance(value, Words) and _equal(gold, value, texts[0], None)), None
+        )
     return {"found": found, "equal": equal}
 
 
-def _parsed(text: str, *, whole: bool) -> list[Any]:
-    """Parse the text with math-verify. LaTeX without delimiters is put into a box, because math-verify would otherwise
-    use only the last number of the text."""
-    if whole and not any(mark in text for mark in DELIMITERS):
-        text = f"\\boxed{{{text}}}"
-    return list(parse(text, parsing_timeout=None))
+def _value(text: str, **how: bool) -> Value:
+    return read(text, **how)
 
 
-def _equal(gold: list[Any], answer: list[Any]) -> bool:
-    return bool(gold and answer and verify(gold, answer, timeout_seconds=None))
+def _readable(text: str) -> bool:
+    return not isinstance(read(text), Words)
 
 
-def _calculates(parsed: list[Any]) -> bool:
-    """Return True if the text has an unevaluated calculation, which may be the calculation that the task requires."""
-    return any(
-        WRITTEN.search(part) is not None if isinstance(part, str) else bool(part.has(*CALCULATIONS)) for part in parsed
-    )
+def _is_text(text: str) -> bool:
+    """Return True if the text consists of words."""
+    return re.search(r"[^\W_]", plain_words(text)) is not None and not re.search(r"[\\^_=<>+*/{}]", clean(text))
 
 
-def _too_small(parsed: list[Any]) -> bool:
-    """Return True if math-verify treats a number in the gold (alone, or within an equation or a set) as equal to 1.25
-    times the number."""
-    rest = [part for part in parsed if not isinstance(part, str)]
-    while rest:
-        part = rest.pop()
-        if not isinstance(part, Expr):
-            rest += getattr(part, "args", ())
-        elif not isinstance(part, MatrixBase) and part.is_number:
-            value = part.doit().evalf()  # the parser leaves 1-1 and 50% unevaluated
-            if value.is_real and value != 0 and _equal([part], [part * 1.25]):
-                return True
+def _equal(gold: str, value: Value, answer: str, tolerance: float | None) -> bool:
+    plain = clean(gold).replace('"', "").strip()
+    letter = chosen(plain, clean(answer))
+    if letter is not None:
+        return letter
+    if isinstance(value, Words) and plain_words(clean(gold)) == plain_words(clean(answer)) != "":
+        return True
+    compare = Comparison(tolerance, seed=gold)
+    has_unit = isinstance(value, Quantity) and value.unit is not None
+    given = read(answer, letters=has_unit)
+    if compare.same(value, given):
+        return True
+    if isinstance(value, Several) and isinstance(given, Quantity | Several):
+        return compare.same(value, read(answer, merge=False))
     return False

@@ -1,0 +1,225 @@
+"""Rewrites an answer's LaTeX into one plain spelling, splits texts outside of brackets, and finds an answer in a reply.
+
+This module handles only text: it does not depend on a library, and knows nothing of numbers. Invariant: `clean` keeps
+the meaning of a text; where the meaning is unclear, the text stays as it is and cannot be read later.
+
+After `clean`, words of `\\text{...}` stand between double quotes, `°` is a degree, `%` a percent sign, and relations
+have their shortest names (`\\le`, `\\ne`).
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+
+SIGNS = {
+    "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "﹣": "-",
+    "\N{MULTIPLICATION SIGN}": "\\times ", "⋅": "\\cdot ", "·": "\\cdot ", "∙": "\\cdot ", "÷": "/",
+    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "≡": "\\equiv ", "∈": "\\in ",
+    "\N{UNION}": "\\cup ",
+    "∩": "\\cap ", "∅": "\\emptyset ", "\N{SET MINUS}": "\\setminus ", "±": "\\pm ",
+    "∓": "\\pm ", "∞": "\\infty ", "√": "\\sqrt ",
+    "π": "\\pi ", "θ": "\\theta ",
+    "\N{DOUBLE-STRUCK CAPITAL R}": "\\mathbb{R}",
+    "⟨": "(", "⟩": ")", "º": "°",
+    "\N{RIGHT SINGLE QUOTATION MARK}": "'", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\ufe0f": "", "\u200b": "",
+}  # fmt: skip
+RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-", strict=True))
+COMMANDS = {
+    **dict.fromkeys(("leq", "leqslant", "leqq"), "\\le "),
+    **dict.fromkeys(("geq", "geqslant", "geqq"), "\\ge "),
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), "\\frac"),
+    **dict.fromkeys(("lbrace",), "\\{"),
+    **dict.fromkeys(("rbrace",), "\\}"),
+    **dict.fromkeys(("langle",), "("),
+    **dict.fromkeys(("rangle",), ")"),
+    **dict.fromkeys(("lor", "vee"), " or "),
+    **dict.fromkeys(("land", "wedge"), " and "),
+    **dict.fromkeys(("lvert", "rvert", "vert"), "|"),
+    **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr"), ""),
+    **dict.fromkeys(("displaystyle", "textstyle", "bf", "rm", "it", "mathstrut", "limits", "nonumber"), ""),
+    **dict.fromkeys(("quad", "qquad", "enspace", "thinspace", "space", "newline"), " "),
+    "neq": "\\ne ", "lt": "<", "gt": ">", "varnothing": "\\emptyset ", "div": "/", "mp": "\\pm ", "degree": "°",
+    "lbrack": "[", "rbrack": "]", "colon": ":", "textdollar": "\\$", "dollar": "\\$", "euro": "€", "pounds": "£",
+    "dots": "\\ldots ", "cdots": "\\ldots ", "imath": "i", "percent": "%",
+}  # fmt: skip
+"""The spelling that replaces a command, by the command's name."""
+COMMAND = re.compile(r"\\([a-zA-Z]+)")
+FONTS = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|boxed|fbox|framebox|underline|ensuremath)\s*\{")
+WORDS = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}")
+COLOURS = re.compile(r"\\(?:text)?color\s*\{\w{1,30}\}")
+NAMED_IN_WORDS = (
+    "lcm",
+    "gcd",
+    "sin",
+    "cos",
+    "tan",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "ln",
+    "log",
+    "exp",
+    "max",
+    "min",
+    "tr",
+)
+"""Functions that some texts write as words: `\\mathrm{lcm}`."""
+LETTERS_IN_WORDS = ("i", "e", "d", "T", "j")
+"""Letters that some texts set upright though these letters are mathematics: `3\\mathrm{i}`."""
+POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.^])")
+THOUSANDS = re.compile(r"(?<![\d,.{])\d{1,3}(?:,\d{3})+(?![\d,])")
+SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<![\d.,] )([1-9]\d{0,2})((?: \d{3})+)(?! ?[\d/])")
+OPEN, CLOSE = "([{", ")]}"
+MAX_JOINED = 16
+
+
+def clean(text: str) -> str:
+    """Return the text in its plain spelling (see the module's heading), without outer blanks and the final stop."""
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{''.join(RAISED[sign] for sign in found[0])}}}", text)
+    text = re.sub("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
+    text = "".join(SIGNS.get(sign, sign) for sign in text).replace("\N{FRACTION SLASH}", "/")
+    text = text.replace('"', " ").replace("\\!", "")
+    text = re.sub(r"(?<!\\)\\[,;: ]|~|\\\n|\s", " ", text)
+    text = re.sub(r"\*\*(?=\s*\d)(?<=[\w)}]\*\*)", "^", text).replace("**", " ")
+    text = _without_dollars(text)
+    text = re.sub(r"<=", r"\\le ", re.sub(r">=", r"\\ge ", re.sub(r"!=", r"\\ne ", text)))
+    text = re.sub(r"\\m?(?:left|right)\s*\.", "", COLOURS.sub("", text))
+    text = FONTS.sub("{", text)
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", "°", text)
+    text = re.sub(
+        r"(?<=\d)\s*\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(?:st|nd|rd|th)\s*\}?\s*\}?(?![a-zA-Z])", "", text
+    )
+    text = WORDS.sub(_words, text)
+    text = COMMAND.sub(lambda found: COMMANDS.get(found[1], found[0]), text)
+    text = re.sub(r"\\?%|(?i:\bpercent(?:age)?\b)", "%", text)
+    text = POWER_OF_TEN.sub(r"\1\\times 10^{\2}", text)
+    text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d{3})", ",", text)
+    text = re.sub(r" {2,}", " ", text).strip()
+    text = SPACED_THOUSANDS.sub(lambda found: found[0].replace(" ", ""), text)
+    return _unwrapped(text.rstrip(". ").rstrip(",; ")).strip()
+
+
+def _words(found: re.Match[str]) -> str:
+    word = found[1].strip()
+    if word in NAMED_IN_WORDS:
+        return f"\\{word} "
+    if word in LETTERS_IN_WORDS:
+        return word
+    return f'"{found[1]}"' if word else " "
+
+
+def _without_dollars(text: str) -> str:
+    """Remove the signs that delimit mathematics. A lone `$` before a digit is a currency."""
+    text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
+    bare = re.findall(r"(?<!\\)\$", text)
+    if len(bare) == 1 and re.search(r"(?<!\\)\$\s*[\d.]", text):
+        return re.sub(r"(?<!\\)\$", r"\\$", text)
+    return re.sub(r"(?<!\\)\$+", " ", text)
+
+
+def _unwrapped(text: str) -> str:
+    """Remove braces around the whole text, if they are not a set's."""
+    while text.startswith("{") and closing(text, 0) == len(text) - 1 and not split(text[1:-1], ",;")[1:]:
+        text = text[1:-1].strip()
+    return text
+
+
+def closing(text: str, start: int) -> int:
+    """Return the position of the bracket that closes the bracket at `start`, or -1. `(` and `[` close each other."""
+    depth = 0
+    for at in range(start, len(text)):
+        if text[at] in OPEN:
+            depth += 1
+        elif text[at] in CLOSE:
+            depth -= 1
+            if depth == 0:
+                return at
+    return -1
+
+
+def split(text: str, separators: str) -> list[str]:
+    """Split the text at separators (single characters) that are outside of all brackets, quotes and environments."""
+    parts, depth, begun, quoted, bars = [], 0, 0, False, text.count("|") % 2
+    for at, sign in enumerate(text):
+        if sign == '"':
+            quoted = not quoted
+        elif sign in OPEN:
+            depth += 1
+        elif sign in CLOSE:
+            depth -= 1
+        elif text.startswith("\\begin", at):
+            depth += 1
+        elif text.startswith("\\end", at):
+            depth -= 1
+        elif depth == 0 and not quoted and sign in separators and not (bars and sign == "|"):
+            parts.append(text[begun:at])
+            begun = at + 1
+    return [*parts, text[begun:]]
+
+
+JOINED = re.compile(r'(?<![\w\\])(?:and|or)(?!\w)|"\s*,?\s*(?:and|or)\s*"')
+
+
+def alternatives(text: str) -> tuple[list[str], str]:
+    """Split the text at top-level commas, semicolons, `or` and `and`. Returns the parts, and the word that joins the
+    parts: `or`, `and`, or `,`."""
+    words = JOINED.findall(text)
+    joint = "," if not words else "or" if any("or" in word for word in words) else "and"
+    marked = JOINED.sub(",", THOUSANDS.sub(_merge_outside(text), text))
+    parts = [part.strip() for part in split(marked, ",;")]
+    return [part for part in parts if part], joint
+
+
+def _merge_outside(text: str) -> Callable[[re.Match[str]], str]:
+    """Return a function that removes the commas from a number, unless brackets surround the number in the text."""
+    depths, depth = [], 0
+    for sign in text:
+        depth += (sign in "([") - (sign in ")]")
+        depths.append(depth)
+    return lambda found: found[0] if depths[found.start()] else found[0].replace(",", "")
+
+
+SAID = re.compile(r"(?i:\b(?:answers?|solutions?|result)\b[^.:\n$\\=]{0,40}?(?:\bis\b|\bare\b|:|=)\**)[ \t]*:?[ \t]*")
+MATHS = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$((?:\\\$|[^$\n])+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+LAST_WORDS = re.compile(r"(?:\bis\b|\bare\b|[:=])\s*([^:=]{1,200})$")
+HOPE = re.compile(r"(?i:\s*I hope it is correct.*$)", re.DOTALL)
+SENTENCE = re.compile(r"(?:\.|!|\?)(?=\s|$|\*)|\n")
+BETWEEN = re.compile(
+    r"[\s$,;]|\\[()\[\]]|\\quad|\\text\s*\{|\}|\b(?:and|or|perhaps|maybe|possibly|else)\b|[a-zA-Z](?:_\d)?\s*="
+)
+NAME = re.compile(r"([a-zA-Z])\s*=\s*$")
+
+
+def candidates(reply: str) -> list[str]:
+    """Return the texts in a reply without a mark that may be its answer, the likeliest first."""
+    reply = HOPE.sub("", reply.strip())
+    found = []
+    said = [match.end() for match in SAID.finditer(reply)]
+    if said:
+        found.append(SENTENCE.split(reply[said[-1] :].strip(), maxsplit=1)[0])
+    segments = list(MATHS.finditer(reply))
+    if segments:
+        first = len(segments) - 1
+        while first > 0 and len(segments) - first < MAX_JOINED:
+            if not joins(reply[segments[first - 1].end() : segments[first].start()]):
+                break
+            first -= 1
+        after = SENTENCE.split(reply[segments[-1].end() : segments[-1].end() + 60], maxsplit=1)[0]
+        texts = [next(group for group in one.groups() if group is not None) for one in segments[first:]]
+        found.append(", ".join(texts) + (f" {after}" if len(texts) == 1 and re.match(r"\s*[a-zA-Z]", after) else ""))
+        if len(texts) == 1:
+            found.append(texts[0])
+        return found
+    sentences = [one for one in SENTENCE.split(reply[-2000:]) if one and one.strip()]
+    if sentences and (last := LAST_WORDS.search(sentences[-1])):
+        found.append(last[1])
+    elif sentences and len(sentences[-1]) <= 200 and (number := re.search(r"-?\d[^a-z]*(?:[a-z]+)?$", sentences[-1])):
+        found.append(number[0])
+    return found
+
+
+def joins(between: str) -> bool:
+    """Return True if the text between two answers only joins them: `and`, `or`, a comma, the name of a variable."""
+    return len(between) <= 60 and not BETWEEN.sub("", between)
