@@ -168,10 +168,16 @@ def is_test(path: str) -> bool:
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     """Return the sorted paths below `folder` to restore. The files of the test patch are always restored. If the option
     `restored` is given, its paths are also restored. Otherwise the test folders changed by the patch, the configuration
-    files `found` in the repository, and, for an `eval_script`, the files of git are also restored."""
+    files `found` in the repository, and, for an `eval_script`, the files of git are also restored. A row without a test
+    patch has its tests in the repository: the files that its tests name are restored."""
     files = files_of(options.test_patch or "")
+    if not files:
+        named = {test.partition("::")[0] for test in (*options.fail_to_pass, *options.pass_to_pass) if "::" in test}
+        files = {file for file in named if is_test(file) and not {"", ".", ".."} & set(file.split("/"))}
     if options.restored is not None:
         return sorted({*files, *options.restored})
     folders = {folder for file in files if (folder := test_folder(file)) is not None}
+    # A folder is restored with everything in it, so that its files need not be named.
+    files = {file for file in files if test_folder(file) is None} if not options.test_patch else files
     git = GIT if options.eval_script is not None else ()
     return sorted({*files, *folders, *found, *git})
