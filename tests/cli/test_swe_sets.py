@@ -98,6 +98,40 @@ SWE_SMITH: dict[str, Any] = {
     "problem_statement": "",
 }
 SMITHS_REPOSITORY = [{"write": FIX, "to": SOURCE}, {"write": TESTS, "to": TEST}, {"run": GIT}]
+EXPECTED = {"test_empty": "PASSED", "test_all_are_counted": "PASSED", "test_not_yet": "FAILED"}
+COMMIT = {
+    "file_diffs": [
+        {"old_file_content": FAULT, "new_file_content": FIX, "header": {"file": {"path": SOURCE}, "misc_line": None}},
+        {"old_file_content": "", "new_file_content": "raise", "header": {"file": {"path": TEST}, "misc_line": None}},
+    ],
+    "old_commit_hash": "0" * 40,
+    "new_commit_hash": "1" * 40,
+    "commit_message": "Count all",
+    "metadata": {},
+}
+R2E: dict[str, Any] = {
+    "repo_name": "pillow",
+    "docker_image": "namanjain12/pillow_final:" + "1" * 40,
+    "commit_hash": "1" * 40,
+    "parsed_commit_content": json.dumps(COMMIT),
+    "execution_result_content": json.dumps({"test_file_names": ["test_1.py"], "test_file_codes": [""]}),
+    "modified_files": [SOURCE],
+    "modified_entity_summaries": [],
+    "relevant_files": [SOURCE],
+    "num_non_test_files": 1,
+    "prompt": "You are an expert software engineer.",
+    "problem_statement": "Some words.\n[ISSUE]\n**The sum leaves one out.**\n[/ISSUE]",
+    "expected_output_json": json.dumps({**EXPECTED, "\x1b[1mtest_empty\x1b[0m": "PASSED"}),
+}
+R2E_TESTS = "from shop import total\n\n" + "\n\n".join(
+    f"def {name}():\n    assert {check}"
+    for name, check in zip(EXPECTED, ("total([]) == 0", "total([1, 2]) == 3", "total([1]) == 7"), strict=True)
+)
+R2ES_REPOSITORY = [
+    {"run": f"rm -r tests && {GIT}"},
+    {"write": R2E_TESTS + "\n", "to": "r2e_tests/test_1.py"},
+    {"write": "pytest -rA r2e_tests\n", "to": "run_tests.sh"},
+]
 PRO: dict[str, Any] = {
     "repo": "shop/shop",
     "instance_id": "instance_shop__shop-01d1d149-v2ef375ac",
@@ -194,6 +228,7 @@ def example_of(kind: str, folder: Path, row: dict[str, Any], **options: Any) -> 
         ("swe-gym", SWE_GYM),
         ("swe-rebench", SWE_REBENCH),
         ("swe-smith", SWE_SMITH),
+        ("r2e-gym", R2E),
         ("swebench-pro", PRO),
     ],
 )
@@ -202,7 +237,8 @@ async def test_the_known_solution_earns_1_and_nothing_0(
 ) -> None:
     pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")
     run_scripts(tmp_path)
-    made = {"swe-smith": SMITHS_REPOSITORY, "swebench-pro": PROS_REPOSITORY}.get(kind, [{"run": GIT}])
+    repositories = {"swe-smith": SMITHS_REPOSITORY, "r2e-gym": R2ES_REPOSITORY, "swebench-pro": PROS_REPOSITORY}
+    made = repositories.get(kind, [{"run": GIT}])
     ran = await cli("task", "check", task_file(tmp_path, kind, row, made), "--json")
     assert ran.document == {"tasks": 1, "ok": 1, "bad": []}
 
@@ -258,6 +294,11 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
         "--test-command",
     ),
     ("swe-smith", without(SWE_SMITH, "image_name"), "image_name", "is missing", "--image-template"),
+    ("r2e-gym", without(R2E, "commit_hash"), "commit_hash", "is missing", "it has: "),
+    ("r2e-gym", without(R2E, "docker_image"), "docker_image", "is missing", "--image-template"),
+    ("r2e-gym", without(R2E, expected_output_json="[1]"), "expected_output_json", "is no object", "leave"),
+    ("r2e-gym", without(R2E, expected_output_json='{"a": "OK"}'), "expected_output_json", "the status 'OK'", "leave"),
+    ("r2e-gym", without(R2E, expected_output_json="{}"), "expected_output_json", "expects no test to pass", "leave"),
     ("swebench-pro", without(PRO, "dockerhub_tag"), "dockerhub_tag", "is missing", "--image-template"),
     ("swebench-pro", without(PRO, instance_id="instance_x"), "run_scripts", "has no run_script.sh", "clone of"),
     ("swebench-pro", without(PRO, fail_to_pass="[open('x')]"), "fail_to_pass", "is neither a list", "leave"),

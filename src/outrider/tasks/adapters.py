@@ -16,7 +16,7 @@ from outrider.tasks.answer_sets import nemo_gym, verl
 from outrider.tasks.columns import Adapter, Additions
 from outrider.tasks.drafts import example_of, sentence
 from outrider.tasks.examples import Example, Fault
-from outrider.tasks.swe_sets import swe_gym, swe_rebench, swe_smith, swebench_pro
+from outrider.tasks.swe_sets import r2e_gym, swe_gym, swe_rebench, swe_smith, swebench_pro
 from outrider.tasks.swebench import swebench, swebench_rows
 
 ADAPTERS: dict[str, Adapter] = {
@@ -24,6 +24,7 @@ ADAPTERS: dict[str, Adapter] = {
     "swe-gym": swe_gym,
     "swe-rebench": swe_rebench,
     "swe-smith": swe_smith,
+    "r2e-gym": r2e_gym,
     "swebench-pro": swebench_pro,
     "verl": verl,
     "nemo-gym": nemo_gym,

@@ -9,12 +9,19 @@ scaleapi/SWE-bench_Pro-os (ca10a60a: `swe_bench_pro_eval.py`, `run_scripts`, `RE
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from outrider.evaluators.checks.expected_statuses import COLOUR, STATUSES
+from outrider.evaluators.swebench.options import is_test
 from outrider.tasks.columns import Additions, Columns, Draft
+from outrider.tasks.datasets import value_at
 from outrider.tasks.examples import Gold
 from outrider.tasks.swebench import (
     ACTIVATE,
@@ -57,6 +64,18 @@ git init -q . && git add -A && git -c user.name=x -c user.email=x@localhost comm
 solution. The repositories of SWE-smith's images are mirrors, with one commit of their own."""
 NAMED = 20
 """Maximum number of failing tests that an instruction names."""
+R2E_PLACE = "/root/r2e"
+R2E_HIDE = f"""\
+mkdir -p {R2E_PLACE}
+for file in run_tests.sh r2e_tests /r2e_tests; do
+    [ ! -e "$file" ] || mv "$file" {R2E_PLACE}/
+done
+"""
+"""Takes the hidden tests out of the repository, as R2E-Gym's own set-up does."""
+R2E_COMMAND = f"rm -rf r2e_tests\nln -s {R2E_PLACE}/r2e_tests r2e_tests\nbash {R2E_PLACE}/run_tests.sh"
+R2E_RUNNERS = ("tornado", "datalad")
+"""Repositories of R2E-Gym whose tests a program of its own runs instead of pytest."""
+ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
 PRO_SCRIPTS = {"run_script.sh": "run", "parser.py": "parse"}
 PRO_COMMAND = """\
 {before}
@@ -173,3 +192,76 @@ def script_of(columns: Columns, path: Path) -> str:
 def quoted(test: str) -> str:
     """Return the name of a test without blanks, as PRO_REPORT prints it: parsers of logs cut names at blanks."""
     return re.sub(r"[%\s]", lambda blank: f"%{ord(blank.group()):02X}", test)
+
+
+def r2e_gym(columns: Columns, given: Additions) -> Draft:
+    """R2E-Gym: no id, no patch and no lists, but the statuses that the tests of the image must have. The known solution
+    is the new content of the commit's files that are no tests."""
+    repo, commit = columns.text("repo_name"), columns.text("commit_hash")
+    name = f"{repo}__{commit}"
+    expected = expected_of(columns)
+    statement = columns.text("problem_statement")
+    issue = ISSUE.search(statement)
+    options: dict[str, Any] = {
+        "instance_id": name,
+        "log_parser": PARSER,
+        "fail_to_pass": list(expected),
+        "expected": expected,
+        "test_patch": "",
+        "test_command": given.test_command or R2E_COMMAND,
+    }
+    if repo in R2E_RUNNERS:
+        options["pytest"] = False
+    image = image_of(columns, given, columns.optional_text("docker_image"))
+    if image is None and given.image is None:
+        columns.missing("docker_image", "give --image-template")
+    draft = swe_draft(
+        columns,
+        options,
+        image=image,
+        statement=issue[1] if issue else statement,
+        gold=Gold(),
+        prepare=({"run": R2E_HIDE},),
+        carry={"diff": "."},
+    )
+    return msgspec.structs.replace(draft, gold=commit_of(columns))
+
+
+def expected_of(columns: Columns) -> dict[str, str]:
+    """Return the expected statuses of a row of R2E-Gym, without the colours that some names have."""
+    column = "expected_output_json"
+    value = columns.get(column)
+    if value is None:
+        columns.missing(column)
+        return {}
+    try:
+        table = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, Mapping) or not all(isinstance(status, str) for status in table.values()):
+        columns.fault(column, "is no object of the tests and their statuses")
+        return {}
+    expected = {COLOUR.sub("", test): status for test, status in table.items()}
+    if strange := sorted({*expected.values()} - {*STATUSES}):
+        columns.fault(column, f"has the status {strange[0]!r}, which is none of {', '.join(STATUSES)}")
+    if "PASSED" not in expected.values():
+        columns.fault(column, "expects no test to pass")
+    return expected
+
+
+def commit_of(columns: Columns) -> Gold | None:
+    """Return the changes of a commit to files that are no tests, from the column `parsed_commit_content`, or None."""
+    diffs = columns.get("parsed_commit_content.file_diffs")
+    files: list[dict[str, Any]] = []
+    removed: list[str] = []
+    for diff in diffs if isinstance(diffs, list) else ():
+        path, new = value_at(diff, "header.file.path"), diff.get("new_file_content")
+        if not isinstance(path, str) or not isinstance(new, str) or is_test(path) or not path.endswith(".py"):
+            continue
+        if new in ("", "/dev/null"):
+            removed.append(path)
+        else:
+            files.append({"write": new, "to": path})
+    if not files and not removed:
+        return None
+    return Gold(files=tuple(files), run=f"rm -f -- {shlex.join(removed)}" if removed else None)

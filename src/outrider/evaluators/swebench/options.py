@@ -71,7 +71,8 @@ class SwebenchOptions(Spec):
     `test_command`, before which the evaluator applies `test_patch`. With a script the patch only lists the files and
     folders of the tests. The parser is `log_parser` (5.x), or the parser of `repo` (4.x). `pytest`: whether the tests
     run in pytest; by default the parser decides. `restored`: paths below `folder` to restore to their state before the
-    agent, besides the files of the test patch; by default the result of `restored_paths`.
+    agent, besides the files of the test patch; by default the result of `restored_paths`. `expected`: the status that
+    each test must have, as in rows of R2E-Gym; the lists of tests then only name them.
     """
 
     instance_id: Test
@@ -87,6 +88,9 @@ class SwebenchOptions(Spec):
     folder: SandboxPath = "."
     restored: Annotated[tuple[SandboxPath, ...], Field(strict=False, max_length=256)] | None = None
     pytest: bool | None = None
+    expected: (
+        Annotated[dict[Test, Literal["PASSED", "FAILED", "ERROR"]], Field(min_length=1, max_length=MAX_TESTS)] | None
+    ) = None
     test_seconds: Annotated[float, Field(gt=0)] | None = None
     check_seconds: Annotated[float, Field(gt=0, le=60)] = 20.0
 
