@@ -92,7 +92,7 @@ def nemo_gym(columns: Columns, given: Additions) -> Draft:
             "verifier",
             "has neither expected_answer nor verifier_metadata.unit_tests",
             f"{OWN_EVALUATOR.format(kind='nemo-gym')}, such as kind http with a server of NeMo Gym and data = "
-            '"{row}": docs/data/nemo-gym.md',
+            '"{row}": docs/public-datasets.md',
         )
     return Draft(number, {"instruction": instruction, "evaluator": evaluator, "labels": labels}, gold)
 
