@@ -9,17 +9,24 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.test_answer_sets import GSM8K, NEMO_CODE
 from cli.test_examples import needs_namespaces
 from evaluators.swe_world import BASE, FAULT, FIELDS, FIX, GIT, PATCH, QUICK, ROW, TEST
 from outrider.cli.task_sources import examples_in
 from outrider.errors import InvalidField
+from outrider.evaluators.factory import make_evaluator
 from outrider.evaluators.swebench.options import SwebenchOptions, restored_paths
+from outrider.tasks import drafts
+from outrider.tasks.adapters import ADAPTERS
+from outrider.tasks.columns import Additions
 from outrider.tasks.examples import Example
+from test_datasets import as_task
 
 from .world import Cli
 
@@ -341,6 +348,11 @@ async def test_the_list_names_what_each_row_lacks(cli: Cli, tmp_path: Path) -> N
     assert first["row"] == 1
     assert first["missing"][0]["column"] == "test_command"
 
+    shown = (await cli("task", "show", source, "shop__shop-1", "--json")).document
+    assert shown["missing"] == first["missing"]
+    assert "missing.test_command" in (await cli("task", "show", source, "shop__shop-1")).out
+    assert (await cli("task", "show", source)).code == 0
+
     ran = await cli("task", "check", source)
     assert ran.code == 2
     assert "has no column 'test_command', and 2 more rows have faults" in ran.err
@@ -404,3 +416,39 @@ def test_what_tests_without_a_patch_name_is_restored() -> None:
         }
     )
     assert restored_paths(options, ["conftest.py"]) == ["conftest.py", "test_b.py", "tests"]
+
+
+ODD: tuple[Any, ...] = (
+    *(None, 0, -1.5, True, "", " ", "{", "[", "?", "[1]", "{}", "x" * 99),
+    *([], [None], [[]], {}, {"a": {}}),
+)
+SETS = {
+    "swebench": VERIFIED,
+    "swe-gym": SWE_GYM,
+    "swe-rebench": SWE_REBENCH,
+    "swe-smith": SWE_SMITH,
+    "r2e-gym": R2E,
+    "swebench-pro": PRO,
+    "verl": GSM8K,
+    "nemo-gym": NEMO_CODE,
+}
+NESTED = frozenset(("install_config", "reward_model", "responses_create_params", "verifier_metadata"))
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_no_value_of_a_column_is_a_traceback(tmp_path: Path, kind: str) -> None:
+    run_scripts(tmp_path)
+    row = SETS[kind]
+    odd = [{**row, column: value} for column in row for value in ODD]
+    odd += [
+        {**row, name: {**row[name], key: value}} for name in NESTED & row.keys() for key in row[name] for value in ODD
+    ]
+    good = 0
+    for changed in (row, *odd):
+        example = drafts.example_of(ADAPTERS[kind], changed, Additions(folder=tmp_path), "row 0")
+        if not example.faults:
+            good += 1
+            evaluator = as_task(example.task).evaluator
+            if evaluator.kind != "math" or find_spec("math_verify") is not None:
+                make_evaluator(evaluator)
+    assert len(odd) > good > 1

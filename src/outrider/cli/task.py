@@ -175,17 +175,19 @@ def show(
 
         outrider task show human-eval HumanEval/0 --json
     """
-    example = chosen(
-        examples_in(source, limit=None, image=image, test_command=test_command, offline=offline), task, source
-    )
+    examples = examples_in(source, limit=None, image=image, test_command=test_command, offline=offline, faults=True)
+    example = chosen(examples, task, source)
     if terminal.json:
-        terminal.write_json({"id": example.id, "task": example.task, "gold": example.gold})
+        missing = {"missing": example.faults} if example.faults else {}
+        terminal.write_json({"id": example.id, "task": example.task, "gold": example.gold, **missing})
         return
     terminal.out.print(Text(example.id, style="bold"))
     terminal.out.print(Text(printable(str(example.task.get("instruction", "")))), soft_wrap=True)
     fields = {name: value for name, value in example.task.items() if name != "instruction"}
     if example.gold is not None:
         fields["gold"] = {name: value for name, value in msgspec.to_builtins(example.gold).items() if value}
+    if example.faults:
+        fields["missing"] = {fault.column: f"{fault.problem}: {fault.remedy}" for fault in example.faults}
     terminal.out.print()
     terminal.out.print(table(("field", "value"), [(name, shortened(value)) for name, value in leaves(fields)]))
 
