@@ -16,7 +16,7 @@ from outrider.evaluators.swebench.options import files_of
 from outrider.lab.certify.task_check import check_tasks
 from outrider.spec import EvaluatorSpec
 from outrider.tasks.datasets import Gold
-from outrider.tasks.swebench import swebench_example, swebench_examples
+from outrider.tasks.swebench import ACTIVATE, swebench_example, swebench_examples
 
 from evaluators.swe_world import BASE, COMMAND, FAULT, FIELDS, FIX, GIT, PATCH, ROW, SCRIPT, TEST  # isort: skip
 
@@ -76,17 +76,57 @@ def test_rows_of_4x_are_told_how_their_tests_run(tmp_path: Path) -> None:
     evaluator = example.task["evaluator"]
     assert evaluator["options"] == {
         **{name: OLD[name] for name in ("instance_id", "repo", "version", "test_patch")},
-        "fail_to_pass": OLD["FAIL_TO_PASS"],
-        "pass_to_pass": OLD["PASS_TO_PASS"],
-        "test_command": f"pytest {TEST} -x",
+        "fail_to_pass": ROW["fail_to_pass"],
+        "pass_to_pass": ROW["pass_to_pass"],
+        "test_command": f"{ACTIVATE}pytest {TEST} -x",
     }
     make_evaluator(EvaluatorSpec.model_validate(evaluator))
     assert example.task["runtime"] == {"image": "swe-2.3", "workdir": "/testbed"}
     assert OLD["problem_statement"] in example.task["instruction"]
     assert (example.id, example.gold) == ("shop__shop-1", Gold(patch=GOLD))
-    with pytest.raises(InvalidField, match="does not say how its tests run") as error:
-        swebench_examples(file)
+    with pytest.raises(InvalidField, match="row 0 has no column 'test_command'") as error:
+        swebench_examples(written(tmp_path, {**OLD, "repo": "shop/shop"}))
     assert error.value.field == "test_command"
+    assert "--test-command" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("repo", "version", "command"),
+    [
+        ("pallets/flask", "2.3", f"pytest -rA {TEST}"),
+        ("django/django", "4.2", "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1 test_prices"),
+        ("django/django", "1.9", "./tests/runtests.py --verbosity 2 test_prices"),
+        ("astropy/astropy", "1.3", f"pytest -rA -vv -o console_output_style=classic --tb=no {TEST}"),
+        ("astropy/astropy", "5.1", f"pytest -rA {TEST}"),
+    ],
+)
+def test_the_commands_of_swe_benchs_repositories_are_known(repo: str, version: str, command: str) -> None:
+    options = swebench_example({**OLD, "repo": repo, "version": version}).task["evaluator"]["options"]
+    assert options["test_command"] == ACTIVATE + command
+
+
+def test_tox_hides_the_second_witness_from_pytest() -> None:
+    options = swebench_example({**OLD, "repo": "sphinx-doc/sphinx"}).task["evaluator"]["options"]
+    assert options["test_command"].endswith(f"tox --current-env -epy39 -v -- {TEST}")
+    assert options["pytest"] is False
+    make_evaluator(EvaluatorSpec(kind="swebench", options=options, carry=["."]))
+
+
+@pytest.mark.parametrize(
+    ("template", "image"),
+    [
+        (
+            "swebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest",
+            "swebench/sweb.eval.x86_64.shop_1776_shop-1:latest",
+        ),
+        ("Host:5000/Shop-{row.version}:V{row.version}", "host:5000/shop-2.3:V2.3"),
+        ("Shop-{instance_id}", "Shop-shop__shop-1"),
+    ],
+)
+def test_names_of_images_are_made_of_columns(template: str, image: str) -> None:
+    assert swebench_example(OLD, image=template).task["runtime"]["image"] == image
+    with pytest.raises(InvalidField, match="the row has no column 'nosuch'"):
+        swebench_example(OLD, image="a/{nosuch}")
 
 
 def test_rows_of_5x_and_a_task_repository_are_the_same_tasks(tmp_path: Path) -> None:
@@ -126,7 +166,7 @@ def test_some_tasks_are_chosen(tmp_path: Path) -> None:
         ({**NEW, "FAIL_TO_PASS": None}, "row 0 has no column 'FAIL_TO_PASS'"),
         (
             {**NEW, "test_command": "pytest", "test_patch": "--- a/x\n+++ b/x\n@@ -1,9 +1 @@\n"},
-            "the test patch of row 0 cannot be applied",
+            "the column 'test_patch' of row 0 is no diff that can be applied",
         ),
     ],
 )
@@ -147,7 +187,7 @@ def test_data_files_of_a_test_patch_are_not_run() -> None:
     names = "diff --git a/tests/a.sql b/tests/a.sql\nnew file mode 100644\n--- /dev/null\n+++ b/tests/a.sql\n"
     data = f"{names}@@ -0,0 +1 @@\n+x\n"
     example = swebench_example({**OLD, "test_patch": PATCH + data}, test_command="run {tests}")
-    assert example.task["evaluator"]["options"]["test_command"] == f"run {TEST}"
+    assert example.task["evaluator"]["options"]["test_command"] == f"{ACTIVATE}run {TEST}"
 
 
 def test_a_script_may_apply_what_is_no_diff_here() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import Offline, command
+from outrider.cli.options import Image, Offline, TestCommand, command
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in
@@ -31,7 +31,8 @@ def eval_(
         typer.Option(metavar="PRESET", help="Agent program for all tasks.", show_default="their own, else --agent"),
     ] = None,
     agent: Annotated[str, typer.Option(metavar="NAME", help="Agent in Python for tasks that name none.")] = BUILT_IN,
-    image: Annotated[str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none.")] = None,
+    image: Image = None,
+    test_command: TestCommand = None,
     offline: Offline = False,
     n: Annotated[int, typer.Option("-n", metavar="N", help="Sessions of each task.")] = 1,
     limit: Annotated[int | None, typer.Option(metavar="N", help="Tasks of each source.", show_default="all")] = None,
@@ -54,7 +55,7 @@ def eval_(
     tasks = [
         {"harness": {"agent": agent}, **example.task} | ({"harness": {"preset": harness}} if harness else {})
         for source in sources
-        for example in examples_in(source, limit=limit, image=image, offline=offline)
+        for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline)
     ]
     run = resume or secrets.token_hex(6)
     terminal.note(f"run {run}: {len(tasks)} tasks, {n} sessions each; go on after an interruption with --resume {run}")

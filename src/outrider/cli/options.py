@@ -44,6 +44,25 @@ Ca = Annotated[
         show_default="$OUTRIDER_CA, else those of this machine",
     ),
 ]
+Image = Annotated[
+    str | None,
+    typer.Option(
+        "--image",
+        "--image-template",
+        metavar="NAME",
+        help="Image of Harbor tasks that name none, and of the rows of a data set. {NAME} in it is the row's column"
+        " NAME, {NAME/OLD/NEW} the same with NEW for each OLD.",
+        show_default="the one that the row or its data set names",
+    ),
+]
+TestCommand = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND",
+        help="Runs the tests of the rows of a data set; {tests} in it are the test files.",
+        show_default="the one that the row or its data set names",
+    ),
+]
 Offline = Annotated[
     bool, typer.Option("--offline", help="Run Harbor tasks that ask for a network, or leave it open, without one.")
 ]

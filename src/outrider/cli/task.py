@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
 from outrider.cli.event_loop import run_service
 from outrider.cli.exit_codes import FAILURE, SUCCESS
-from outrider.cli.options import Offline, command
+from outrider.cli.options import Image, Offline, TestCommand, command
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in, write_tasks
 from outrider.cli.terminal import Terminal, printable
 from outrider.config import load_config
 from outrider.errors import InvalidField
-from outrider.tasks.examples import Example
+from outrider.tasks.adapters import ADAPTERS
+from outrider.tasks.examples import Example, Fault
 
 Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="SOURCE...",
         help="TASK.toml, TASKS.jsonl, a folder of Harbor tasks or of TOML files, human-eval, reasoning-gym:NAME,"
-        " reasoning-gym, miniwob:PAGE, miniwob, swebench:PATH, or release-pairs.",
+        " reasoning-gym, miniwob:PAGE, miniwob, release-pairs, or rows of a data set as KIND:FILE, with the kinds "
+        f"{', '.join(ADAPTERS)}.",
     ),
 ]
 Limit = Annotated[
@@ -34,21 +39,31 @@ Limit = Annotated[
         metavar="N", help="Tasks of each source.", show_default="all; of a set of reasoning-gym or a page of MiniWoB, 4"
     ),
 ]
-Image = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Image of Harbor tasks that name none, and of SWE-bench's.")
-]
-
 MAX_VALUE = 160
 """Maximum length of a value, or of an instruction, in a table, in characters."""
 
 
-class Listed(msgspec.Struct, frozen=True):
-    """A task of a source. `gold` is true if its solution is known."""
+WIDTH = 80
+"""Width of the list of tasks, in columns."""
+GAP = 3
+"""Columns between the columns of a table."""
+MAX_TOLD = 20
+"""Maximum number of kinds of faults that the list explains."""
+MIN_INSTRUCTION, MAX_ID = 12, 32
+"""Minimum width of the column of the instructions, and maximum width of that of the ids."""
+
+
+class Listed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A task of a source. `gold` is true if its solution is known. `missing` is what keeps the row from being a
+    task."""
 
     id: str
     evaluator: str
     gold: bool
     instruction: str
+    image: str | None = None
+    row: int | None = None
+    missing: tuple[Fault, ...] = ()
 
 
 @command
@@ -57,23 +72,87 @@ def list_(
     sources: Sources,
     limit: Limit = None,
     image: Image = None,
+    test_command: TestCommand = None,
     offline: Offline = False,
 ) -> None:
     """List the tasks of sources: how each is graded, whether a solution is known, its instruction.
+
+    Of rows that lack something, it lists the columns and what to do.
 
     Examples:
 
         outrider task list human-eval --limit 10
 
+        outrider task list swe-gym:train.parquet
+
         outrider task list examples/ --json
     """
     listed = [
-        Listed(example.id, evaluator_of(example), example.gold is not None, str(example.task.get("instruction", "")))
+        listed_of(example, number)
         for source in sources
-        for example in examples_in(source, limit=limit, image=image, offline=offline)
+        for number, example in enumerate(
+            examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline, faults=True)
+        )
     ]
-    rows = [(one.id, one.evaluator, "yes" if one.gold else "no", shortened(one.instruction)) for one in listed]
-    terminal.show(listed, table(("task", "evaluator", "solution", "instruction"), rows))
+    shown = faulty_tables(listed) if any(one.missing for one in listed) else [task_table(listed)]
+    terminal.show(listed, *shown)
+
+
+def listed_of(example: Example, row: int) -> Listed:
+    runtime = example.task.get("runtime")
+    image = runtime.get("image") if isinstance(runtime, dict) else None
+    return Listed(
+        example.id,
+        evaluator_of(example),
+        example.gold is not None,
+        str(example.task.get("instruction", "")),
+        image=image if isinstance(image, str) else None,
+        row=row if example.faults else None,
+        missing=example.faults,
+    )
+
+
+def task_table(listed: Sequence[Listed]) -> RenderableType:
+    """Return the table of tasks, with instructions cut so that a line has at most WIDTH columns."""
+    ids = [shortened(one.id, MAX_ID) for one in listed]
+    used = max(map(len, (*ids, "task"))) + max(map(len, (*(one.evaluator for one in listed), "evaluator")))
+    rest = max(MIN_INSTRUCTION, WIDTH - used - len("solution") - 3 * GAP)
+    rows = [
+        (id, one.evaluator, "yes" if one.gold else "no", shortened(one.instruction, rest))
+        for id, one in zip(ids, listed, strict=True)
+    ]
+    return table(("task", "evaluator", "solution", "instruction"), rows)
+
+
+def faulty_tables(listed: Sequence[Listed]) -> list[RenderableType]:
+    """Return the table of the rows that lack something, and for each kind of fault what to do."""
+    bad = [one for one in listed if one.missing]
+    rows = [
+        (
+            one.row,
+            shortened(one.id, MAX_ID),
+            shortened(", ".join(fault.column for fault in one.missing), WIDTH - MAX_ID - 8 - 2 * GAP),
+        )
+        for one in bad
+    ]
+    counts = Counter(fault for one in bad for fault in one.missing)
+    told = [
+        textwrap.fill(
+            printable(f"{fault.column} {fault.problem} in {count} {'row' if count == 1 else 'rows'}: {fault.remedy}"),
+            WIDTH,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for fault, count in counts.most_common(MAX_TOLD)
+    ]
+    more = [f"{len(counts) - MAX_TOLD} more kinds of faults: see --json"] if len(counts) > MAX_TOLD else []
+    return [
+        table(("row>", "task", "missing or wrong"), rows),
+        *told,
+        *more,
+        f"{len(bad)} of {len(listed)} rows are no tasks yet",
+    ]
 
 
 @command
@@ -82,6 +161,7 @@ def show(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="As of `outrider task list`.")],
     task: Annotated[str | None, typer.Argument(metavar="ID", help="As listed.", show_default="the first")] = None,
     image: Image = None,
+    test_command: TestCommand = None,
     offline: Offline = False,
 ) -> None:
     """Show one task: its instruction, all its other fields, and its solution.
@@ -95,15 +175,19 @@ def show(
 
         outrider task show human-eval HumanEval/0 --json
     """
-    example = chosen(examples_in(source, limit=None, image=image, offline=offline), task, source)
+    examples = examples_in(source, limit=None, image=image, test_command=test_command, offline=offline, faults=True)
+    example = chosen(examples, task, source)
     if terminal.json:
-        terminal.write_json({"id": example.id, "task": example.task, "gold": example.gold})
+        missing = {"missing": example.faults} if example.faults else {}
+        terminal.write_json({"id": example.id, "task": example.task, "gold": example.gold, **missing})
         return
     terminal.out.print(Text(example.id, style="bold"))
     terminal.out.print(Text(printable(str(example.task.get("instruction", "")))), soft_wrap=True)
     fields = {name: value for name, value in example.task.items() if name != "instruction"}
     if example.gold is not None:
         fields["gold"] = {name: value for name, value in msgspec.to_builtins(example.gold).items() if value}
+    if example.faults:
+        fields["missing"] = {fault.column: f"{fault.problem}: {fault.remedy}" for fault in example.faults}
     terminal.out.print()
     terminal.out.print(table(("field", "value"), [(name, shortened(value)) for name, value in leaves(fields)]))
 
@@ -115,6 +199,7 @@ def import_(
     out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Where the tasks are written, one a line.")],
     limit: Limit = None,
     image: Image = None,
+    test_command: TestCommand = None,
     offline: Offline = False,
 ) -> None:
     """Copy the tasks of sources into one file, which is a source itself.
@@ -131,7 +216,9 @@ def import_(
     if not out.name.endswith(".jsonl"):
         raise InvalidField(f"{out} does not end in .jsonl", field="out")
     examples = [
-        example for source in sources for example in examples_in(source, limit=limit, image=image, offline=offline)
+        example
+        for source in sources
+        for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline)
     ]
     write_tasks(examples, out)
     terminal.show({"tasks": len(examples), "file": str(out)}, f"{len(examples)} tasks are in {out}")
@@ -169,10 +256,10 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def shortened(text: str) -> str:
-    """Return the text in one line, cut to MAX_VALUE characters."""
+def shortened(text: str, most: int = MAX_VALUE) -> str:
+    """Return the text in one line, cut to `most` characters."""
     line = printable(" ".join(text.split()))
-    return line if len(line) <= MAX_VALUE else line[: MAX_VALUE - 3] + "..."
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 class Bad(msgspec.Struct, frozen=True):
@@ -196,6 +283,7 @@ def check(
     sources: Sources,
     limit: Limit = None,
     image: Image = None,
+    test_command: TestCommand = None,
     offline: Offline = False,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
@@ -220,7 +308,9 @@ def check(
     from outrider.lab.certify.task_check import TaskReport, check_tasks
 
     examples = [
-        example for source in sources for example in examples_in(source, limit=limit, image=image, offline=offline)
+        example
+        for source in sources
+        for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline)
     ]
     graders = load_config({}, file=config).graders if config is not None else ()
     done = 0

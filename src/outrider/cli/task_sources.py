@@ -1,9 +1,10 @@
 """Sources of tasks on the command line: names and paths.
 
 A source is a TOML file with a task (the `task` object of `POST /v1/groups`), a TOML file whose task is a template for
-rows, a JSON Lines file of tasks as `outrider task import` writes it, a folder of TOML files or of Harbor tasks, or the
-name of a dataset. This module runs nothing and calls no service. Invariant: an `upload` step of a file or folder beside
-a TOML file becomes `write` steps of the same bytes to the same path, so that the service needs no copy of the file.
+rows, a JSON Lines file of tasks as `outrider task import` writes it, a folder of TOML files or of Harbor tasks, a file
+of rows with the name of their kind in front (`tasks/adapters.py`), or the name of a dataset. This module runs nothing
+and calls no service. Invariant: an `upload` step of a file or folder beside a TOML file becomes `write` steps of the
+same bytes to the same path, so that the service needs no copy of the file.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from outrider.client.sample_files import whole_file
 from outrider.errors import InvalidField, TooLarge
 from outrider.service.admission import validate_group
 from outrider.spec import MAX_INLINE_FILE, GroupSpec
+from outrider.tasks.adapters import ADAPTERS, adapted_examples, usable
+from outrider.tasks.columns import Additions
 from outrider.tasks.datasets import (
     filled,
     harbor_examples,
@@ -32,7 +35,6 @@ from outrider.tasks.datasets import (
 from outrider.tasks.examples import Example, Gold
 from outrider.tasks.harbor.tasks import TASK_TOML
 from outrider.tasks.miniwob.tasks import miniwob_examples
-from outrider.tasks.swebench import swebench_examples
 from outrider.text_files import read_toml_file
 
 Step = dict[str, Any]
@@ -41,7 +43,6 @@ HUMAN_EVAL = "human-eval"
 REASONING_GYM = "reasoning-gym"
 MINIWOB = "miniwob"
 RELEASE_PAIRS = "release-pairs"
-SWEBENCH = "swebench:"
 ENTRIES = 4
 """Default number of entries of one reasoning-gym dataset, and of seeds of one MiniWoB page."""
 TASK_LINES = (".jsonl", ".jsonl.gz")
@@ -51,10 +52,14 @@ ROWS = "rows"
 
 class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The table `rows` of a TOML file. `file` is relative to the TOML file, in a format that `datasets.read_rows`
-    reads. `id` is the column of the rows' ids. If it is None, the rows are numbered."""
+    reads. `id` is the column of the rows' ids. If it is None, the rows are numbered. With a `kind` the tasks are made
+    by its adapter, with its `image` and `test_command`, and the file's fields go over them."""
 
     file: str
     id: str | None = None
+    kind: str | None = None
+    image: str | None = None
+    test_command: str | None = None
 
 
 class TaskLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -65,27 +70,46 @@ class TaskLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     gold: Gold | None = None
 
 
-def examples_in(source: str, *, limit: int | None, image: str | None, offline: bool = False) -> list[Example]:
+def examples_in(
+    source: str,
+    *,
+    limit: int | None,
+    image: str | None,
+    offline: bool = False,
+    test_command: str | None = None,
+    faults: bool = False,
+) -> list[Example]:
     """Return the tasks of a source, given as a name or a path. `offline`: run Harbor tasks without the network that
-    they request. Raises InvalidField."""
+    they request. `test_command`: how the tests of rows run. `faults`: also return rows that lack something. Raises
+    InvalidField."""
+    given = Additions(image=image, test_command=test_command)
+    examples = _examples_in(source, limit, given, offline=offline)
+    return examples if faults else usable(examples, source)
+
+
+def _examples_in(source: str, limit: int | None, given: Additions, *, offline: bool) -> list[Example]:
+    kind, _, rows = source.partition(":")
     if source == HUMAN_EVAL:
         return human_eval_examples(limit=limit)
     if source == REASONING_GYM:
         return one_of_each_reasoning_gym_set(size=limit)
-    if source.startswith(f"{REASONING_GYM}:"):
-        return reasoning_gym_examples(source.removeprefix(f"{REASONING_GYM}:"), size=limit or ENTRIES)
+    if kind == REASONING_GYM:
+        return reasoning_gym_examples(rows, size=limit or ENTRIES)
     if source == MINIWOB:
         return miniwob_examples(size=limit)
-    if source.startswith(f"{MINIWOB}:"):
-        return miniwob_examples(source.removeprefix(f"{MINIWOB}:"), size=limit or ENTRIES)
+    if kind == MINIWOB:
+        return miniwob_examples(rows, size=limit or ENTRIES)
     if source == RELEASE_PAIRS:
         # Imported here, because the module loads the sandbox code, which is slow.
         from outrider.tasks.release_pairs import release_pair_examples
 
         return release_pair_examples(limit=limit)
-    if source.startswith(SWEBENCH):
-        return swebench_examples(Path(source.removeprefix(SWEBENCH)), limit=limit, image=image)
+    if kind in ADAPTERS and rows:
+        path = Path(rows)
+        return adapted_examples(kind, path, msgspec.structs.replace(given, folder=path.parent), limit=limit)
     path = Path(source)
+    if rows and not path.exists() and Path(rows).exists():
+        return adapted_examples(kind, Path(rows), given)  # which names the kinds
     if not path.is_dir():
         return examples_in_file(path)[:limit]
     files = sorted(path.glob("*.toml"))
@@ -93,7 +117,7 @@ def examples_in(source: str, *, limit: int | None, image: str | None, offline: b
         return [example for file in files for example in examples_in_file(file)][:limit]
     if not any(path.rglob(TASK_TOML)):
         raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
-    return harbor_examples(path, limit=limit, image=image, offline=offline)
+    return harbor_examples(path, limit=limit, image=given.image, offline=offline)
 
 
 def examples_in_file(path: Path) -> list[Example]:
@@ -108,19 +132,28 @@ def examples_in_file(path: Path) -> list[Example]:
 
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
     """Return one example per row of the file that the table `rows` names: the task and the table `gold` of the TOML
-    file, filled with the row's values."""
+    file, filled with the row's values. If the table names a kind, the fields of the TOML file go over the task that
+    the kind's adapter makes."""
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:
         raise InvalidField(f"[rows] in {path}: {error}", field=ROWS, hint='give it `file = "ROWS.jsonl"`') from error
     gold = table.pop("gold", None)
     source = path.parent / rows_table.file
-    rows = list(read_rows(source))
-    examples = template_examples(rows, table, id_column=rows_table.id, source=str(source))
+    if rows_table.kind is not None:
+        given = Additions(image=rows_table.image, test_command=rows_table.test_command, folder=source.parent, own=table)
+        examples = adapted_examples(rows_table.kind, source, given)
+    else:
+        rows = list(read_rows(source))
+        examples = template_examples(rows, table, id_column=rows_table.id, source=str(source))
     if gold is None:
         return examples
     return [
-        msgspec.structs.replace(example, gold=gold_of(filled(gold, example.row, f"row {example.id} of {source}"), path))
+        example
+        if example.faults
+        else msgspec.structs.replace(
+            example, gold=gold_of(filled(gold, example.row, f"row {example.id} of {source}"), path)
+        )
         for example in examples
     ]
 

@@ -27,6 +27,7 @@ import msgspec
 from outrider.concurrency.build_once import sync_file_system
 from outrider.errors import InvalidField
 from outrider.evaluators.checks.reasoning_sets import UNUSABLE, can_be_scored, check_data_set
+from outrider.tasks.conversations import is_conversation, text_of
 from outrider.tasks.examples import Example as Example
 from outrider.tasks.examples import Gold as Gold
 from outrider.tasks.harbor.tasks import harbor_examples as harbor_examples
@@ -39,6 +40,7 @@ ANY_ROWS, ROWS_RATIO = 64 << 20, 200
 """Maximum unpacked bytes of a compressed file of rows: ANY_ROWS plus ROWS_RATIO times the packed size. Rows of text
 usually shrink to a fifth of their size. A file that shrinks to a two-hundredth of its size repeats the same text."""
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
+WHOLE_ROW = "{row}"
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
 HUMAN_EVAL: dict[str, Any] = {
     "instruction": "Complete this Python function, and write all of it into the file solution.py.\n\n{row.prompt}",
@@ -135,7 +137,8 @@ def template_examples(
         if id_column is not None and id_column not in row:
             raise InvalidField(f"{where} has no column {id_column!r}", field="id_column", hint=known_columns(row))
         own = str(row[id_column]) if id_column is not None else str(number)
-        examples.append(Example(id=own, task=filled(dict(template), row, where), row=dict(row)))
+        task = with_texts(filled(dict(template), row, where), where)
+        examples.append(Example(id=own, task=task, row=dict(row)))
     seen: set[str] = set()
     for example in examples:
         if example.id in seen:
@@ -320,28 +323,78 @@ def _check_there(path: Path) -> None:
 
 
 def filled(value: Any, row: Mapping[str, Any], where: str) -> Any:
-    """Return a copy of a template in which each "{row.NAME}" is replaced by the row's column NAME. A string that is
-    only a placeholder becomes the column's value, of any type. Raises InvalidField for a missing column, with `where`
-    as the name of the row."""
+    """Return a copy of a template in which each "{row.NAME}" is replaced by the row's column NAME, or by a field within
+    a column (see `value_at`). A string that is only a placeholder becomes the column's value, of any type; "{row}"
+    becomes the whole row. Messages within a longer string become their text. Raises InvalidField for a missing column,
+    with `where` as the name of the row."""
     if isinstance(value, Mapping):
         return {name: filled(inner, row, where) for name, inner in value.items()}
     if isinstance(value, list):
         return [filled(inner, row, where) for inner in value]
     if not isinstance(value, str):
         return value
+    if value == WHOLE_ROW:
+        return dict(row)
 
     def column(match: re.Match[str]) -> Any:
-        if row.get(match[1]) is None:
+        found = value_at(row, match[1])
+        if found is None:
             raise InvalidField(
                 f"the task uses {match[0]}, and {where} has no column {match[1]!r}",
                 field=match[1],
-                hint=known_columns(row),
+                hint=known_columns(row, match[1]),
             )
-        return row[match[1]]
+        return found
 
     if whole := PLACEHOLDER.fullmatch(value):
         return column(whole)
-    return PLACEHOLDER.sub(lambda match: str(column(match)), value)
+    return PLACEHOLDER.sub(lambda match: str(said(column(match), f"{match[1]} of {where}")), value)
+
+
+def value_at(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a column, or of a field within one: `reward_model.ground_truth`, `prompt.0.content`. A number
+    counts the items of a list from 0, or from its end if it is negative. A text within which a field is wanted is read
+    as JSON. None if there is no such field. A column whose own name has dots comes first."""
+    if row.get(path) is not None:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+                check_depth(value)
+            except (ValueError, RecursionError):
+                return None
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and re.fullmatch(r"-?\d{1,9}", part):
+            value = value[int(part)] if -len(value) <= int(part) < len(value) else None
+        else:
+            return None
+    return value
+
+
+def said(value: Any, where: str) -> Any:
+    """Return the text of messages, and any other value unchanged. Raises InvalidField for messages that no text can
+    have."""
+    if not is_conversation(value):
+        return value
+    try:
+        return text_of(value)
+    except ValueError as error:
+        raise InvalidField(
+            f"{where} {error}",
+            field="instruction",
+            hint="an instruction is a text: leave the row out, or name one message of it, as in {row.prompt.0.content}",
+        ) from error
+
+
+def with_texts(task: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the task with texts instead of messages as the instructions of its steps."""
+    for step in (task, *(then if isinstance(then := task.get("then"), list) else ())):
+        if isinstance(step, dict) and "instruction" in step:
+            step["instruction"] = said(step["instruction"], f"the instruction of {where}")
+    return task
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -357,8 +410,12 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def known_columns(row: Mapping[str, Any]) -> str:
-    """Return the hint for an error about a missing column."""
+def known_columns(row: Mapping[str, Any], path: str = "") -> str:
+    """Return the hint for an error about a missing column, or a missing field of a column."""
+    column, inner, _ = path.partition(".")
+    within = row.get(column)
+    if inner and isinstance(within, Mapping):
+        return f"{column} has: {', '.join(sorted(map(str, within))) or 'none'}"
     return f"it has: {', '.join(sorted(name for name, value in row.items() if value is not None)) or 'none'}"
 
 

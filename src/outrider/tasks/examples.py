@@ -1,4 +1,4 @@
-"""Examples: the rows of a dataset as tasks, each with its known solution if there is one."""
+"""Examples: the rows of a dataset as tasks, each with its known solution if there is one, and with what a row lacks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,22 @@ class Gold(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     then: tuple[Gold, ...] = ()
 
 
+class Fault(msgspec.Struct, frozen=True):
+    """What keeps a row from being a task. `column` is the column at fault, or the option that would replace it.
+    `problem` continues a sentence about the column. `remedy` is what to do."""
+
+    column: str
+    problem: str
+    remedy: str
+
+
 class Example(msgspec.Struct, frozen=True, kw_only=True):
     """A row of a dataset. `id` is unique in the dataset. `task` is a group's task, or the part of a task that comes
     from the dataset. `row` has the columns from which `task` was made. `gold` is the known solution, used only by
-    `outrider task check` and never given to an agent."""
+    `outrider task check` and never given to an agent. An example with `faults` is listed, but cannot be run."""
 
     id: str
     task: dict[str, Any]
     row: dict[str, Any] = {}
     gold: Gold | None = None
+    faults: tuple[Fault, ...] = ()

@@ -1,22 +1,26 @@
 """Makes tasks from SWE-bench's rows, in files of rows or in the task repositories of swebench 5.x.
 
 The module runs and downloads nothing. `evaluators/swebench` grades the tasks, with the row's columns as options. The
-row's gold patch is the known solution. Invariant: no agent sees the gold patch, the test patch, or the names of the
-tests.
+row's gold patch is the known solution. Other data sets of repositories (`swe_sets.py`) use the same parts. Invariant:
+no agent sees the gold patch, the test patch, or the names of the tests.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import InvalidField
 from outrider.evaluators.swebench.options import files_of, is_test
-from outrider.tasks.datasets import Example, Gold, filled, known_columns, merged, read_rows
+from outrider.tasks.columns import Additions, Columns, Draft
+from outrider.tasks.datasets import Example, Gold, read_rows
+from outrider.tasks.drafts import example_of, whole
 from outrider.text_files import check_depth
 
 ASK = """\
@@ -32,13 +36,46 @@ FILES = {
     "problem_statement": "problem_statement.md",
 }
 """Columns that a task repository has as separate files."""
-COLUMNS = ("instance_id", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS")
 FOLDER = "/testbed"
 """The repository's folder in the images of SWE-bench."""
-TESTS = "{tests}"
+IMAGE = "swebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
+"""The names of SWE-bench's published images (`instance_image_key` of swebench 4.1.0)."""
+TESTS, MODULES = "{tests}", "{modules}"
 NOT_RUN = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 SECONDS = 1800
 """Time limit of an evaluation in seconds, the same as swebench's limit for a test run."""
+ACTIVATE = """\
+export LANG=C.UTF-8 LC_ALL=C.UTF-8
+[ ! -e /opt/miniconda3/bin/activate ] || { . /opt/miniconda3/bin/activate && conda activate testbed; }
+"""
+"""Lines in front of a test command: images that swebench's harness builds have their Python in this environment."""
+PYTEST = f"pytest -rA {TESTS}"
+COMMANDS = {
+    **dict.fromkeys(
+        (
+            *("astropy/astropy", "matplotlib/matplotlib", "marshmallow-code/marshmallow", "pallets/flask"),
+            *("psf/requests", "pvlib/pvlib-python", "pydata/xarray", "pydicom/pydicom", "pylint-dev/astroid"),
+            *("pylint-dev/pylint", "pytest-dev/pytest", "pyvista/pyvista", "scikit-learn/scikit-learn"),
+            "sqlfluff/sqlfluff",
+        ),
+        PYTEST,
+    ),
+    "mwaskom/seaborn": f"pytest --no-header -rA {TESTS}",
+    "django/django": f"./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1 {MODULES}",
+    "sphinx-doc/sphinx": f"tox --current-env -epy39 -v -- {TESTS}",
+    "sympy/sympy": f"PYTHONWARNINGS=ignore::UserWarning,ignore::SyntaxWarning bin/test -C --verbose {TESTS}",
+}
+"""The test commands of SWE-bench's repositories, as in swebench 4.1.0 (`MAP_REPO_VERSION_TO_SPECS_PY`, read in
+SWE-rebench's fork of it at 39316f79). swebench 5.x has them in its rows instead."""
+OLDER = {
+    ("django/django", "1.9"): f"./tests/runtests.py --verbosity 2 {MODULES}",
+    ("astropy/astropy", "0."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
+    ("astropy/astropy", "1."): f"pytest -rA -vv -o console_output_style=classic --tb=no {TESTS}",
+}
+"""Commands of versions whose number begins so, where they differ."""
+HIDDEN_PYTEST = ("tox ",)
+"""Commands that keep the variables of the second witness from pytest."""
+PLACEHOLDER = re.compile(r"\{(?:row\.)?([^{}/]+)(?:/([^{}/]+)/([^{}/]*))?\}")
 
 
 def swebench_examples(
@@ -52,12 +89,14 @@ def swebench_examples(
 ) -> list[Example]:
     """Return the tasks of a task repository, or of a file with rows of swebench 4.x or 5.x, in the order of the source.
 
-    `image` is the name of every task's image. `{row.NAME}` in it is replaced by the row's column NAME. If `image` is
-    None, the row's column `image` is used. `template` is a partial task that overrides the task made here, such as its
-    prepare steps or carried paths. `test_command` is the test command for rows of 4.x, which have none. `{tests}` in it
-    is replaced by the test files of the test patch. `tasks` chooses rows by `instance_id`. Raises InvalidField.
+    `image` is the name of every task's image, in which placeholders are filled in (`image_name`). If `image` is None,
+    the row's column `image` is used. `template` is a partial task that overrides the task made here, such as its
+    prepare steps or carried paths. `test_command` is the test command for rows of 4.x, which have none; without it the
+    command of the row's repository is used. `{tests}` in it is replaced by the test files of the test patch, and
+    `{modules}` by the same files as Django's runner wants them. `tasks` chooses rows by `instance_id`. Raises
+    InvalidField.
     """
-    rows = list(task_repository(source) if (source / "tasks").is_dir() else read_rows(source))
+    rows = list(swebench_rows(source))
     by_id = {str(row.get("instance_id")): row for row in rows}
     if tasks is not None:
         for name in tasks:
@@ -70,6 +109,10 @@ def swebench_examples(
     ]
 
 
+def swebench_rows(source: Path) -> Iterator[dict[str, Any]]:
+    return task_repository(source) if (source / "tasks").is_dir() else read_rows(source)
+
+
 def swebench_example(
     row: Mapping[str, Any],
     *,
@@ -79,43 +122,113 @@ def swebench_example(
     where: str = "the row",
 ) -> Example:
     """Return the task of one row. Raises InvalidField, with `where` as the name of the row."""
-    for column in COLUMNS:
-        if row.get(column) is None:
-            raise InvalidField(f"{where} has no column {column!r}", field=column, hint=known_columns(row))
-    options = {
-        name: row[name] for name in ("instance_id", "log_parser", "repo", "version", "eval_type") if row.get(name)
-    }
-    options |= {"fail_to_pass": row["FAIL_TO_PASS"], "pass_to_pass": row.get("PASS_TO_PASS") or []}
-    command = test_command or row.get("test_command")
-    try:
-        changed = files_of(row["test_patch"])
-    except ValueError as error:
-        if command is not None:
-            raise InvalidField(f"the test patch of {where} cannot be applied: {error}", field="test_patch") from error
-        changed = set()
-    options |= {"test_patch": row["test_patch"]} if changed else {}
-    if command is not None:
-        run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
-        run = [file for file in run if file.endswith(".py")] or run  # data files of Python tests are left out
-        options |= {"test_command": command.replace(TESTS, shlex.join(run)), "test_patch": row["test_patch"]}
-    elif row.get("eval_script"):
-        options["eval_script"] = row["eval_script"]
+    given = Additions(image=image, test_command=test_command, own=template or {})
+    return whole(example_of(lambda columns, given: swebench(columns, given, image=None), row, given, where), where)
+
+
+def swebench(columns: Columns, given: Additions, *, image: str | None = IMAGE) -> Draft:
+    """The adapter of rows of SWE-bench 4.x and 5.x. `image` names the image of a row that has none."""
+    options = options_of(columns)
+    command = given.test_command or columns.optional_text("test_command")
+    if columns.optional_text("eval_script") is not None and command is None:
+        options["eval_script"] = columns.text("eval_script")
+        with suppress(ValueError):  # the script applies the patch itself, and may apply what is no diff here
+            options |= {"test_patch": columns.text("test_patch")} if files_of(columns.text("test_patch")) else {}
     else:
-        raise InvalidField(
-            f"{where} does not say how its tests run",
-            field="test_command",
-            hint='give test_command, such as "python -m pytest -rA {tests}"',
-        )
-    image = image or row.get("image")
-    made: dict[str, Any] = {
-        "instruction": ASK.format(statement=str(row["problem_statement"]).strip()),
-        "runtime": {"image": image, "workdir": FOLDER} if image else {},
-        "evaluator": {"kind": "swebench", "options": options, "carry": ["."], "seconds": SECONDS},
-        "labels": {"swebench": str(row["instance_id"])},
+        options |= run_by_command(columns, given)
+    return swe_draft(columns, options, image=image_of(columns, given, columns.optional_text("image") or image))
+
+
+def options_of(columns: Columns) -> dict[str, Any]:
+    """Return the evaluator's options for a row with SWE-bench's columns, except those that run the tests."""
+    names = ("log_parser", "repo", "version", "eval_type")
+    options: dict[str, Any] = {"instance_id": columns.text("instance_id")}
+    options |= {name: value for name in names if (value := columns.optional_text(name)) is not None}
+    fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)
+    return options | {"fail_to_pass": fail_to_pass, "pass_to_pass": columns.tests("PASS_TO_PASS")}
+
+
+def run_by_command(
+    columns: Columns, given: Additions, *, known: Mapping[str, str] = COMMANDS, own: str | None = None
+) -> dict[str, Any]:
+    """Return the options that run the tests of the row's test patch: by the user's command, else the row's `own`, else
+    the one that is known of the row's repository. A row's own column `test_command` is run as it is."""
+    patch = columns.patch("test_patch")
+    try:
+        changed = files_of(patch)
+    except ValueError:  # Columns has noted it
+        changed = set()
+    repo, version = columns.optional_text("repo") or "", columns.optional_text("version") or ""
+    older = [command for (name, start), command in OLDER.items() if name == repo and version.startswith(start)]
+    command = given.test_command or own or next(iter(older), None) or known.get(repo.lower())
+    if given.test_command is None and (as_it_is := columns.optional_text("test_command")) is not None:
+        return {"test_patch": patch, "test_command": filled_command(as_it_is, changed)}
+    if command is None:
+        columns.missing("test_command", f'give --test-command, such as "python -m pytest -rA {TESTS}"')
+        return {"test_patch": patch}
+    hidden = {"pytest": False} if command.startswith(HIDDEN_PYTEST) else {}
+    return {"test_patch": patch, "test_command": ACTIVATE + filled_command(command, changed), **hidden}
+
+
+def filled_command(command: str, changed: set[str]) -> str:
+    """Return a test command for the test files among the `changed` files, without data files."""
+    run = sorted(file for file in changed if is_test(file) and not file.endswith(NOT_RUN))
+    run = [file for file in run if file.endswith(".py")] or run  # data files of Python tests are left out
+    modules = [file.removesuffix(".py").removeprefix("tests/").replace("/", ".") for file in run]
+    return command.replace(TESTS, shlex.join(run)).replace(MODULES, shlex.join(modules))
+
+
+def image_of(columns: Columns, given: Additions, image: str | None) -> str | None:
+    """Return the name of the row's image: of the user's template, else of `image`, the row's own or the data set's. An
+    empty template means no image: the user's own runtime has the repository."""
+    template = image if given.image is None else given.image
+    return image_name(template, columns) if template else None
+
+
+def image_name(template: str, columns: Columns) -> str:
+    """Return the name of an image. `{NAME}` or `{row.NAME}` in the template is replaced by the row's column NAME, and
+    `{NAME/OLD/NEW}` by the column with each OLD in it replaced by NEW. A name with a slash is one of a registry, and is
+    in lower case up to its tag."""
+
+    def column(match: re.Match[str]) -> str:
+        name, old, new = match.groups()
+        value = columns.get(name)
+        if value is None:
+            columns.missing(name, f"the name of the image, {template!r}, needs it: give --image-template")
+        return str(value).replace(old, new) if old else str(value)
+
+    name = PLACEHOLDER.sub(column, template)
+    folder, slash, last = name.rpartition("/")
+    place, colon, tag = last.partition(":")
+    return f"{folder}{slash}{place}".lower() + colon + tag if slash else name
+
+
+def swe_draft(
+    columns: Columns,
+    options: dict[str, Any],
+    *,
+    image: str | None,
+    statement: str | None = None,
+    gold: Gold | None = None,
+    prepare: Sequence[Mapping[str, Any]] = (),
+    workdir: str = FOLDER,
+    carry: Any = (".",),
+) -> Draft:
+    """Return the task of a row whose tests the evaluator `swebench` runs. By default its statement and its gold patch
+    are the columns of SWE-bench."""
+    runtime: dict[str, Any] = {"image": image, "workdir": workdir} if image else {}
+    task = {
+        "instruction": ASK.format(statement=(statement or columns.text("problem_statement")).strip()),
+        "runtime": runtime | ({"prepare": [dict(step) for step in prepare]} if prepare else {}),
+        "evaluator": {
+            "kind": "swebench",
+            "options": options,
+            "carry": dict(carry) if isinstance(carry, Mapping) else list(carry),
+            "seconds": SECONDS,
+        },
+        "labels": {"swebench": options["instance_id"]},
     }
-    made["runtime"] = filled(made["runtime"], row, where)
-    task = merged(made, filled(dict(template or {}), row, where))
-    return Example(id=str(row["instance_id"]), task=task, row=dict(row), gold=Gold(patch=row["patch"]))
+    return Draft(options["instance_id"], task, gold or Gold(patch=columns.patch("patch")))
 
 
 def task_repository(folder: Path) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,8 @@ from typing import Any
 
 import swebench
 
+from outrider.evaluators.checks.expected_statuses import compare
+
 # swebench's own `harness/__init__.py` is bypassed: it imports docker, datasets and modal.
 harness = types.ModuleType("swebench.harness")
 harness.__path__ = [str(Path(swebench.__file__).parent / "harness")]
@@ -96,6 +98,10 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         if "statuses" in request:
             return {"statuses": grading.PARSER_REGISTRY[parser](log, spec)}
         check_marks(log)
+        if request.get("expected"):
+            witness = None if request.get("pytest") is False else log_of(request["records"], request["key"])
+            reported = None if witness is None else witness.splitlines()[1:-1]
+            return compare(request["expected"], log, reported, f"test_outrider_{request['key'][:8]}")
         report = report_of(spec, log)
         if "tests_status" in report:
             check_log(spec, log)

@@ -182,6 +182,7 @@ def read_only_mounts(printed: bytes) -> list[str]:
 
 ROW = {
     *("instance_id", "fail_to_pass", "pass_to_pass", "log_parser", "repo", "version", "eval_type", "pytest"),
+    "expected",
 }
 """The options that swebench's grading needs."""
 

@@ -71,7 +71,8 @@ class SwebenchOptions(Spec):
     `test_command`, before which the evaluator applies `test_patch`. With a script the patch only lists the files and
     folders of the tests. The parser is `log_parser` (5.x), or the parser of `repo` (4.x). `pytest`: whether the tests
     run in pytest; by default the parser decides. `restored`: paths below `folder` to restore to their state before the
-    agent, besides the files of the test patch; by default the result of `restored_paths`.
+    agent, besides the files of the test patch; by default the result of `restored_paths`. `expected`: the status that
+    each test must have, as in rows of R2E-Gym; the lists of tests then only name them.
     """
 
     instance_id: Test
@@ -87,6 +88,9 @@ class SwebenchOptions(Spec):
     folder: SandboxPath = "."
     restored: Annotated[tuple[SandboxPath, ...], Field(strict=False, max_length=256)] | None = None
     pytest: bool | None = None
+    expected: (
+        Annotated[dict[Test, Literal["PASSED", "FAILED", "ERROR"]], Field(min_length=1, max_length=MAX_TESTS)] | None
+    ) = None
     test_seconds: Annotated[float, Field(gt=0)] | None = None
     check_seconds: Annotated[float, Field(gt=0, le=60)] = 20.0
 
@@ -168,10 +172,16 @@ def is_test(path: str) -> bool:
 def restored_paths(options: SwebenchOptions, found: Iterable[str]) -> list[str]:
     """Return the sorted paths below `folder` to restore. The files of the test patch are always restored. If the option
     `restored` is given, its paths are also restored. Otherwise the test folders changed by the patch, the configuration
-    files `found` in the repository, and, for an `eval_script`, the files of git are also restored."""
+    files `found` in the repository, and, for an `eval_script`, the files of git are also restored. A row without a test
+    patch has its tests in the repository: the files that its tests name are restored."""
     files = files_of(options.test_patch or "")
+    if not files:
+        named = {test.partition("::")[0] for test in (*options.fail_to_pass, *options.pass_to_pass) if "::" in test}
+        files = {file for file in named if is_test(file) and not {"", ".", ".."} & set(file.split("/"))}
     if options.restored is not None:
         return sorted({*files, *options.restored})
     folders = {folder for file in files if (folder := test_folder(file)) is not None}
+    # A folder is restored with everything in it, so that its files need not be named.
+    files = {file for file in files if test_folder(file) is None} if not options.test_patch else files
     git = GIT if options.eval_script is not None else ()
     return sorted({*files, *folders, *found, *git})

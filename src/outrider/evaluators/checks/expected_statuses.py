@@ -1,0 +1,55 @@
+"""Judges the log of a row of R2E-Gym, whose tests must have exactly the expected statuses. Runs in the process of
+`swebench_check`, and is pure.
+
+The names and statuses in a log are those of R2E-Gym's parser (`repo_analysis/execution_log_parser.py` and
+`agenthub/runtime/docker.py` at 69bc9535). Invariant: the judgement is never better than R2E-Gym's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m|\r")
+SUMMARY = "short test summary info"
+STATUSES = ("PASSED", "FAILED", "ERROR")
+NAMED = 5
+"""Maximum number of tests named in a reason."""
+
+
+def name_of_test(test: str) -> str:
+    """Return R2E-Gym's name of a test: pytest's without the file, with dots."""
+    return ".".join(test.split("::")[1:]).split(" - ")[0]
+
+
+def statuses_of(log: str) -> dict[str, str]:
+    """Return the statuses of the tests in pytest's summary. The last status of a test counts."""
+    _, found, summary = COLOUR.sub("", log).partition(SUMMARY)
+    statuses: dict[str, str] = {}
+    for line in summary.partition(SUMMARY)[0].strip().split("\n") if found else ():
+        status = next((status for status in STATUSES if status in line), None)
+        if status is not None:
+            statuses[name_of_test(line)] = status
+    return statuses
+
+
+def compare(expected: Mapping[str, str], log: str, reported: Iterable[str] | None, canary: str) -> dict[str, Any]:
+    """Return the judgement as `swebench_check.check` does. `reported` are the lines of the second witness, each with a
+    status and a test, or None if there is no witness. A test counts only if the witness has reported the same status.
+    `canary` is the end of the names of the tests that Outrider has added."""
+    wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
+    found = {name: status for name, status in statuses_of(log).items() if not name.endswith(canary)}
+    met = {name for name, status in wanted.items() if found.get(name) == status}
+    if reported is not None:
+        witnessed: dict[str, set[str]] = defaultdict(set)
+        for line in reported:
+            status, _, test = line.partition(" ")
+            witnessed[name_of_test(test)].add(status)
+        met = {name for name in met if wanted[name] in witnessed[name]}
+    other = [f"{name} ({found.get(name, 'not run')}, not {wanted[name]})" for name in wanted if name not in met]
+    other += [f"{name} ({status}, not expected)" for name, status in found.items() if name not in wanted]
+    more = f" and {len(other) - NAMED} more" if len(other) > NAMED else ""
+    why = f"these have other statuses than expected: {', '.join(other[:NAMED])}{more}" if other else None
+    return {"resolved": not other, "fail_to_pass": len(met), "pass_to_pass": 0, "why": why}

@@ -1,0 +1,131 @@
+"""What an adapter of a data set gets: the columns of one row, and what the user adds to them. What it returns: a task.
+
+`Columns` collects what is missing or wrong in a row, so that all of it is reported at once.
+
+The module knows no data set. Invariant: reading never raises; after a fault, the value that was returned only stands in
+for the right one, and the example must not be run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.evaluators.swebench.options import files_of, listed
+from outrider.tasks.datasets import known_columns, value_at
+from outrider.tasks.examples import Fault, Gold
+
+LEAVE_OUT = "leave the row out, or mend the file"
+
+
+class Additions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user adds to a data set. `image` is a template for the name of the image (`swebench.image_name`).
+    `test_command` is the command for the tests. `folder` is the folder of the file of rows. `own` is the partial task
+    that goes over each task made here."""
+
+    image: str | None = None
+    test_command: str | None = None
+    folder: Path = Path()
+    own: Mapping[str, Any] = {}
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """The task of one row, before the user's own fields go over it."""
+
+    id: str
+    task: dict[str, Any]
+    gold: Gold | None = None
+
+
+class Columns:
+    """The columns of the row `row`, the row with the number `number` of its file. Names may have dots
+    (`datasets.value_at`)."""
+
+    def __init__(self, row: Mapping[str, Any], number: int = 0) -> None:
+        self.row = row
+        self.number = number
+        self.faults: list[Fault] = []
+
+    def fault(self, column: str, problem: str, remedy: str = LEAVE_OUT) -> None:
+        self.faults.append(Fault(column, problem, remedy))
+
+    def missing(self, column: str, remedy: str = "") -> None:
+        self.fault(column, "is missing", remedy or known_columns(self.row, column))
+
+    def get(self, name: str) -> Any:
+        """Return a value of any type, or None."""
+        return value_at(self.row, name)
+
+    def text(self, name: str, *, remedy: str = "") -> str:
+        """Return a text that is not empty."""
+        return self.optional_text(name) or self._absent(name, remedy)
+
+    def optional_text(self, name: str) -> str | None:
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            self.fault(name, f"is {kind_of(value)} and must be a text")
+            return "?"
+        return value if value and value.strip() else None
+
+    def patch(self, name: str, *, remedy: str = "") -> str:
+        """Return a diff that is not empty."""
+        patch = self.text(name, remedy=remedy)
+        if not any(fault.column == name for fault in self.faults):
+            try:
+                files_of(patch)
+            except ValueError as error:
+                self.fault(name, f"is no diff that can be applied: {error}")
+        return patch
+
+    def tests(self, name: str, *, needed: bool = False) -> list[str]:
+        """Return the names of tests, from a list or from a list as JSON or Python text. If they are `needed`, an empty
+        list is a fault, because every run of such a row would count as solved."""
+        value = self.get(name)
+        if value is None and needed:
+            self.missing(name)
+        try:
+            tests = [] if value is None else names_of(value)
+        except ValueError as error:
+            self.fault(name, str(error))
+            return []
+        if not isinstance(tests, list | tuple) or not all(isinstance(test, str) and test for test in tests):
+            self.fault(name, "is no list of the names of tests")
+            return []
+        if needed and value is not None and not tests:
+            self.fault(name, "is empty, so that every run would count as solved")
+        return list(tests)
+
+    def _absent(self, name: str, remedy: str) -> str:
+        if not any(fault.column == name for fault in self.faults):
+            if self.get(name) is None:
+                self.missing(name, remedy)
+            else:
+                self.fault(name, "is empty", remedy or LEAVE_OUT)
+        return "?"
+
+
+Adapter = Callable[[Columns, Additions], Draft]
+
+
+def names_of(value: Any) -> Any:
+    """Return a list given as a list, as JSON text, or as the text of a Python list, as in SWE-bench Pro. Any other
+    value is returned unchanged. Raises ValueError."""
+    try:
+        return listed(value)
+    except ValueError:
+        if not isinstance(value, str) or not value.lstrip().startswith("["):
+            raise
+        try:
+            return ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+            raise ValueError("is neither a list nor the text of one") from error
+
+
+def kind_of(value: Any) -> str:
+    """Return the words for a value's type in a sentence."""
+    words = {dict: "an object", list: "a list", bool: "a truth value", int: "a number", float: "a number"}
+    return words.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,43 @@
+"""Makes an example of one row with an adapter, and names what the row lacks.
+
+Invariant: a broken row makes an example with faults, and never an exception of another kind than InvalidField.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import InvalidField
+from outrider.tasks.columns import Adapter, Additions, Columns
+from outrider.tasks.datasets import filled, merged, with_texts
+from outrider.tasks.examples import Example, Fault
+
+
+def example_of(adapter: Adapter, row: Mapping[str, Any], given: Additions, where: str, number: int = 0) -> Example:
+    """Return the example of a row, with its faults. The user's own fields, filled with the row's columns, go over the
+    adapter's task, but their prepare steps come before its steps."""
+    columns = Columns(row, number)
+    draft = adapter(columns, given)
+    task, steps = draft.task, draft.task.get("runtime", {}).get("prepare", [])
+    try:
+        task = with_texts(merged(task, filled(dict(given.own), row, where)), where)
+        if steps and isinstance(own := given.own.get("runtime"), Mapping) and isinstance(own.get("prepare"), list):
+            task["runtime"]["prepare"] += steps
+    except InvalidField as error:
+        columns.fault(error.field or "template", f"cannot be filled in: {error.message}", error.hint or "")
+    faults = {fault.column: fault for fault in reversed(columns.faults)}  # the first fault of a column
+    return Example(id=draft.id, task=task, row=dict(row), gold=draft.gold, faults=tuple(reversed([*faults.values()])))
+
+
+def whole(example: Example, where: str) -> Example:
+    """Return the example if it has no faults. Raises InvalidField for its first fault."""
+    for fault in example.faults:
+        raise InvalidField(sentence(fault, where), field=fault.column, hint=fault.remedy or None)
+    return example
+
+
+def sentence(fault: Fault, where: str) -> str:
+    if fault.problem == "is missing":
+        return f"{where} has no column {fault.column!r}"
+    return f"the column {fault.column!r} of {where} {fault.problem}"

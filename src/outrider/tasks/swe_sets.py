@@ -1,0 +1,267 @@
+"""Adapters of data sets of repositories that are not SWE-bench's own. Each says how its rows differ.
+
+Where the columns and rules were read: SWE-Gym in SWE-Gym/SWE-Bench-Fork (242429c1: `constants.py`, `log_parsers.py`),
+SWE-rebench in SWE-rebench/SWE-bench-fork (39316f79: `test_spec.py`, `grading.py`, `utils.py`), SWE-smith in
+SWE-bench/SWE-smith (cf2e649d: `harness/utils.py`, `harness/grading.py`, `harness/gather.py`), R2E-Gym in
+R2E-Gym/R2E-Gym (69bc9535: `agenthub/runtime/docker.py`, `repo_analysis/execution_log_parser.py`), SWE-bench Pro in
+scaleapi/SWE-bench_Pro-os (ca10a60a: `swe_bench_pro_eval.py`, `run_scripts`, `README.md`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.evaluators.checks.expected_statuses import COLOUR, STATUSES
+from outrider.evaluators.swebench.options import is_test
+from outrider.tasks.columns import Additions, Columns, Draft
+from outrider.tasks.datasets import value_at
+from outrider.tasks.examples import Gold
+from outrider.tasks.swebench import (
+    ACTIVATE,
+    COMMANDS,
+    TESTS,
+    image_of,
+    options_of,
+    run_by_command,
+    swe_draft,
+)
+
+PARSER = "parse_log_pytest"
+SWE_GYM_IMAGE = "xingyaoww/sweb.eval.x86_64.{instance_id/__/_s_}:latest"
+SWE_GYM_COMMANDS = {
+    "getmoto/moto": f"pytest -n0 -rA {TESTS}",
+    "conan-io/conan": f"pytest -n0 -rA {TESTS}",
+    "dask/dask": f"pytest -n0 -rA --color=no {TESTS}",
+    "project-monai/monai": f"pytest -rA {TESTS}",
+    "iterative/dvc": f"pytest -rA {TESTS}",
+    "bokeh/bokeh": f"pytest -rA -n0 {TESTS}",
+    "modin-project/modin": f"pytest -n0 -rA {TESTS}",
+    "hypothesisworks/hypothesis": f"pytest -n0 -rA --tb=no --no-header {TESTS}",
+    "pydantic/pydantic": f"pytest -rA --tb=short -vv -o console_output_style=classic --no-header {TESTS}",
+    "pandas-dev/pandas": f"pytest -rA --tb=long {TESTS}",
+    "facebookresearch/hydra": f"pytest -rA --tb=long {TESTS}",
+}
+MYPY, MYPY_CASE = "python/mypy", re.compile(r"\[case ([^\]]+)\]")
+SWE_REBENCH_IMAGE = "swerebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
+SMITH_COMMAND = "pytest --disable-warnings --color=no --tb=no --verbose -rA"
+"""SWE-smith's own command, with the summary that swebench's parser reads."""
+BUG, APPLY = ".outrider-bug.patch", "git apply"
+BREAK = f"""\
+set -e
+{APPLY} {BUG} || patch --batch --fuzz=5 -p1 -i {BUG}
+rm {BUG}
+rm -rf .git
+git init -q . && git add -A && git -c user.name=x -c user.email=x@localhost commit -q -m base
+"""
+"""Puts the bug into the repository, whose history then begins with it: a difference or an older commit would show the
+solution. The repositories of SWE-smith's images are mirrors, with one commit of their own."""
+NAMED = 20
+"""Maximum number of failing tests that an instruction names."""
+R2E_PLACE = "/root/r2e"
+R2E_HIDE = f"""\
+mkdir -p {R2E_PLACE}
+for file in run_tests.sh r2e_tests /r2e_tests; do
+    [ ! -e "$file" ] || mv "$file" {R2E_PLACE}/
+done
+"""
+"""Takes the hidden tests out of the repository, as R2E-Gym's own set-up does."""
+R2E_COMMAND = f"rm -rf r2e_tests\nln -s {R2E_PLACE}/r2e_tests r2e_tests\nbash {R2E_PLACE}/run_tests.sh"
+R2E_RUNNERS = ("tornado", "datalad")
+"""Repositories of R2E-Gym whose tests a program of its own runs instead of pytest."""
+ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
+PRO_SCRIPTS = {"run_script.sh": "run", "parser.py": "parse"}
+PRO_COMMAND = """\
+{before}
+place=$(mktemp -d)
+printf %s {run} > $place/run_script.sh
+printf %s {parse} > $place/parser.py
+bash $place/run_script.sh {selected} > $place/stdout.log 2> $place/stderr.log
+python=$(command -v python || command -v python3)
+$python $place/parser.py $place/stdout.log $place/stderr.log $place/output.json
+$python -c {report} $place/output.json
+"""
+PRO_REPORT = """\
+import json, re, sys
+for test in json.load(open(sys.argv[1]))["tests"]:
+    status = "PASSED" if test["status"] == "PASSED" else "FAILED"
+    print(status, re.sub(r"[%\\s]", lambda blank: "%%%02X" % ord(blank.group()), test["name"]))
+"""
+"""Prints the results that the parser of an instance has written, as lines that swebench's parser reads."""
+
+
+def swe_gym(columns: Columns, given: Additions) -> Draft:
+    """SWE-Gym: SWE-bench's columns, and repositories for which swebench has neither a parser nor a command. Its fork
+    reads the logs of all of them as pytest's."""
+    options = {"log_parser": PARSER, **options_of(columns)}
+    own = None
+    if str(columns.get("repo")).lower() == MYPY:  # mypy's tests are cases in data files, which pytest finds by name
+        cases = " or ".join(MYPY_CASE.findall(str(columns.get("test_patch"))))
+        own = f'pytest -n0 -rA -k "{cases}"' if cases else None
+    options |= run_by_command(columns, given, known={**COMMANDS, **SWE_GYM_COMMANDS}, own=own)
+    return swe_draft(columns, options, image=image_of(columns, given, SWE_GYM_IMAGE))
+
+
+def swe_rebench(columns: Columns, given: Additions) -> Draft:
+    """SWE-rebench: SWE-bench's columns, `docker_image`, and the test command and the parser in `install_config`."""
+    options = {**options_of(columns), "log_parser": columns.text("install_config.log_parser")}
+    own = None
+    if given.test_command is None:
+        remedy = f'give --test-command, such as "pytest -rA {TESTS}"'
+        own = f"{columns.text('install_config.test_cmd', remedy=remedy)} {TESTS}"
+    options |= run_by_command(columns, given, own=own)
+    return swe_draft(
+        columns, options, image=image_of(columns, given, columns.optional_text("docker_image") or SWE_REBENCH_IMAGE)
+    )
+
+
+def swe_smith(columns: Columns, given: Additions) -> Draft:
+    """SWE-smith: the tests are in the repository, and `patch` is the bug. It is applied to the repository of the image,
+    and the known solution takes it out again. A row without a statement names its failing tests."""
+    name = columns.text("instance_id")
+    bug = columns.patch("patch")
+    fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)
+    tests = shlex.join(sorted({test.partition("::")[0] for test in fail_to_pass}))
+    command = given.test_command or f"{SMITH_COMMAND} {TESTS}"
+    options = {
+        "instance_id": name,
+        "log_parser": PARSER,
+        "fail_to_pass": fail_to_pass,
+        "pass_to_pass": columns.tests("PASS_TO_PASS"),
+        "test_patch": "",
+        "test_command": ACTIVATE + command.replace(TESTS, tests),
+    }
+    prepare = ({"write": bug, "to": BUG}, {"run": BREAK})
+    gold = Gold(files=({"write": bug, "to": BUG},), run=f"{APPLY} --reverse {BUG} && rm {BUG}")
+    failing = "\n".join(fail_to_pass[:NAMED])
+    statement = columns.optional_text("problem_statement") or f"These tests fail, and must pass:\n\n{failing}"
+    image = image_of(columns, given, columns.optional_text("image_name") or None)
+    if image is None and given.image is None:
+        columns.missing("image_name", "give --image-template")
+    return swe_draft(columns, options, image=image, statement=statement, gold=gold, prepare=prepare)
+
+
+def swebench_pro(columns: Columns, given: Additions) -> Draft:
+    """SWE-bench Pro: lower-case lists as the text of Python lists, an image by its tag, and tests that a script of each
+    instance runs, whose output a program of each instance reads. Both are in its repository's folder `run_scripts`,
+    beside the file of rows. With a test command of the user's, pytest's log is read instead."""
+    name = columns.text("instance_id")
+    patch = columns.patch("test_patch")
+    lists = {key: columns.tests(key, needed=key == "fail_to_pass") for key in ("fail_to_pass", "pass_to_pass")}
+    selected = columns.tests("selected_test_files_to_run")
+    # The harness of SWE-bench Pro runs only the last line, which puts the graded tests in their place.
+    before = (columns.optional_text("before_repo_set_cmd") or "").strip().rpartition("\n")[2]
+    options: dict[str, Any] = {"instance_id": name, "log_parser": PARSER, "test_patch": patch}
+    if given.test_command is not None:
+        command = given.test_command.replace(TESTS, shlex.join(selected))
+        options |= {**lists, "test_command": f"{before}\n{command}".lstrip()}
+    else:
+        texts = {file: script_of(columns, given.folder / "run_scripts" / name / file) for file in PRO_SCRIPTS}
+        options |= {key: [quoted(test) for test in tests] for key, tests in lists.items()}
+        options["pytest"] = False  # the names are those of the parser, which no second witness reports
+        words = {key: shlex.quote(texts[file]) for file, key in PRO_SCRIPTS.items()}
+        words |= {"selected": shlex.quote(",".join(selected)), "report": shlex.quote(PRO_REPORT)}
+        options["test_command"] = PRO_COMMAND.format(before=before, **words)
+    tag = columns.optional_text("dockerhub_tag")
+    image = image_of(columns, given, f"jefzda/sweap-images:{tag}" if tag else None)
+    if image is None and given.image is None:
+        columns.missing("dockerhub_tag", "give --image-template")
+    parts = [columns.text("problem_statement")]
+    for title in ("requirements", "interface"):
+        if (text := columns.optional_text(title)) is not None:
+            parts.append(f"{title.capitalize()}:\n{text.strip()}")
+    return swe_draft(columns, options, image=image, statement="\n\n".join(parts), workdir="/app", carry={"diff": "."})
+
+
+def script_of(columns: Columns, path: Path) -> str:
+    """Return the text of a script of an instance of SWE-bench Pro."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        remedy = "put the rows beside run_scripts of a clone of scaleapi/SWE-bench_Pro-os, or give --test-command"
+        columns.fault("run_scripts", f"has no {path.name} for this row", remedy)
+        return ""
+
+
+def quoted(test: str) -> str:
+    """Return the name of a test without blanks, as PRO_REPORT prints it: parsers of logs cut names at blanks."""
+    return re.sub(r"[%\s]", lambda blank: f"%{ord(blank.group()):02X}", test)
+
+
+def r2e_gym(columns: Columns, given: Additions) -> Draft:
+    """R2E-Gym: no id, no patch and no lists, but the statuses that the tests of the image must have. The known solution
+    is the new content of the commit's files that are no tests."""
+    repo, commit = columns.text("repo_name"), columns.text("commit_hash")
+    name = f"{repo}__{commit}"
+    expected = expected_of(columns)
+    statement = columns.text("problem_statement")
+    issue = ISSUE.search(statement)
+    options: dict[str, Any] = {
+        "instance_id": name,
+        "log_parser": PARSER,
+        "fail_to_pass": list(expected),
+        "expected": expected,
+        "test_patch": "",
+        "test_command": given.test_command or R2E_COMMAND,
+    }
+    if repo in R2E_RUNNERS:
+        options["pytest"] = False
+    image = image_of(columns, given, columns.optional_text("docker_image"))
+    if image is None and given.image is None:
+        columns.missing("docker_image", "give --image-template")
+    draft = swe_draft(
+        columns,
+        options,
+        image=image,
+        statement=issue[1] if issue else statement,
+        gold=Gold(),
+        prepare=({"run": R2E_HIDE},),
+        carry={"diff": "."},
+    )
+    return msgspec.structs.replace(draft, gold=commit_of(columns))
+
+
+def expected_of(columns: Columns) -> dict[str, str]:
+    """Return the expected statuses of a row of R2E-Gym, without the colours that some names have."""
+    column = "expected_output_json"
+    value = columns.get(column)
+    if value is None:
+        columns.missing(column)
+        return {}
+    try:
+        table = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, Mapping) or not all(isinstance(status, str) for status in table.values()):
+        columns.fault(column, "is no object of the tests and their statuses")
+        return {}
+    expected = {COLOUR.sub("", test): status for test, status in table.items()}
+    if strange := sorted({*expected.values()} - {*STATUSES}):
+        columns.fault(column, f"has the status {strange[0]!r}, which is none of {', '.join(STATUSES)}")
+    if "PASSED" not in expected.values():
+        columns.fault(column, "expects no test to pass")
+    return expected
+
+
+def commit_of(columns: Columns) -> Gold | None:
+    """Return the changes of a commit to files that are no tests, from the column `parsed_commit_content`, or None."""
+    diffs = columns.get("parsed_commit_content.file_diffs")
+    files: list[dict[str, Any]] = []
+    removed: list[str] = []
+    for diff in diffs if isinstance(diffs, list) else ():
+        path, new = value_at(diff, "header.file.path"), diff.get("new_file_content")
+        if not isinstance(path, str) or not isinstance(new, str) or is_test(path) or not path.endswith(".py"):
+            continue
+        if new in ("", "/dev/null"):
+            removed.append(path)
+        else:
+            files.append({"write": new, "to": path})
+    if not files and not removed:
+        return None
+    return Gold(files=tuple(files), run=f"rm -f -- {shlex.join(removed)}" if removed else None)
