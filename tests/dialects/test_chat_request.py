@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -285,3 +286,14 @@ def test_images_keep_their_place_among_texts() -> None:
     assert message_key(again) == message_key(message)
     moved = parse(messages=[{"role": "user", "content": content[::-1]}]).messages.parse(0)
     assert message_key(moved) != message_key(message)
+
+
+@pytest.mark.parametrize("head", ["data:", "data:image/png;", "data:image/png"])
+@pytest.mark.parametrize("filler", ["a", ";"])
+def test_a_hostile_address_is_refused_at_once(head: str, filler: str) -> None:
+    part = {"type": "image_url", "image_url": head + filler * (8 << 20)}
+    request = parse(**said(part))
+    began = time.process_time()
+    with pytest.raises(RequestError, match="must be an http or https address"):
+        request.messages.parse(0)
+    assert time.process_time() - began < 0.5

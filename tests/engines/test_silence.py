@@ -421,3 +421,22 @@ def test_waits_that_are_overdue_at_the_same_time_count_once() -> None:
     assert (overdue.seconds(), overdue.what) == (9.0, "a")
     overdue.begin_run()
     assert (overdue.in_run(), overdue.what) == (0.0, "")
+
+
+async def test_the_patience_with_failures_begins_anew_once_an_engine_has_gone_on_with_the_reply() -> None:
+    """The first failure was long ago, so it does not shorten the time that another failure may take."""
+    async with EnginePool(probing=SOON, patience=5.0) as pool:
+        await pool.add_engine(engine_of("a", stall=1))
+        call = Call(pool, "s")
+        await until(lambda: call.chunks)
+        slow = engine_of("b", Dripping, stall=3)
+        slow.seconds = 3.0
+        await pool.add_engine(slow)
+        await until(lambda: sum(len(chunk.ids) for chunk in call.chunks) == 3)
+        await pool.remove("a")
+        await pool.add_engine(engine_of("d"))
+        await Call(pool, "other").task  # a session on d, so that c comes first
+        await pool.add_engine(engine_of("c", fail="unavailable"))
+        await until(call.task.done)
+        assert call.task.result() == IDS[:1] + IDS[:3] + IDS  # each script begins anew
+        assert {name: member.failures for name, member in pool.calls.members.items()} == {"b": 0, "c": 1, "d": 0}

@@ -78,7 +78,8 @@ _LONGEST_NEUTRAL = 16
 _ASKS_NOTHING: tuple[Any, ...] = (None, "", [], {})
 _NAMES: msgspec.json.Decoder[dict[str, Raw]] = msgspec.json.Decoder(dict[str, Raw])
 # A data URL may have parameters between the media type and `base64`, such as a charset or a file name.
-_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^,;]*)*;base64,", re.ASCII)
+# All repetitions are bounded: the search in a hostile address of 30 MB took 13 seconds, in which no other thread ran.
+_DATA_URL = re.compile(r"data:([\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[^,;]{0,256}){0,16};base64,", re.ASCII)
 _NO_ADDRESS = "must be an http or https address, or a data URL of an image in base64"
 INVALID_JSON = "INVALID_JSON"
 """In dialects that require the arguments of a call to be an object, arguments that are no JSON object are replaced by

@@ -298,7 +298,8 @@ class PoolReply(Generic[T]):
         else:
             calls.health.mark_failed(member, error)
         self._failed += 1
-        self._give_up_at = self._give_up_at or now + calls.patience
+        if attempt.begun or self._give_up_at is None:  # the patience begins anew once an engine has replied
+            self._give_up_at = now + calls.patience
         ended_it = gate.mode is not None or attempt.cuts != gate.cuts
         if (ended_it or (silent and self._failed <= FAILOVERS)) and self._cuttable is not None:
             self._end_part(attempt, None)
