@@ -1,7 +1,7 @@
-"""Data sets of repositories, from the file to the verdict: the known solution earns 1, nothing earns 0.
+"""Rows of data sets of repositories: their images and commands, what they lack, and TOML files around them.
 
 The rows have the columns of the real sets (`tasks/swe_sets.py` says where they were read), over the small repository of
-`evaluators/swe_world.py`, which the task's own prepare steps make instead of an image.
+`evaluators/swe_world.py`. `test_swe_images.py` runs each of them in an image.
 """
 
 from __future__ import annotations
@@ -134,11 +134,6 @@ R2E_TESTS = "from shop import total\n\n" + "\n\n".join(
     f"def {name}():\n    assert {check}"
     for name, check in zip(EXPECTED, ("total([]) == 0", "total([1, 2]) == 3", "total([1]) == 7"), strict=True)
 )
-R2ES_REPOSITORY = [
-    {"run": f"rm -r tests && {GIT}"},
-    {"write": R2E_TESTS + "\n", "to": "r2e_tests/test_1.py"},
-    {"write": "pytest -rA r2e_tests\n", "to": "run_tests.sh"},
-]
 PRO: dict[str, Any] = {
     "repo": "shop/shop",
     "instance_id": "instance_shop__shop-01d1d149-v2ef375ac",
@@ -170,14 +165,6 @@ results = re.findall(r"::(\\w+) (PASSED|FAILED)", open(sys.argv[1]).read())
 tests = [{"name": names.get(name, name[5:].replace("_", " ")), "status": status} for name, status in results]
 json.dump({"tests": tests}, open(sys.argv[3], "w"))
 """
-SOLVED = (
-    f"git checkout -q -b solved && git apply tests.patch && git commit -qm solved -- {TEST} && git checkout -q base"
-)
-PROS_REPOSITORY = [
-    {"run": GIT},
-    {"write": PATCH, "to": "tests.patch"},
-    {"run": f"git config user.name a && git config user.email a@b.c && {SOLVED} && rm tests.patch"},
-]
 pytestmark = needs_namespaces
 
 
@@ -229,23 +216,12 @@ def example_of(kind: str, folder: Path, row: dict[str, Any], **options: Any) -> 
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("kind", "row"),
-    [
-        ("swebench", VERIFIED),
-        ("swe-gym", SWE_GYM),
-        ("swe-rebench", SWE_REBENCH),
-        ("swe-smith", SWE_SMITH),
-        ("r2e-gym", R2E),
-        ("swebench-pro", PRO),
-    ],
+    ("kind", "row", "made"), [("swebench", VERIFIED, [{"run": GIT}]), ("swe-smith", SWE_SMITH, SMITHS_REPOSITORY)]
 )
 async def test_the_known_solution_earns_1_and_nothing_0(
-    cli: Cli, tmp_path: Path, kind: str, row: dict[str, Any]
+    cli: Cli, tmp_path: Path, kind: str, row: dict[str, Any], made: list[dict[str, Any]]
 ) -> None:
     pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")
-    run_scripts(tmp_path)
-    repositories = {"swe-smith": SMITHS_REPOSITORY, "r2e-gym": R2ES_REPOSITORY, "swebench-pro": PROS_REPOSITORY}
-    made = repositories.get(kind, [{"run": GIT}])
     ran = await cli("task", "check", task_file(tmp_path, kind, row, made), "--json")
     assert ran.document == {"tasks": 1, "ok": 1, "bad": []}
 
@@ -289,6 +265,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("swebench", without(VERIFIED, FAIL_TO_PASS="[]"), "FAIL_TO_PASS", "is empty, so that every run", "leave"),
     ("swebench", without(VERIFIED, FAIL_TO_PASS="a, b"), "FAIL_TO_PASS", "is neither a list", "leave"),
     ("swebench", without(VERIFIED, PASS_TO_PASS=[1]), "PASS_TO_PASS", "is no list of the names of tests", "leave"),
+    ("swebench", without(VERIFIED, eval_type="all"), "eval_type", "is 'all'", "leave the row out"),
     ("swebench", without(VERIFIED, repo="a/b"), "test_command", "is missing", "--test-command"),
     ("swe-gym", without(SWE_GYM, repo="spyder-ide/spyder"), "test_command", "is missing", "--test-command"),
     ("swe-gym", without(SWE_GYM, test_patch=None), "test_patch", "is missing", "it has: "),

@@ -41,6 +41,7 @@ FOLDER = "/testbed"
 IMAGE = "swebench/sweb.eval.x86_64.{instance_id/__/_1776_}:latest"
 """The names of SWE-bench's published images (`instance_image_key` of swebench 4.1.0)."""
 TESTS, MODULES = "{tests}", "{modules}"
+EVAL_TYPES = ("pass_and_fail", "fail_only")
 NOT_RUN = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 SECONDS = 1800
 """Time limit of an evaluation in seconds, the same as swebench's limit for a test run."""
@@ -144,6 +145,8 @@ def options_of(columns: Columns) -> dict[str, Any]:
     names = ("log_parser", "repo", "version", "eval_type")
     options: dict[str, Any] = {"instance_id": columns.text("instance_id")}
     options |= {name: value for name in names if (value := columns.optional_text(name)) is not None}
+    if options.get("eval_type") not in (None, *EVAL_TYPES):
+        columns.fault("eval_type", f"is {options['eval_type']!r}, which is none of {', '.join(EVAL_TYPES)}")
     fail_to_pass = columns.tests("FAIL_TO_PASS", needed=True)
     return options | {"fail_to_pass": fail_to_pass, "pass_to_pass": columns.tests("PASS_TO_PASS")}
 
