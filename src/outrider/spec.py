@@ -28,11 +28,11 @@ from pydantic_core import ErrorDetails
 
 from outrider.concurrency.base64_pieces import decode_base64
 from outrider.errors import InvalidField, renamed_field
+from outrider.schemas import EVALUATION_LABEL as EVALUATION_LABEL
+from outrider.schemas import PolicyPause as PolicyPause
+from outrider.schemas import Role as Role
 
 MAX_TEXT = 1 << 20
-EVALUATION_LABEL = "outrider.evaluation"
-"""Label of groups that evaluate a policy, with the evaluation's name as its value. Exports for training leave out the
-groups with this label."""
 MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
 RUNTIME = "task.runtime"
@@ -556,10 +556,6 @@ class EngineSpec(Spec):
     options: Annotated[dict[Name, Any], Field(max_length=64)] = {}
 
 
-Role = Literal["read", "submit", "node", "admin"]
-"""The rights of a token. `submit` includes `read`, `node` only allows a node to join, `admin` allows everything."""
-
-
 OPERATOR_TENANT = "operator"
 """The tenant of groups submitted with the token of the settings, or while there is no token."""
 
@@ -597,9 +593,6 @@ class PullSpec(Spec):
 
 
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
-PolicyPause = Literal["finish", "abort"]
-"""The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
-later."""
 
 
 class PolicyPauseSpec(Spec):

@@ -28,8 +28,7 @@ from outrider.client.sample_files import (
 )
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.schemas import GroupView
-from outrider.spec import EVALUATION_LABEL
+from outrider.schemas import EVALUATION_LABEL, GroupView
 from outrider.trajectory import ChatRow, Sample
 
 PAGE = 20

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Watch
 from outrider.lifecycle import SessionState
 from outrider.schemas import GroupView
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from outrider.lab.certify.judge import RowVerdict
 
 
@@ -48,5 +48,7 @@ def row_progress(terminal: Terminal, rows: int) -> Iterator[Callable[[RowVerdict
 
 
 def _progress(terminal: Terminal, *, transient: bool) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     return Progress(*columns, console=terminal.err, disable=not terminal.err.is_terminal, transient=transient)

@@ -20,7 +20,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -49,10 +49,12 @@ from outrider.schemas import (
     NewToken,
     NodeList,
     NodeStats,
+    PolicyPause,
     PolicyStatus,
     PulledImages,
     Redelivered,
     ResultsPage,
+    Role,
     SampleList,
     ServiceStatus,
     SessionView,
@@ -61,9 +63,11 @@ from outrider.schemas import (
     TurnList,
     TurnView,
 )
-from outrider.spec import EngineSpec, GroupSpec, PolicyPause, RegradeSpec, Role, Spec
 from outrider.trajectory import ChatRow, Sample
 from outrider.wire.tls import trusting
+
+if TYPE_CHECKING:
+    from outrider.spec import EngineSpec, GroupSpec, RegradeSpec, Spec
 
 log = logging.getLogger("outrider.client")
 
@@ -596,7 +600,7 @@ def _not_open() -> ServiceError:
 
 def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
     """Encode a request body. Raises InvalidField for values that JSON cannot represent."""
-    if isinstance(body, Spec):
+    if not isinstance(body, Mapping):
         return body.model_dump_json().encode()
     try:  # json refuses NaN; orjson and msgspec encode NaN as null, which means "not given" to the service
         return json.dumps(body, allow_nan=False).encode()
