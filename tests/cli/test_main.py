@@ -87,7 +87,7 @@ def test_the_version(cli: Cli) -> None:
     ("words", "error", "hint"),
     [
         (["stats"], "error: No such command 'stats'", "hint: outrider --help"),
-        (["run"], "error: Missing argument 'TASK.toml'", "hint: outrider run --help"),
+        (["run"], "error: Missing argument 'TASK.toml|SOURCE...'", "hint: outrider run --help"),
         (["run", "x", "-n", "two"], "error: Invalid value for '-n'", "hint: outrider run --help"),
         (["export", "--format", "csv"], "error: Invalid value for '--format'", "hint: outrider export --help"),
     ],

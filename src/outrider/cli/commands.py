@@ -44,7 +44,7 @@ CLIENT_VARIABLES = {"OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_CA", "OUTRIDER_H
 
 COMMANDS = {
     "serve": ("serve:serve", "Serve rollouts until Ctrl-C or SIGTERM."),
-    "run": ("run:run", "Run a task and wait for it."),
+    "run": ("run:run", "Run a task, or all tasks of a data set, and wait for them."),
     "status": ("status:status", "Show the state of the service, or of one group."),
     "cancel": ("status:cancel", "Cancel a group, or one session of it."),
     "show": ("show:show", "Show a session: what the model was shown, what it sampled, and how it ended."),

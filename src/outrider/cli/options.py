@@ -45,6 +45,18 @@ Ca = Annotated[
 Offline = Annotated[
     bool, typer.Option("--offline", help="Run Harbor tasks that ask for a network, or leave it open, without one.")
 ]
+HarnessName = Annotated[
+    str | None,
+    typer.Option("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
+]
+BUILT_IN = "tools"
+"""The agent of a data set's tasks that name none."""
+AgentName = Annotated[
+    str | None,
+    typer.Option("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
+]
+Image = Annotated[str | None, typer.Option("--image", metavar="NAME", help="Image of Harbor tasks that name none.")]
+Limit = Annotated[int | None, typer.Option("--limit", metavar="N", help="Tasks of each source.", show_default="all")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
@@ -89,6 +101,18 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     run.__dict__["__signature__"] = Signature(options)
     return run
+
+
+def with_harness(
+    task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
+) -> dict[str, Any]:
+    """Return a task with the preset `harness`, if one is given, or else with the Python agent `agent`, or `default`, if
+    the task names none."""
+    if harness:
+        return {**task, "harness": {"preset": harness}}
+    if "harness" in task or not (agent or default):
+        return dict(task)
+    return {**task, "harness": {"agent": agent or default}}
 
 
 def _made(kind: Any, ctx: typer.Context, given: Mapping[str, Any]) -> Any:

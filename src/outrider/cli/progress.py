@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Watch
+from outrider.client.rollout import Progress as RunProgress
 from outrider.lifecycle import SessionState
 from outrider.schemas import GroupView
 
@@ -31,6 +32,31 @@ def session_progress(terminal: Terminal) -> Iterator[Watch]:
             progress.update(bar, total=len(sessions), completed=counts[SessionState.DONE], description=states)
 
         yield watch
+
+
+@contextmanager
+def run_progress(terminal: Terminal) -> Iterator[Callable[[RunProgress], None]]:
+    """Show one bar for the sessions of a run, with the states of those that are waited for. Without a terminal, write a
+    line at each tenth of the sessions."""
+    with _progress(terminal, transient=False) as progress:
+        bar = progress.add_task("submitting", total=None)
+        tenth = 0
+
+        def watch(now: RunProgress) -> None:
+            nonlocal tenth
+            progress.update(bar, total=now.sessions, completed=now.ended, description=_states(now))
+            if not terminal.err.is_terminal and now.ended * 10 // now.sessions > tenth:
+                tenth = now.ended * 10 // now.sessions
+                terminal.note(f"{now.ended} of {now.sessions} sessions ended")
+
+        yield watch
+
+
+def _states(now: RunProgress) -> str:
+    if now.submitted < now.sessions:
+        return f"{now.submitted} submitted"
+    active = [f"{count} {state.value}" for state in SessionState if (count := now.states.get(state))]
+    return ", ".join(each for each in active if not each.endswith(SessionState.DONE.value)) or "done"
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.cli.terminal import printable
+from outrider.client.rollout import RolledOut
 from outrider.errors import FailingChore
 from outrider.lifecycle import StopReason
 from outrider.schemas import (
@@ -109,6 +110,13 @@ def session_table(group: GroupView) -> RenderableType:
         counts = (reward, result.turns, result.tokens.sampled, *stage_seconds(result.seconds))
         rows.append((session.id, word(result.stop_reason.value), *counts, shown))
     return table(columns, rows)
+
+
+def run_table(done: RolledOut) -> RenderableType:
+    """Return one row with the figures of a data set's run. `mixed` groups have rewards that are not all equal."""
+    columns = ("tasks>", "sessions>", "graded>", "reward>", "mixed groups>", "turns>", "sampled>", "trained>")
+    counts = (done.mixed, done.turns, done.sampled, done.trained)
+    return table(columns, [(len(done.groups), done.sessions, done.graded, done.mean_reward, *counts)])
 
 
 def group_table(groups: Iterable[GroupSummary]) -> RenderableType:

@@ -33,6 +33,7 @@ from outrider.errors import Busy, ErrorRecord, InvalidField, NotFound, OutriderE
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
 from outrider.schemas import (
+    EVALUATION_LABEL,
     ArtifactList,
     CallbackList,
     CallbackView,
@@ -189,15 +190,25 @@ class AsyncClient:
         return await self._call("GET", "/v1/results", ResultsPage, query=query)
 
     async def follow(
-        self, *, after: int | None = None, consumer: str | None = None, samples: bool = False
+        self,
+        *,
+        after: int | None = None,
+        consumer: str | None = None,
+        samples: bool = False,
+        evaluations: bool = False,
     ) -> AsyncIterator[GroupView]:
-        """Yield groups as they finish, without end. For the arguments see `results`. For a consumer, a group is
-        acknowledged when the next group is requested. So if the caller's loop ends before that, for any reason, the
-        next call of `follow` yields the group again."""
+        """Yield groups as they finish, without end. Like `results`, the first groups are those that finished long ago,
+        unless `after` or `consumer` excludes them: to wait for groups of your own, use `wait`. Groups of evaluations
+        are left out, so that nothing held out is trained on, unless `evaluations` is given. For the other arguments see
+        `results`.
+
+        For a consumer, a group is acknowledged when the next group is requested. So if the caller's loop ends before
+        that, for any reason, the next call of `follow` yields the group again."""
         while True:
             page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
             for group in page.groups:
-                yield group
+                if evaluations or EVALUATION_LABEL not in group.labels:
+                    yield group
                 if consumer is not None and group.cursor is not None:
                     await self.ack(consumer, group.cursor)
             after = page.cursor

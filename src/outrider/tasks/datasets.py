@@ -228,7 +228,7 @@ def human_eval_examples(source: Path | None = None, *, limit: int | None = None)
 
 
 def examples_of(
-    source: Path,
+    source: Path | str,
     *,
     template: Mapping[str, Any] | None = None,
     id_column: str | None = None,
@@ -238,6 +238,7 @@ def examples_of(
     """Return the examples of a source. If a `template` is given, `source` is a file of rows or a saved dataset.
     Otherwise `source` is a folder with Harbor task folders. `offline` accepts Harbor folders that request a network
     (see `harbor_examples`). Raises InvalidField."""
+    source = Path(source)
     _check_there(source)
     if template is None:
         if not source.is_dir():
