@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def session_progress(terminal: Terminal) -> Iterator[Watch]:
-    """Show one bar for the sessions of all watched groups, with the number of sessions in each state."""
+def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[Watch]:
+    """Show one bar for the sessions of all watched groups, with the number of sessions in each state. Before the first
+    look at the groups, the bar shows the text `first`."""
     with _progress(terminal, transient=False) as progress:
-        bar = progress.add_task("starting", total=None)
+        bar = progress.add_task(first, total=None)
 
         def watch(groups: Sequence[GroupView]) -> None:
             sessions = [session for group in groups for session in group.sessions]

@@ -16,6 +16,7 @@ from outrider.cli.options import BUILT_IN, AgentName, HarnessName, Image, Limit,
 from outrider.cli.progress import run_progress, session_progress
 from outrider.cli.tables import run_table, session_table
 from outrider.cli.terminal import Terminal
+from outrider.cli.waiting import waits_noted
 from outrider.client.client import AsyncClient
 from outrider.client.rollout import RolledOut, roll_out
 from outrider.concurrency.cancellation import shielded
@@ -106,7 +107,8 @@ async def _run_all(
     try:
         async with client:
             with run_progress(terminal) as watch:
-                done = await roll_out(client, tasks, run=run, samples=n, priority=priority, watch=watch)
+                async with waits_noted(terminal, client):
+                    done = await roll_out(client, tasks, run=run, samples=n, priority=priority, watch=watch)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         assert task is not None
@@ -146,7 +148,8 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
             [group] = accepted
             terminal.note(f"group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
             with session_progress(terminal) as watch:
-                [group] = await client.wait([group.id], watch)
+                async with waits_noted(terminal, client):
+                    [group] = await client.wait([group.id], watch)
         except asyncio.CancelledError:
             # asyncio.run turns the first Ctrl-C into a cancellation and the second into a KeyboardInterrupt.
             task.uncancel()
@@ -158,7 +161,8 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
             terminal.note(f"cancelling {group.id} (Ctrl-C again to leave at once)")
             await client.cancel(group.id)
             with session_progress(terminal) as watch:
-                [group] = await client.wait([group.id], watch)
+                async with waits_noted(terminal, client):
+                    [group] = await client.wait([group.id], watch)
     failed = [each.id for each in group.sessions if each.result and each.result.error]
     terminal.show(group, session_table(group))
     if failed and not terminal.json:
