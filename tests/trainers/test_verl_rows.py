@@ -229,7 +229,7 @@ def test_no_two_rollouts_share_a_nested_setting() -> None:
     ("custom", "variable", "message", "field"),
     [
         ({"outrider": {"relais": "x"}}, None, "has the unknown key 'relais'", f"{SETTINGS}.relais"),
-        ({"outrider": {"complete": "most"}}, None, "Input should be 'all' or 'any'", f"{SETTINGS}.complete"),
+        ({"outrider": {"complete": "most"}}, None, "must be 'all' or 'any'", f"{SETTINGS}.complete"),
         ({"outrider": []}, None, "it must be an object", SETTINGS),
         ({}, '{"actor": "x"', "OUTRIDER_VERL is not JSON", "OUTRIDER_VERL"),
         ({}, '{"actr": "x"}', "OUTRIDER_VERL has the unknown key 'actr'", "OUTRIDER_VERL.actr"),

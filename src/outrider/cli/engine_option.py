@@ -10,6 +10,8 @@ import msgspec
 from outrider.errors import InvalidField
 
 KIND = "KIND=WHERE"
+ADDRESSED = frozenset({"vllm", "sglang", "openai", "vllm-router", "sglang-router"})
+"""Kinds of engines that are reached at a URL."""
 KIND_HELP = (
     "vllm=URL, sglang=URL, openai=URL, vllm-router=URL, sglang-router=URL (each of a router's workers), "
     "embedded=FOLDER (a model's folder), relay=NAME (workers connect to the service) "
@@ -36,4 +38,6 @@ def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
                 raise InvalidField(f"{where} is not a JSON object: {error}", field=field) from error
             return {"kind": kind, "options": options}
         case _:
+            if kind in ADDRESSED and "://" not in where:
+                raise InvalidField(f"{where!r} has no scheme", field=field, hint=f"write {kind}=http://{where}")
             return {"kind": kind, "url": where}

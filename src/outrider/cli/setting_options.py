@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 
 from outrider.cli.engine_option import KIND_HELP, parse_engine
-from outrider.config import OWN, Config, all_settings, load_config
+from outrider.config import OWN, Config, all_settings, load_config, takes_many
 
 REPEATED = "May be repeated."
 
@@ -39,7 +39,7 @@ def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
         if setting.option is None or (only is not None and section not in only):
             continue
         option, _, metavar = setting.option.partition(" ")
-        many = any(get_origin(each) is tuple for each in (field.annotation, *get_args(field.annotation)))
+        many = takes_many(field)
         help = (_plain(field.description or ""), KIND_HELP if path == "engines" else "", REPEATED if many else "")
         info = typer.Option(
             option,

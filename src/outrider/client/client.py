@@ -122,6 +122,12 @@ class AsyncClient:
                 field="token",
                 hint="a file that it was read from may end with one: strip it",
             )
+        if not url.startswith(("http://", "https://")):
+            raise InvalidField(
+                f"the address of the service, {url!r}, has no scheme",
+                field="url",
+                hint=f"write http://{url}" if "://" not in url else "use http:// or https://",
+            )
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._trusted = trusting(ca)

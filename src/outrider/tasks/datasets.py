@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from outrider.concurrency.build_once import sync_file_system
+from outrider.environment import install_command
 from outrider.errors import InvalidField
 from outrider.evaluators.checks.reasoning_sets import UNUSABLE, can_be_scored, check_data_set
 from outrider.tasks.examples import Example as Example
@@ -111,7 +112,7 @@ def _reasoning_gym_factory() -> Any:
     try:
         return importlib.import_module("reasoning_gym.factory")
     except ImportError as error:
-        hint = "pip install 'outrider[reasoning-gym]'"
+        hint = install_command("reasoning-gym")
         raise InvalidField("tasks of reasoning-gym need it", field="source", hint=hint) from error
 
 
@@ -393,5 +394,5 @@ def _pyarrow(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise InvalidField(
-            "Parquet files and saved datasets need pyarrow", field="source", hint="pip install 'outrider[parquet]'"
+            "Parquet files and saved datasets need pyarrow", field="source", hint=install_command("parquet")
         ) from error
