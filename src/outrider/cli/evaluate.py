@@ -51,6 +51,7 @@ def eval_(
         for source in sources
         for example in examples_in(source, limit=limit, image=image, offline=offline)
     ]
+    service.policy()  # an address at which there is no service is an error at once, and not after some minutes
     run = resume or secrets.token_hex(6)
     terminal.note(f"run {run}: {len(tasks)} tasks, {n} sessions each; go on after an interruption with --resume {run}")
     with session_progress(terminal) as watch:

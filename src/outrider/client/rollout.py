@@ -106,7 +106,9 @@ async def roll_out(
 
     for body in _bodies(tasks, run=run, samples=samples, priority=priority):
         try:
-            group = await patiently(partial(client.submit, body, patience=math.inf))
+            submission = partial(client.submit, body, patience=math.inf)
+            # An address at which there is no service is an error at once; later the service may be restarting.
+            group = await (patiently(submission) if groups else submission())
         except Conflict as error:
             raise InvalidField(
                 f"the run {run!r} has this task with another number of sessions or another priority",
