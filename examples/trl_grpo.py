@@ -3,7 +3,7 @@
     outrider serve --engine embedded=src/outrider/lab/demo/policy --renderer template:qwen3
     python examples/trl_grpo.py src/outrider/lab/demo/policy
 
-For a task of your own, change `task`. Needs: pip install 'outrider[train]'.
+For a task of your own, change `task`. Needs: pip install '.[train]'.
 """
 
 from __future__ import annotations

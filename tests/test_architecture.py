@@ -18,6 +18,7 @@ LAYERS = (
     (
         "redaction",
         "errors",
+        "faults",
         "lifecycle",
         "messages",
         "media",

@@ -58,7 +58,7 @@ def test_an_error_says_where_the_setting_came_from(tmp_path: Path, monkeypatch: 
     with pytest.raises(InvalidField, match=r"outrider\.toml"):
         load_config({"lanes": {"run": 1}}, file=file)
     monkeypatch.setenv("OUTRIDER_PORT", "high")
-    with pytest.raises(InvalidField, match="from the environment"):
+    with pytest.raises(InvalidField, match="from OUTRIDER_PORT"):
         load_config({}, file=None)
     with pytest.raises(InvalidField, match="from flags"):
         load_config({"port": -1})

@@ -80,6 +80,7 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
     assert list(read_rows(tmp_path / "rows.jsonl")) == list(read_rows(tmp_path / "rows.json")) == QUESTIONS
     assert list(read_rows(tmp_path / "rows.parquet")) == text
     assert len(examples_of(tmp_path / "rows.jsonl", template=TEMPLATE, limit=1)) == 1
+    assert len(examples_of(str(tmp_path / "rows.jsonl"), template=TEMPLATE, limit=1)) == 1
 
 
 @pytest.mark.parametrize(

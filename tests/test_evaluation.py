@@ -53,6 +53,10 @@ async def test_failures_are_counted_apart_and_are_no_zeros(tmp_path: Path) -> No
     ]
     async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
         found = await evaluate(client, tasks, samples=4, seed=7, name="held out")
+        trained = await client.submit({"task": told(scribe_task("train", rewards=[1.0]))})
+        # A trainer that follows the results is given what trains, and an evaluation only if it asks.
+        assert (await anext(client.follow(consumer="trainer"))).id == trained.id
+        assert (await anext(client.follow(evaluations=True))).id in {group.id for group in found.groups}
     assert (found.graded, found.failures) == (6, {"harness_error": 6})
     reward = found.reward
     assert (reward.mean, reward.tasks, reward.samples) == ((0.25 + 1.0) / 2, 2, 6)

@@ -22,6 +22,9 @@ NEVER = {"asyncpg", "httpx", "openai", "torch", "transformers", "datasets", "ray
 SERVER = {"fastapi", "starlette", "uvicorn", "websockets", "renderers", "tokenizers", "jinja2", "cryptography"}
 COMMAND_LINE = {"typer", "rich"}
 DATA = {"numpy", "pydantic", "msgspec", "aiohttp"}
+SETTINGS = {"pydantic", "outrider.config", "outrider.spec"}
+MODULES = {"--version": 200, "--help": 420, "status": 560}
+"""The most modules that a command imports, with those of Python itself: its own libraries may import some more."""
 
 
 def imported_late(file: str, function: str) -> list[str]:
@@ -43,6 +46,13 @@ def loading(command: str) -> str:
     return f"from outrider.cli.commands import commands; commands({command!r})"
 
 
+def running(*words: str) -> str:
+    return (
+        f"import io, sys\nshown, sys.stdout = sys.stdout, io.StringIO()\nfrom outrider.cli import main\n"
+        f"main({words!r})\nsys.stdout = shown"
+    )
+
+
 def importing(*modules: str) -> str:
     return "\n".join(f"import {module}" for module in modules)
 
@@ -56,11 +66,20 @@ STARTS = {
     ),
     "a command with a client": (
         loading("status"),
-        NEVER | SERVER | {"outrider.service", "outrider.sandbox", "outrider.tasks", "outrider.lab"},
+        NEVER | SERVER | SETTINGS | {"numpy", "outrider.service", "outrider.sandbox", "outrider.tasks", "outrider.lab"},
     ),
+    "the version": (running("--version"), NEVER | SERVER | SETTINGS | COMMAND_LINE | DATA | {"asyncio"}),
+    "the help": (running("--help"), NEVER | SERVER | SETTINGS | DATA - {"msgspec"} | {"asyncio"}),
+    "a group's commands": (
+        running("policy", "--help"),
+        NEVER | SERVER | SETTINGS - {"pydantic"} | {"numpy"},
+    ),  # Typer imports pydantic for types
     "a command that looks at tasks": (loading("task"), NEVER | SERVER - {"cryptography"} | {"outrider.lab"}),
-    "all commands, for the help": (loading("--help"), NEVER | SERVER - {"cryptography"}),
-    "a trainer's client": ("import outrider; outrider.Client", NEVER | SERVER | COMMAND_LINE | {"outrider.cli"}),
+    "all commands": ("from outrider.cli.commands import commands; commands()", NEVER | SERVER - {"cryptography"}),
+    "a trainer's client": (
+        "import outrider; outrider.Client",
+        NEVER | SERVER | COMMAND_LINE | SETTINGS | {"numpy", "outrider.cli"},
+    ),
     "the zygote of checks": ("import outrider.evaluators.checks.zygote", NEVER | SERVER | COMMAND_LINE | DATA),
     "a check of SWE-bench": ("import outrider.evaluators.checks.swebench_check", NEVER | SERVER | COMMAND_LINE | DATA),
 }
@@ -70,6 +89,11 @@ STARTS = {
 def test_a_start_imports_nothing_that_the_process_does_not_need(process: str) -> None:
     code, unneeded = STARTS[process]
     assert not unneeded & modules_after(code)
+
+
+@pytest.mark.parametrize("words", MODULES)
+def test_a_command_of_the_first_hour_starts_at_once(words: str) -> None:
+    assert len(modules_after(running(words))) < MODULES[words]
 
 
 async def test_a_service_and_its_nodes_import_nothing_that_they_do_not_need(tmp_path: Path) -> None:

@@ -30,7 +30,16 @@ def main() -> None:
     for name, part in (("train", examples[:split]), ("val", examples[split:])):
         if part:
             written = verl_parquet(part, arguments.folder, data_source=arguments.source.name, split=name)
+            point_to(written.path, arguments.folder / f"{name}.parquet")
             print(f"{name}: {written.rows} rows in {written.path}{' (as it was)' if written.cached else ''}")
+
+
+def point_to(file: Path, link: Path) -> None:
+    """Make `link` the name of the newest file, which train.sh trains on: after an edit of the data there are two."""
+    draft = link.with_name(f".{link.name}.draft")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(file.name)
+    draft.replace(link)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,12 @@ set -euo pipefail
 rollout=actor_rollout_ref.rollout
 worker_env=ray_kwargs.ray_init.runtime_env.env_vars
 
+for split in train val; do
+    [ -e "$DATA/$split.parquet" ] || { echo "no $DATA/$split.parquet: write it with make_data.py ... --val N" >&2; exit 2; }
+done
+
 exec python -m verl.trainer.main_ppo \
-    "data.train_files=[$(echo "$DATA"/train-*.parquet)]" "data.val_files=[$(echo "$DATA"/val-*.parquet)]" \
+    "data.train_files=[$(readlink -f "$DATA/train.parquet")]" "data.val_files=[$(readlink -f "$DATA/val.parquet")]" \
     data.train_batch_size=32 "actor_rollout_ref.model.path=$MODEL" \
     algorithm.adv_estimator=grpo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=score \
     $rollout.name=vllm $rollout.n=8 $rollout.prompt_length=4096 $rollout.response_length=16384 \

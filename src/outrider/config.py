@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from outrider.callbacks import check_secret
 from outrider.environment import variables
 from outrider.errors import InvalidField
-from outrider.spec import EngineSpec, Seconds, fault_text
+from outrider.faults import fault_text
+from outrider.spec import EngineSpec, Seconds
 from outrider.text_files import read_toml_file
 
 PREFIX = "OUTRIDER_"
@@ -201,7 +202,7 @@ class PluginsConfig(Section):
 
     allow: Annotated[tuple[str, ...], Setting("--allow-plugin MODULE")] = ("outrider.lab.demo.task",)
     """[Python](security.md#what-tasks-may-name) that tasks may name as `package.module:attribute`, and that runs inside
-    the service."""
+    the service; the flag adds to the other sources and the default."""
 
 
 class CallbacksConfig(Section):
@@ -332,6 +333,8 @@ class Config(Section):
         return not is_local(self.host)
 
 
+ADDED = {"plugins.allow": PluginsConfig().allow}
+"""Settings whose flags add to the values of the environment and the file, or to the default, which stands here."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"})
 """Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
 service."""
@@ -369,34 +372,63 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     # In sorted order OUTRIDER_LANES__RUN comes after OUTRIDER_LANES, and so overrides it. An empty variable counts as
     # not set, because in shells and compose files a variable is usually unset by making it empty.
     environment = {
-        name.removeprefix(PREFIX).lower().replace("__", "."): _value(text)
+        name.removeprefix(PREFIX).lower().replace("__", "."): _value(name, text)
         for name, text in sorted(variables().items())
         if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower().split("__")[0] in Config.model_fields and text
     }
-    sources = [
-        ("the environment", _tree(environment)),
-        ("flags", _tree({path: value for path, value in flags.items() if value is not None})),
-    ]
+    given = {path: value for path, value in flags.items() if value is not None}
+    sources = [("the environment", _tree(environment)), ("flags", _tree(given))]
     if file is not None:
         sources.insert(0, (str(file), read_toml_file(file, field="config", what="config file")))
     merged: dict[str, Any] = {}
     for _, values in sources:
-        _merge(merged, values)
+        _merge(merged, values, added=values is sources[-1][1])
     try:
         return Config.model_validate(merged).as_read_from(file)
     except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"])
-        source = next((name for name, values in reversed(sources) if _has_value(values, first["loc"])), "nowhere")
-        raise InvalidField(f"setting {path!r} from {source}: {fault_text(first)}", field=path) from error
+        raise _refusal(error.errors()[0], sources, environment) from error
 
 
-def _value(text: str) -> Any:
-    """Return a variable's value: lists and objects are JSON; pydantic converts other texts."""
-    if text[0] in "[{":
-        with suppress(ValueError, RecursionError):  # a text that is not JSON stays a text, which pydantic refuses
-            return json.loads(text)
-    return text
+def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], environment: Mapping[str, Any]) -> InvalidField:
+    """Return the error for a setting, which names the source of the value: a variable by its name."""
+    location = fault["loc"]
+    path = ".".join(map(str, location))
+    source = next((name for name, values in reversed(sources) if _has_value(values, location)), "nowhere")
+    hint = None
+    if source == "the environment":
+        prefixes = (".".join(map(str, location[:end])) for end in range(len(location), 0, -1))
+        source = variable = variable_of(next(prefix for prefix in prefixes if prefix in environment))
+        if fault["type"] == "tuple_type":
+            hint = f"""write a list as JSON: {variable}='["..."]'"""
+    text = fault_text(fault, Config).replace("unknown field", "unknown setting")
+    return InvalidField(f"setting {path!r} from {source}: {text}", field=path, hint=hint)
+
+
+def _value(variable: str, text: str) -> Any:
+    """Return a variable's value: lists and objects are JSON; pydantic converts other texts. Raises InvalidField for a
+    broken list or object, unless the setting is a text, such as a path, that may begin like one."""
+    if text[0] not in "[{":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        path = variable.removeprefix(PREFIX).lower().replace("__", ".")
+        plain = {name for name, field, _ in all_settings() if not takes_many(field)}
+        if path in plain:
+            return text
+        where = ""
+        if isinstance(error, json.JSONDecodeError):
+            where = f" in line {error.lineno}, character {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
+        raise InvalidField(
+            f"the variable {variable} is not JSON{where}",
+            field=path,
+            hint='a list is written as ["a", "b"], an object as {"name": "value"}',
+        ) from error
+
+
+def takes_many(field: FieldInfo) -> bool:
+    """Return True for a setting that is a list."""
+    return any(get_origin(each) is tuple for each in (field.annotation, *get_args(field.annotation)))
 
 
 def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,12 +441,18 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _merge(into: dict[str, Any], values: Mapping[str, Any], *, added: bool = False, above: str = "") -> None:
+    """Put `values` over those of `into`. If `added` is true, lists of the settings in ADDED are put behind the others,
+    or behind the default."""
     for name, value in values.items():
-        if isinstance(value, Mapping) and isinstance(into.get(name), dict):
-            _merge(into[name], value)
+        if isinstance(value, Mapping):
+            if not isinstance(into.get(name), dict):
+                into[name] = {}
+            _merge(into[name], value, added=added, above=f"{above}{name}.")
+        elif added and f"{above}{name}" in ADDED:
+            into[name] = [*into.get(name, ADDED[f"{above}{name}"]), *value]
         else:
-            into[name] = dict(value) if isinstance(value, Mapping) else value
+            into[name] = value
 
 
 def _has_value(values: Any, location: Sequence[int | str]) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.config import Config
-from outrider.environment import installed_version
+from outrider.environment import install_command, installed_version
 from outrider.errors import HarnessUnavailable, OutriderError, RuntimeFailure
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.presets import load_preset, preset_names
@@ -190,7 +190,7 @@ def _libraries(extra: str) -> Finding:
     missing = [library for library in LIBRARIES[extra] if find_spec(library) is None]
     if missing:
         detail = f"{' and '.join(missing)} not installed"
-        return Finding(name=extra, ok=False, detail=detail, hint=f"pip install 'outrider[{extra}]'")
+        return Finding(name=extra, ok=False, detail=detail, hint=install_command(extra))
     return Finding(name=extra, ok=True, detail=f"{' and '.join(LIBRARIES[extra])} installed")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,27 @@ def installed_version(distribution: str) -> str:
     from importlib.metadata import version  # late, because few programs need it
 
     return version(distribution)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of one of Outrider's extras, such as "docker". The command names
+    the packages themselves, because nothing is published under Outrider's own name."""
+    return f"pip install {' '.join(map(shlex.quote, _packages(extra)))}"
+
+
+def _packages(extra: str) -> list[str]:
+    from importlib.metadata import requires  # late, because few programs need it
+
+    packages: list[str] = []
+    for line in requires("outrider") or ():
+        package, _, marker = line.partition(";")
+        if not re.search(rf"extra == ['\"]{re.escape(extra)}['\"]", marker):
+            continue
+        if own := re.fullmatch(r"outrider\[(.*)\]", package.strip()):
+            packages += (each for inner in own[1].split(",") for each in _packages(inner))
+        else:
+            packages.append(package.strip())
+    return packages
 
 
 def host_id() -> str:

@@ -1,20 +1,31 @@
 """The replies of the control API: msgspec structs that the server writes and the client reads.
 
-Times are seconds since the epoch, durations are seconds. The request bodies are in spec.py.
+Times are seconds since the epoch, durations are seconds. The request bodies are in spec.py, which takes from here the
+words that occur in requests and replies: clients import this module without pydantic.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from outrider.errors import ErrorRecord, FailingChore
 from outrider.lifecycle import GroupState, SessionState
-from outrider.spec import PolicyPause, Role
 from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+Role = Literal["read", "submit", "node", "admin"]
+"""The rights of a token. `submit` includes `read`, `node` only allows a node to join, `admin` allows everything."""
+
+PolicyPause = Literal["finish", "abort"]
+"""The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
+later."""
+
+EVALUATION_LABEL = "outrider.evaluation"
+"""Label of groups that evaluate a policy, with the evaluation's name as its value. Exports for training leave out the
+groups with this label."""
 
 
 def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:

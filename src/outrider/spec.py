@@ -20,28 +20,25 @@ from pydantic import (
     Field,
     HttpUrl,
     StringConstraints,
-    ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from outrider.concurrency.base64_pieces import decode_base64
-from outrider.errors import InvalidField, renamed_field
+from outrider.errors import renamed_field
+from outrider.faults import complaints as complaints
+from outrider.faults import fault_text as fault_text
+from outrider.schemas import EVALUATION_LABEL as EVALUATION_LABEL
+from outrider.schemas import PolicyPause as PolicyPause
+from outrider.schemas import Role as Role
 
 MAX_TEXT = 1 << 20
-EVALUATION_LABEL = "outrider.evaluation"
-"""Label of groups that evaluate a policy, with the evaluation's name as its value. Exports for training leave out the
-groups with this label."""
 MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
 RUNTIME = "task.runtime"
 """The request's field with the spec of the agent's sandbox."""
 MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
-MAX_COMPLAINTS = 1000
-"""Maximum number of wrong fields of a request that are listed one by one. Pydantic takes 10 us for each field in the
-list."""
 MAX_VERSION = (1 << 31) - 1
 """The largest policy version: samples store versions as int32."""
 
@@ -59,19 +56,6 @@ def checked_target(value: str) -> str:
     if "\0" in value or ".." in PurePosixPath(value).parts:
         raise ValueError("must not contain '..' or NUL")
     return value
-
-
-def complaints(error: ValidationError) -> list[ErrorDetails]:
-    """Return the faults, field by field. Raises InvalidField if there are more than MAX_COMPLAINTS: a list of all the
-    faults that fit into a request would take seconds."""
-    if (count := error.error_count()) > MAX_COMPLAINTS:
-        raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
-    return error.errors(include_url=False)
-
-
-def fault_text(fault: ErrorDetails) -> str:
-    """Return the message of a fault, without the words that pydantic puts before the message of a ValueError."""
-    return fault["msg"].removeprefix("Value error, ")
 
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -557,10 +541,6 @@ class EngineSpec(Spec):
     options: Annotated[dict[Name, Any], Field(max_length=64)] = {}
 
 
-Role = Literal["read", "submit", "node", "admin"]
-"""The rights of a token. `submit` includes `read`, `node` only allows a node to join, `admin` allows everything."""
-
-
 OPERATOR_TENANT = "operator"
 """The tenant of groups submitted with the token of the settings, or while there is no token."""
 
@@ -598,9 +578,6 @@ class PullSpec(Spec):
 
 
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
-PolicyPause = Literal["finish", "abort"]
-"""The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
-later."""
 
 
 class PolicyPauseSpec(Spec):

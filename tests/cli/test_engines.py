@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cli.world import Cli
-from outrider.cli.setting_options import parse_engine
+from outrider.cli.engine_option import parse_engine
 from outrider.cli.tables import engine_table
 from outrider.config import FrozenConfig
 from outrider.errors import InvalidField

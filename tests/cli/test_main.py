@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from cli.world import Cli, write_task
-from outrider.cli.commands import commands
+from outrider.cli.commands import commands, listed_commands
 
 UNREACHABLE = "http://127.0.0.1:9"
 
@@ -54,6 +55,24 @@ def test_every_command_explains_itself(cli: Cli, words: tuple[str, ...]) -> None
     assert "Example" in ran.out or words[-1] == "list"
 
 
+def _commands(app: typer.Typer) -> dict[str, Any]:
+    root: Any = typer.main.get_command(app)
+    return dict(root.commands)
+
+
+def test_the_list_of_commands_has_the_first_line_of_each() -> None:
+    loaded = _commands(commands())
+    listed = _commands(listed_commands())
+    lines = {name: each.get_short_help_str(200) for name, each in loaded.items()}
+    assert {name: each.get_short_help_str(200) for name, each in listed.items()} == lines
+
+
+@pytest.mark.parametrize("words", [("--", "status"), ("--version", "status")])
+def test_a_command_after_an_option_is_loaded(cli: Cli, words: tuple[str, ...]) -> None:
+    ran = cli.run(*words, "--url", UNREACHABLE)
+    assert "cannot reach" in ran.err or ran.out.startswith("outrider ")
+
+
 def test_without_words_the_help_is_shown(cli: Cli) -> None:
     ran = cli.run()
     assert (ran.code, ran.err) == (2, "")
@@ -68,7 +87,7 @@ def test_the_version(cli: Cli) -> None:
     ("words", "error", "hint"),
     [
         (["stats"], "error: No such command 'stats'", "hint: outrider --help"),
-        (["run"], "error: Missing argument 'TASK.toml'", "hint: outrider run --help"),
+        (["run"], "error: Missing argument 'TASK.toml|SOURCE...'", "hint: outrider run --help"),
         (["run", "x", "-n", "two"], "error: Invalid value for '-n'", "hint: outrider run --help"),
         (["export", "--format", "csv"], "error: Invalid value for '--format'", "hint: outrider export --help"),
     ],

@@ -170,7 +170,7 @@ def test_every_value_is_read_as_it_was_given(cli: Cli, tmp_path: Path, monkeypat
         (["--", *SERVE, "--token", "secret"], "error: a batch script can be read by others, and must have no token"),
         (["--", *SERVE, "--processes", "4"], "error: processes: the service of a job runs no sessions itself"),
         (["--", *SERVE, "--host", "127.0.0.1"], "error: host: no other machine reaches 127.0.0.1"),
-        (["--", *SERVE, "--port", "x"], "error: setting 'port' from flags: Input should be a valid integer"),
+        (["--", *SERVE, "--port", "x"], "error: setting 'port' from flags: must be a whole number"),
         (["--", *SERVE, "--nodes", "2"], "error: No such option: --nodes"),
         (["--", *SERVE, "--engine", "vllm"], "error: engine: 'vllm' is not KIND=WHERE"),
         (["--", *SERVE, "--config", "none.toml"], "error: cannot read config file none.toml"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.lab.demo.dialogue import tool_output
-from outrider.lab.demo.task import ITEMS, PHRASINGS, ZONES, Episode, file_for, group_spec, make_task, score
+from outrider.lab.demo.task import ITEMS, PHRASINGS, TASK_FILE, ZONES, Episode, file_for, group_spec, make_task, score
 from outrider.messages import Message, Role, ToolCall
 from outrider.spec import GroupSpec, Write
 
@@ -90,3 +90,11 @@ def test_the_made_up_sandbox_answers_as_bash_does(tmp_path: Path) -> None:
         expected = f"{shown}\n[exit code {done.returncode}]" if done.returncode else shown
         assert tool_output(EPISODE, command) == expected
     assert tool_output(EPISODE, "rm -r /") is None
+
+
+def test_the_file_that_the_demo_writes_is_the_task_of_the_quick_start() -> None:
+    page = Path(__file__).parents[2] / "docs" / "quickstart.md"
+    shown = page.read_text().split("```toml task\n")[1].split("```")[0]
+    comment, _, task = TASK_FILE.partition("\n")
+    assert comment.startswith("#")
+    assert task == shown

@@ -7,14 +7,18 @@ import re
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from outrider.cli.task_sources import examples_in, load_group
+from outrider.client.client import AsyncClient
 from outrider.config import Config
 from outrider.engines.adapters.options import read_options
+from outrider.errors import InvalidField
 from outrider.lab.fakes.scripted_engine import ScriptOptions
 from outrider.service.admission import parse_body, validate_group
 from outrider.spec import GroupSpec
+from support.service import running_service
 
 from .pages import DOCS, PAGES, ROOT, Block, Page
 
@@ -79,6 +83,38 @@ def test_every_page_is_in_the_index() -> None:
     assert [page.name for page in DOCS if page.path.parent == index.path.parent and page.path not in listed] == [
         index.name
     ]
+
+
+def test_the_readme_lists_every_page_and_every_trainer() -> None:
+    readme = next(page for page in PAGES if page.name == "README.md")
+    listed = set(re.findall(r"\]\(([^)\s]+)\)", readme.text.split("## Read on")[1]))
+    assert [
+        page.name for page in DOCS if page.path.parent.name in ("docs", "trainers") and page.name not in listed
+    ] == []
+
+
+def test_every_page_in_a_folder_is_linked_from_the_page_or_the_index_of_that_name() -> None:
+    index = next(page for page in DOCS if page.name == "docs/README.md")
+    for page in DOCS:
+        folder = page.path.parent
+        if folder == index.path.parent:
+            continue
+        above = folder.with_suffix(".md")
+        links = {(index.path.parent / link.partition("#")[0]).resolve() for link in index.links}
+        if above.exists():
+            links |= {(above.parent / link.partition("#")[0]).resolve() for link in Page(above).links}
+        assert page.path.resolve() in links, f"{page.name} is not linked from {above.name} or the index"
+
+
+async def test_the_refused_body_of_the_page_on_tasks_is_refused_as_shown(tmp_path: Path) -> None:
+    tasks = next(page for page in DOCS if page.name == "docs/tasks.md")
+    [block] = [block for block in tasks.blocks if block.text.startswith("$ curl -s localhost:8700/v1/groups -d")]
+    command, shown = block.text.splitlines()[:2]
+    body = json.loads(command.split(" -d ")[1].strip("'"))
+    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
+        with pytest.raises(InvalidField) as refused:
+            await client.submit(body)
+    assert msgspec.json.encode(refused.value.record()).decode() == shown
 
 
 def test_every_block_is_of_a_kind_that_is_checked() -> None:

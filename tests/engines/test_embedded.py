@@ -319,7 +319,7 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(EngineUnavailable) as caught:
         EmbeddedEngine(EngineOptions(name="x", model=str(POLICY)))
-    assert caught.value.hint == "pip install 'outrider[embedded]'"
+    assert caught.value.hint == "pip install 'safetensors>=0.4' 'torch>=2.4'"
 
 
 async def test_a_reply_cannot_be_held_to_a_form() -> None:

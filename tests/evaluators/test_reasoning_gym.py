@@ -176,7 +176,7 @@ async def test_what_cannot_be_scored_is_refused_at_submission(host: Host) -> Non
         ({**good, "answer": None}, "entry.answer", "own answer"),
         ({**good, "metadata": {"source_dataset": "countdown"}}, "entry", "not 1"),
         (code, "entry", "no plain expression"),
-        ("x", "entry", "valid dictionary"),
+        ("x", "entry", "must be an object"),
     ]
     for entry, field, message in cases:
         with pytest.raises(InvalidField, match=message) as caught:

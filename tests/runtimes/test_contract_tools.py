@@ -181,7 +181,7 @@ async def test_without_ipython_both_ways_are_named(
     with pytest.raises(RuntimeFailure, match="no IPython in the sandbox") as failure:
         await bare.open_shell("ipython")
     assert "image" in (failure.value.hint or "")
-    assert "outrider[ipython]" in (failure.value.hint or "")
+    assert "pip install ipython" in (failure.value.hint or "")
 
 
 # Paths.

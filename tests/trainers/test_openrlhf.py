@@ -206,5 +206,5 @@ async def test_a_generation_that_vllm_gave_up_is_the_engines_failure(monkeypatch
 
 def test_settings_are_read_before_openrlhf_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_OPENRLHF", '{"rows": "all"}')
-    with pytest.raises(InvalidField, match=r"OUTRIDER_OPENRLHF.rows: Input should be 'main'"):
+    with pytest.raises(InvalidField, match=r"OUTRIDER_OPENRLHF.rows: must be 'main'"):
         agent_executor()

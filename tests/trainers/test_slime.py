@@ -501,7 +501,7 @@ async def test_an_evaluation_has_its_own_seeds_and_leaves_failures_out(tmp_path:
         ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay is set: the routed experts"),
         ({"apply_chat_template": True}, "--apply-chat-template is set"),
         ({"rollout_stop": ["\n"]}, "the sampling parameter stop="),
-        ({"outrider": {"rows": "some"}}, "outrider in --custom-config-path.rows: Input should be 'all' or 'main'"),
+        ({"outrider": {"rows": "some"}}, "outrider in --custom-config-path.rows: must be 'all' or 'main'"),
     ],
 )
 async def test_options_that_cannot_be_followed_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -515,7 +515,7 @@ async def test_options_that_cannot_be_followed_are_named(tmp_path: Path, options
 
 def test_the_variable_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_SLIME", '{"complete": "most"}')
-    with pytest.raises(InvalidField, match=r"OUTRIDER_SLIME.complete: Input should be 'all' or 'any'"):
+    with pytest.raises(InvalidField, match=r"OUTRIDER_SLIME.complete: must be 'all' or 'any'"):
         asyncio.run(slime.custom_generate(slime_args("http://127.0.0.1:9"), prompt("slime nowhere"), {}))
 
 

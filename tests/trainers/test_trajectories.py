@@ -51,7 +51,7 @@ def test_the_variable_may_name_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     [
         ({"tsk": {}}, None, "config.outrider has the unknown key 'tsk'", "config.outrider.tsk"),
         ({}, '{"colour": 1}', "OUTRIDER_X has the unknown key 'colour'", "OUTRIDER_X.colour"),
-        ({"priority": "high"}, None, "config.outrider.priority: Input should be a valid integer", None),
+        ({"priority": "high"}, None, "config.outrider.priority: must be a whole number", None),
         ("text", None, "config.outrider is 'text'; it must be an object", "config.outrider"),
         ({}, '{"task": ', "OUTRIDER_X is not JSON: Expecting value at character 10", "OUTRIDER_X"),
         ({}, "[1]", "OUTRIDER_X is a JSON list; it must be an object", "OUTRIDER_X"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -229,7 +230,7 @@ def test_no_two_rollouts_share_a_nested_setting() -> None:
     ("custom", "variable", "message", "field"),
     [
         ({"outrider": {"relais": "x"}}, None, "has the unknown key 'relais'", f"{SETTINGS}.relais"),
-        ({"outrider": {"complete": "most"}}, None, "Input should be 'all' or 'any'", f"{SETTINGS}.complete"),
+        ({"outrider": {"complete": "most"}}, None, "must be 'all' or 'any'", f"{SETTINGS}.complete"),
         ({"outrider": []}, None, "it must be an object", SETTINGS),
         ({}, '{"actor": "x"', "OUTRIDER_VERL is not JSON", "OUTRIDER_VERL"),
         ({}, '{"actr": "x"}', "OUTRIDER_VERL has the unknown key 'actr'", "OUTRIDER_VERL.actr"),
@@ -251,6 +252,34 @@ def test_no_settings_are_the_defaults() -> None:
     assert verl_settings(None) == verl_settings({"other": 1}) == VerlSettings()
 
 
+def test_after_an_edit_of_the_data_the_example_trains_on_the_new_rows(tmp_path: Path) -> None:
+    rows, python = tmp_path / "rows.jsonl", tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    spec = importlib.util.spec_from_file_location("make_data", EXAMPLES / "make_data.py")
+    assert spec is not None
+    make_data = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_data)
+    data = [str(rows), str(tmp_path / "data"), "--template", str(EXAMPLES / "template.json"), "--val", "1"]
+    own = {"MODEL": "/m", "DATA": str(tmp_path / "data"), "OUTRIDER_URL": "http://x", "OUTRIDER_TOKEN": "t"}
+    own["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    trained = []
+    first = (EXAMPLES / "rows.jsonl").read_text().splitlines()
+    for lines in (first, first[1:], first):  # an edit, and the edit undone: its file is there already
+        rows.write_text("\n".join(lines))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["make_data.py", *data])
+            make_data.main()
+        ran = subprocess.run([EXAMPLES / "train.sh"], env=own, check=True, capture_output=True, text=True)
+        words = dict(word.split("=", 1) for word in ran.stdout.splitlines() if word.startswith("data."))
+        trained.append(words["data.train_files"].strip("[]"))
+        assert pq.read_table(trained[-1]).num_rows == len(lines) - 1
+    assert trained[0] == trained[2] != trained[1]
+    (tmp_path / "data" / "val.parquet").unlink()
+    refused = subprocess.run([EXAMPLES / "train.sh"], env=own, capture_output=True, text=True)
+    assert (refused.returncode, "make_data.py" in refused.stderr) == (2, True)
+
+
 @pytest.mark.deep
 def test_the_example_makes_files_whose_rows_are_tasks(tmp_path: Path) -> None:
     source = [EXAMPLES / "rows.jsonl", tmp_path, "--template", EXAMPLES / "template.json", "--val", "1"]
@@ -260,7 +289,7 @@ def test_the_example_makes_files_whose_rows_are_tasks(tmp_path: Path) -> None:
     assert made[1] == "".join(line + " (as it was)\n" for line in made[0].splitlines())
     settings = verl_settings({"outrider": {"task": {"harness": {"preset": "mini-swe-agent"}}}})  # as in train.sh
     assert "task.harness.preset=mini-swe-agent" in (EXAMPLES / "train.sh").read_text()
-    written = [one for file in sorted(tmp_path.glob("*.parquet")) for one in pq.read_table(file).to_pylist()]
+    written = [one for file in sorted(tmp_path.glob("*-*.parquet")) for one in pq.read_table(file).to_pylist()]
     assert len(written) == 3
     for one in written:
         task = validate_group({"task": verl_task(settings, one, terms()), "n": 8}).task

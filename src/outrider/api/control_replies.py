@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 
 from outrider.errors import Busy, InvalidField, NotFound, OutriderError, Unauthorized, record_of
+from outrider.faults import fault_text
 from outrider.redaction import redacted
 
 PIECE = 256 << 10
@@ -63,7 +64,7 @@ async def bad_query(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"][1:])
-    return await outrider_error(request, InvalidField(first["msg"], field=path))
+    return await outrider_error(request, InvalidField(fault_text(first), field=path))
 
 
 async def unknown_route(request: Request, error: Exception) -> Response:

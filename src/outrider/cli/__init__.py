@@ -3,7 +3,7 @@ all commands in one program."""
 
 from __future__ import annotations
 
-from outrider.cli.exit_codes import INTERRUPTED
+from outrider.cli.exit_codes import INTERRUPTED, SUCCESS
 
 TYPE_CHECKING = False  # see outrider/__init__.py for the reason
 if TYPE_CHECKING:
@@ -14,7 +14,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` are the arguments without the program's name, by default those
     of this process."""
     try:
-        # The import is here, because it takes a second, and Ctrl-C meanwhile must not end in a traceback.
+        # The imports are here, because they take long, and Ctrl-C meanwhile must not end in a traceback.
+        import sys
+
+        if (sys.argv[1:] if argv is None else list(argv)) == ["--version"]:
+            # Answered before Typer is imported, which takes longer than the answer.
+            from outrider.environment import installed_version
+
+            print(f"outrider {installed_version('outrider')}")
+            return SUCCESS
         from outrider.cli.commands import run_command
 
         return run_command(argv)

@@ -17,8 +17,7 @@ import typer
 
 from outrider.cli.exit_codes import FAILURE, SUCCESS, USAGE
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.config import unknown_variables
-from outrider.environment import installed_version
+from outrider.environment import installed_version, variables
 from outrider.errors import OutriderError, RequestError, ServiceError, described, lacks_means
 
 log = logging.getLogger("outrider.cli")
@@ -40,22 +39,26 @@ HINTS = {
 }
 """Hints for the user by errno of a system error."""
 
+CLIENT_VARIABLES = {"OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_CA", "OUTRIDER_HOME"}
+"""The variables of commands that call a service, which need no look at the settings."""
+
 COMMANDS = {
-    "serve": "serve:serve",
-    "run": "run:run",
-    "status": "status:status",
-    "cancel": "status:cancel",
-    "show": "show:show",
-    "regrade": "regrade:regrade",
-    "artifacts": "artifacts:artifacts",
-    "export": "export:export",
-    "gc": "delivery:gc",
-    "doctor": "doctor:doctor",
-    "demo": "demo:demo",
-    "slurm": "slurm:slurm",
-    "eval": "evaluate:eval_",
+    "serve": ("serve:serve", "Serve rollouts until Ctrl-C or SIGTERM."),
+    "run": ("run:run", "Run a task, or all tasks of a data set, and wait for them."),
+    "status": ("status:status", "Show the state of the service, or of one group."),
+    "cancel": ("status:cancel", "Cancel a group, or one session of it."),
+    "show": ("show:show", "Show a session: what the model was shown, what it sampled, and how it ended."),
+    "regrade": ("regrade:regrade", "Grade sessions again, with another evaluator or the same one."),
+    "artifacts": ("artifacts:artifacts", "List the files kept from a session's sandbox, or get one of them."),
+    "export": ("export:export", "Write the training samples of done groups."),
+    "gc": ("delivery:gc", "Remove old groups with their sessions, turns, images, artifacts and events."),
+    "doctor": ("doctor:doctor", "Show what works on this machine, and how to get what does not."),
+    "demo": ("demo:demo", "Run 32 sandboxed sessions with a tiny model."),
+    "slurm": ("slurm:slurm", "Submit a job that runs a service and its nodes on a Slurm cluster."),
+    "eval": ("evaluate:eval_", "Run the tasks of a source, and score the policy."),
 }
-"""The commands by name: each a module of this package, and a function in the module."""
+"""The commands by name: each a module of this package and a function in the module, and the first line of the
+function's help, which the list of commands shows without the module."""
 
 GROUPS = {
     "consumers": (
@@ -130,7 +133,9 @@ def run_command(argv: Sequence[str] | None) -> int:
     command runs."""
     terminal = Terminal()
     words = sys.argv[1:] if argv is None else list(argv)
-    command = typer.main.get_command(commands(words[0] if words else None))
+    # Options before the command's name are those of `outrider` itself.
+    name = next((word for word in words if not word.startswith("-")), None)
+    command = typer.main.get_command(commands(name) if name in COMMANDS or name in GROUPS else listed_commands())
     try:
         code = command.main(args=words, prog_name="outrider", standalone_mode=False, obj=terminal)
     except OutriderError as error:
@@ -159,12 +164,33 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 
 def commands(only: str | None = None) -> typer.Typer:
-    """Return the command line as a Typer application: with all commands, or with the command or group `only` if there
-    is one of this name.
+    """Return the command line as a Typer application: with all commands, or with the command or group `only`, whose
+    modules alone are imported."""
+    app = _without_commands()
+    for name, (place, _) in COMMANDS.items():
+        if only in (None, name):
+            app.command(name)(_load(place))
+    for name, (help, members) in GROUPS.items():
+        if only in (None, name):
+            group = typer.Typer(no_args_is_help=True, help=help)
+            for own, place in members.items():
+                group.command(own)(_load(place))
+            app.add_typer(group, name=name)
+    return app
 
-    The other commands are then not imported, because their imports took a sixth of the processor time of most
-    commands. The help, and the error after an unknown name, need all commands.
-    """
+
+def listed_commands() -> typer.Typer:
+    """Return a Typer application for the help, and for the error after an unknown name: the names of all commands with
+    their first lines, and none of their modules."""
+    app = _without_commands()
+    for name, (_, line) in COMMANDS.items():
+        app.command(name, help=line)(lambda: None)
+    for name, (line, _) in GROUPS.items():
+        app.add_typer(typer.Typer(help=line), name=name)
+    return app
+
+
+def _without_commands() -> typer.Typer:
     app = typer.Typer(
         no_args_is_help=True,
         add_completion=False,
@@ -184,19 +210,12 @@ def commands(only: str | None = None) -> typer.Typer:
         Try `outrider demo` first: it needs no engine, no network and no root.
         Then start a service with `outrider serve` and run a task with `outrider run`.
         """
-        for unknown in unknown_variables():
-            terminal_of(ctx).note(f"warning: {unknown}")
+        if any(name.startswith("OUTRIDER_") and name not in CLIENT_VARIABLES for name in variables()):
+            from outrider.config import unknown_variables  # late, because a client needs no settings and no pydantic
 
-    chosen = {only} if only in COMMANDS or only in GROUPS else {*COMMANDS, *GROUPS}
-    for name, place in COMMANDS.items():
-        if name in chosen:
-            app.command(name)(_load(place))
-    for name, (help, members) in GROUPS.items():
-        if name in chosen:
-            group = typer.Typer(no_args_is_help=True, help=help)
-            for own, place in members.items():
-                group.command(own)(_load(place))
-            app.add_typer(group, name=name)
+            for unknown in unknown_variables():
+                terminal_of(ctx).note(f"warning: {unknown}")
+
     return app
 
 

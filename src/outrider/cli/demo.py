@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,28 +79,28 @@ def demo(
 
         good = train_policy(terminal, policy, runtime, out, seeds).good
         raise typer.Exit(SUCCESS if good else FAILURE)
-    with session_progress(terminal) as watch:
+    with session_progress(terminal, "starting a service, and loading the model") as watch:
         rollouts = run_service(run_demo(runtime, watch, data=keep, policy=policy))
     found = sample_faults(rollouts, Tokenizer.load(policy))
     summary = write_files(rollouts, out, runtime=runtime, faults=found)
     if terminal.json:
         terminal.write_json(summary)
     else:
-        _print(terminal, rollouts, summary)
+        _print(terminal, rollouts, summary, policy)
     for fault in found:
         terminal.note(f"fault: {fault}")
     raise typer.Exit(SUCCESS if summary.good else FAILURE)
 
 
-def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary) -> None:
+def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary, policy: Path) -> None:
     from outrider.lab.demo.summary import best_session, tallies
 
     session = best_session(rollouts)
     print_session(terminal.out, session, rollouts.turns[session.id])
-    columns = ("group", "sessions>", "errors>", "reward>", "turns>", "sampled>", "trained>", *STAGES)
+    columns = ("group", "sessions>", "reward>", "turns>", "sampled>", "trained>", *STAGES)
     rows = [
         (
-            *(row.name, row.sessions, row.errors, row.mean_reward),
+            *(row.name, row.sessions, row.mean_reward),
             *(row.turns, row.sampled_tokens, row.trained_tokens),
             *(row.wait_seconds, row.init_seconds, row.run_seconds, row.eval_seconds),
         )
@@ -108,9 +110,27 @@ def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary) -> No
     written = [path for path in (summary.samples, summary.parquet) if path]
     terminal.out.print(f"samples: {', '.join(written)}", soft_wrap=True)
     if summary.parquet is None:
-        terminal.note("no Parquet file, as pyarrow is not installed: pip install 'outrider[parquet]'")
+        terminal.note("no Parquet file, as pyarrow is not installed: pip install pyarrow")
     terminal.out.print(
         f"{summary.sessions} sessions in {summary.seconds:.1f} s ({summary.runtime} sandboxes), "
         f"{summary.errors} errors, {summary.drift_tokens} tokens of drift",
         soft_wrap=True,
     )
+    for line in _meaning(policy, summary):
+        terminal.out.print(line, soft_wrap=True)
+
+
+def _meaning(policy: Path, summary: Summary) -> Iterator[str]:
+    """Yield what the reward means, and what to do next."""
+    from outrider.lab.demo.dialogue import RENDERER
+
+    yield ""
+    yield "A session's reward is 1 if the model read the item's file and named its zone,"
+    yield "else 0. This model is right about once in four times; that is low on purpose, so"
+    yield "that training has something to improve."
+    yield ""
+    yield "Next, serve this model in one terminal, and run a task of your own in another:"
+    yield ""
+    yield f"  outrider serve --engine embedded={shlex.quote(str(policy))} --renderer {RENDERER}"
+    yield f"  outrider run {shlex.quote(summary.task)} -n 8"
+    yield "  outrider export -o rows.jsonl"

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.engine_option import KIND, KIND_HELP, parse_engine
 from outrider.cli.options import command
-from outrider.cli.setting_options import KIND, KIND_HELP, parse_engine
 from outrider.cli.tables import engine_table
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Client

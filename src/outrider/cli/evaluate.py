@@ -7,15 +7,23 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import Image, Offline, TestCommand, command
+from outrider.cli.options import (
+    BUILT_IN,
+    AgentName,
+    HarnessName,
+    Image,
+    Limit,
+    Offline,
+    TestCommand,
+    command,
+    with_harness,
+)
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
 from outrider.client.pass_rate import evaluate
-
-BUILT_IN = "tools"
 
 
 @command
@@ -26,16 +34,13 @@ def eval_(
         list[str],
         typer.Argument(metavar="SOURCE...", help="As of `outrider task list`: files, folders, human-eval, ..."),
     ],
-    harness: Annotated[
-        str | None,
-        typer.Option(metavar="PRESET", help="Agent program for all tasks.", show_default="their own, else --agent"),
-    ] = None,
-    agent: Annotated[str, typer.Option(metavar="NAME", help="Agent in Python for tasks that name none.")] = BUILT_IN,
+    harness: HarnessName = None,
+    agent: AgentName = None,
     image: Image = None,
     test_command: TestCommand = None,
     offline: Offline = False,
     n: Annotated[int, typer.Option("-n", metavar="N", help="Sessions of each task.")] = 1,
-    limit: Annotated[int | None, typer.Option(metavar="N", help="Tasks of each source.", show_default="all")] = None,
+    limit: Limit = None,
     seed: Annotated[int, typer.Option(metavar="S", help="Task i gets the seed S + i.")] = 0,
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Go on with a run that was interrupted, with the same options.")
@@ -53,10 +58,11 @@ def eval_(
         outrider eval harbor-tasks --harness mini-swe-agent -n 4 --json
     """
     tasks = [
-        {"harness": {"agent": agent}, **example.task} | ({"harness": {"preset": harness}} if harness else {})
+        with_harness(example.task, harness, agent, default=BUILT_IN)
         for source in sources
         for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline)
     ]
+    service.policy()  # an address at which there is no service is an error at once, and not after some minutes
     run = resume or secrets.token_hex(6)
     terminal.note(f"run {run}: {len(tasks)} tasks, {n} sessions each; go on after an interruption with --resume {run}")
     with session_progress(terminal) as watch:

@@ -17,6 +17,7 @@ from outrider.cli.options import Output, command
 from outrider.cli.terminal import Terminal
 from outrider.client.atif import trajectory
 from outrider.client.client import Client
+from outrider.client.rollout import RUN_LABEL
 from outrider.client.sample_files import (
     ImageFolder,
     JsonLines,
@@ -28,8 +29,7 @@ from outrider.client.sample_files import (
 )
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.schemas import GroupView
-from outrider.spec import EVALUATION_LABEL
+from outrider.schemas import EVALUATION_LABEL, GroupView
 from outrider.trajectory import ChatRow, Sample
 
 PAGE = 20
@@ -67,6 +67,9 @@ def export(
         int, typer.Option(min=0, metavar="CURSOR", help="Only groups that finished after this cursor.")
     ] = 0,
     group: Annotated[str | None, typer.Option(metavar="GROUP", help="Only this group.")] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Only the groups of this run of a data set (`outrider run`).")
+    ] = None,
     min_reward: Annotated[
         float | None,
         typer.Option(
@@ -87,6 +90,8 @@ def export(
 
         outrider export --min-reward 1 -o accepted.jsonl
 
+        outrider export --run 5f0c7b1d2a94 -o run.jsonl
+
         outrider export --format chat --min-reward 1 -o accepted-chats.jsonl
 
         outrider export --format atif -o trajectories.jsonl
@@ -102,6 +107,8 @@ def export(
     with lines if output is None else sample_file(output, format) as writer:
         for done in _groups(service, group, after, samples=format is not SampleFormat.CHAT):
             cursor = max(cursor, done.cursor or 0)
+            if run is not None and done.labels.get(RUN_LABEL) != run:
+                continue
             if group is None and EVALUATION_LABEL in done.labels:
                 evaluations += 1
                 continue
@@ -124,6 +131,10 @@ def export(
             samples += len(rows)
             left_out += len(all_rows) - len(rows)
             groups += 1
+    if run is not None and not groups:
+        terminal.note(
+            f"no done group is of the run {run!r}; `outrider status` lists the newest groups with their labels"
+        )
     digest = None
     if output is not None:
         with output.open("rb") as file:

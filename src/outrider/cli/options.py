@@ -12,9 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.setting_options import MACHINE, MachineConfig, option_of, read_settings, setting_options
 from outrider.cli.terminal import Terminal, terminal_of
-from outrider.config import Config
 from outrider.environment import DEFAULT_URL, environment
 
 
@@ -66,6 +64,17 @@ TestCommand = Annotated[
 Offline = Annotated[
     bool, typer.Option("--offline", help="Run Harbor tasks that ask for a network, or leave it open, without one.")
 ]
+HarnessName = Annotated[
+    str | None,
+    typer.Option("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
+]
+BUILT_IN = "tools"
+"""The agent of a data set's tasks that name none."""
+AgentName = Annotated[
+    str | None,
+    typer.Option("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
+]
+Limit = Annotated[int | None, typer.Option("--limit", metavar="N", help="Tasks of each source.", show_default="all")]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
@@ -86,24 +95,24 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     A command also has --json, unless the command takes settings and so runs until a signal ends it.
     """
     hints = get_type_hints(function, include_extras=True)
-    made = {name: hint for name, hint in hints.items() if hint in _MADE or _is_client(hint)}
+    made = {name: hint for name, hint in hints.items() if hint is Terminal or _is_client(hint) or _is_config(hint)}
     options: list[Parameter] = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for name, parameter in signature(function).parameters.items():
-        if hints[name] in _SETTINGS:
-            options += setting_options(_SETTINGS[hints[name]])
+        if _is_config(hints[name]):
+            options += _setting_options(hints[name])
         elif name not in made:
             options.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
     if any(map(_is_client, made.values())):
-        options += [option_of("url", Url), option_of("token", Token), option_of("ca", Ca)]
-    if not _SETTINGS.keys() & {*made.values()}:
-        options.append(option_of("json", Json))
+        options += [_option("url", Url), _option("token", Token), _option("ca", Ca)]
+    if not any(map(_is_config, made.values())):
+        options.append(_option("json", Json))
 
     @wraps(function)
     def run(ctx: typer.Context, **given: Any) -> None:
         passed = {name: value for name, value in given.items() if name in hints}
         with ExitStack() as stack:
             for name, kind in made.items():
-                passed[name] = kind(**_service(given)) if _is_client(kind) else _MADE[kind](ctx, given)
+                passed[name] = _made(kind, ctx, given)
                 if isinstance(passed[name], AbstractContextManager):  # a `Client`
                     stack.enter_context(passed[name])
             function(**passed)
@@ -112,10 +121,52 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def with_harness(
+    task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
+) -> dict[str, Any]:
+    """Return a task with the preset `harness`, if one is given, or else with the Python agent `agent`, or `default`, if
+    the task names none."""
+    if harness:
+        return {**task, "harness": {"preset": harness}}
+    if "harness" in task or not (agent or default):
+        return dict(task)
+    return {**task, "harness": {"agent": agent or default}}
+
+
+def _made(kind: Any, ctx: typer.Context, given: Mapping[str, Any]) -> Any:
+    """Return the object of a parameter that is no option."""
+    if kind is Terminal:
+        return terminal_of(ctx)
+    if _is_client(kind):
+        return kind(**_service(given))
+    from outrider.cli.setting_options import read_settings  # see _is_config
+
+    return read_settings(given)
+
+
+# The modules of the clients and of the settings are compared by their names, and are not imported here: a service needs
+# no client and no aiohttp, a client needs no settings and no pydantic, and these imports take most of a start.
+
+
 def _is_client(hint: Any) -> bool:
-    # The module of the clients is compared by its name. Its import takes aiohttp, and a seventh of the processor time
-    # of a service's start, and a service needs no client.
     return getattr(hint, "__module__", "") == "outrider.client.client"
+
+
+def _is_config(hint: Any) -> bool:
+    """Return True for `Config`, and for `MachineConfig`, which is annotated."""
+    return getattr(getattr(hint, "__origin__", hint), "__module__", "") == "outrider.config"
+
+
+def _setting_options(hint: Any) -> list[Parameter]:
+    from outrider.cli.setting_options import setting_options
+
+    [only] = getattr(hint, "__metadata__", [None])
+    return [_option(name, annotation) for name, annotation in setting_options(only)]
+
+
+def _option(name: str, annotation: Any) -> Parameter:
+    """Return an option of a command, None by default."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _service(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,11 +176,3 @@ def _service(given: Mapping[str, Any]) -> dict[str, Any]:
         "token": given["token"] or environment("OUTRIDER_TOKEN"),
         "ca": given["ca"] or environment("OUTRIDER_CA"),
     }
-
-
-_SETTINGS: dict[Any, frozenset[str] | None] = {Config: None, MachineConfig: MACHINE}
-_MADE: dict[Any, Callable[[typer.Context, Mapping[str, Any]], Any]] = {
-    Terminal: lambda ctx, _: terminal_of(ctx),
-    Config: lambda _, given: read_settings(given),
-    MachineConfig: lambda _, given: read_settings(given),
-}

@@ -1,41 +1,82 @@
-"""`outrider run`: submits a task, follows its sessions, and prints how they ended."""
+"""`outrider run`: submits a task, or the tasks of a data set, follows the sessions, and prints how they ended."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from outrider.cli.exit_codes import FAILURE, INTERRUPTED, SUCCESS
-from outrider.cli.options import command
-from outrider.cli.progress import session_progress
-from outrider.cli.tables import session_table
-from outrider.cli.task_sources import load_group
+from outrider.cli.options import (
+    BUILT_IN,
+    AgentName,
+    HarnessName,
+    Image,
+    Limit,
+    Offline,
+    TestCommand,
+    command,
+    with_harness,
+)
+from outrider.cli.progress import run_progress, session_progress
+from outrider.cli.tables import run_table, session_table
 from outrider.cli.terminal import Terminal
+from outrider.cli.waiting import waits_noted
 from outrider.client.client import AsyncClient
+from outrider.client.rollout import RolledOut, roll_out
 from outrider.concurrency.cancellation import shielded
+from outrider.environment import DEFAULT_URL, environment
+from outrider.errors import InvalidField
 from outrider.schemas import GroupView
-from outrider.spec import GroupSpec
+
+if TYPE_CHECKING:
+    from outrider.spec import GroupSpec
 
 ANSWER_SECONDS = 10.0
 """Seconds for which Ctrl-C waits for the reply to the submission, because the service may have accepted the group. The
 time is bounded, because no reply comes while the service's queue is full."""
 
 
+class Ran(msgspec.Struct, frozen=True):
+    """The output of `outrider run --json` for a data set: the figures, and the command that writes the rows."""
+
+    result: RolledOut
+    export: str
+
+
 @command
 def run(
     terminal: Terminal,
     client: AsyncClient,
-    task: Annotated[Path, typer.Argument(metavar="TASK.toml", help="The task, as docs/tasks.md describes it.")],
-    n: Annotated[int, typer.Option("-n", metavar="N", help="Number of sessions.")] = 1,
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TASK.toml|SOURCE...", help="One task, or sources of tasks as of `outrider task list`: a data set."
+        ),
+    ],
+    n: Annotated[int, typer.Option("-n", metavar="N", help="Number of sessions of each task.")] = 1,
     priority: Annotated[int, typer.Option(metavar="P", help="From -1000 to 1000; higher ones run first.")] = 0,
+    harness: HarnessName = None,
+    agent: AgentName = None,
+    image: Image = None,
+    test_command: TestCommand = None,
+    offline: Offline = False,
+    limit: Limit = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Name of a data set's run: goes on with it if it was interrupted."),
+    ] = None,
 ) -> None:
-    """Run a task and wait for it.
+    """Run a task, or all tasks of a data set, and wait for them.
 
     Files beside TASK.toml that its `upload` steps name are sent with it.
-    Ctrl-C cancels the sessions.
+    Ctrl-C cancels the sessions of a task. Those of a data set go on in the
+    service, and --resume RUN waits for them, and submits what is missing.
 
     Exit code 0: every session ended without an error. 1: one did not.
 
@@ -43,10 +84,62 @@ def run(
 
         outrider run examples/count_words.toml -n 8
 
+        outrider run set.toml -n 4
+
         outrider run task.toml --json | jq '.sessions[].result.verdict.reward'
     """
-    group = load_group(task, n=n, priority=priority)
-    raise typer.Exit(asyncio.run(_run(terminal, client, group)))
+    from outrider.cli.task_sources import examples_in, is_one_task, load_example
+    from outrider.service.admission import validate_group
+
+    if resume is None and len(sources) == 1 and is_one_task(Path(sources[0])):
+        task = with_harness(load_example(Path(sources[0])).task, harness, agent)
+        group = validate_group({"task": task, "n": n, "priority": priority})
+        raise typer.Exit(asyncio.run(_run(terminal, client, group)))
+    tasks = []
+    for source in sources:
+        for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline):
+            task = with_harness(example.task, harness, agent, default=BUILT_IN)
+            try:
+                validate_group({"task": task, "n": n, "priority": priority})
+            except InvalidField as error:  # before anything is submitted
+                raise InvalidField(
+                    f"task {example.id!r} of {source}: {error.message}", field=error.field, hint=error.hint
+                ) from error
+            tasks.append(task)
+    name = resume or secrets.token_hex(6)
+    raise typer.Exit(asyncio.run(_run_all(terminal, client, name, tasks, n=n, priority=priority)))
+
+
+async def _run_all(
+    terminal: Terminal, client: AsyncClient, run: str, tasks: list[dict[str, Any]], *, n: int, priority: int
+) -> int:
+    """Roll out a data set, and return the exit code. Ctrl-C leaves the sessions to the service."""
+    terminal.note(f"run {run}: {len(tasks)} tasks, {n} session{'s' if n > 1 else ''} each")
+    try:
+        async with client:
+            with run_progress(terminal) as watch:
+                async with waits_noted(terminal, client):
+                    done = await roll_out(client, tasks, run=run, samples=n, priority=priority, watch=watch)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        terminal.note(f"the sessions go on in the service; go on with the same command and --resume {run}")
+        return INTERRUPTED
+    after = f" --after {done.after}" if done.after else ""
+    export = f"outrider export --run {shlex.quote(run)}{after} -o {shlex.quote(run)}.jsonl{_address(client)}"
+    terminal.show(Ran(done, export), run_table(done))
+    for reason, count in sorted(done.failures.items()):
+        terminal.note(f"{count} not graded: {reason}")
+    if done.failed:
+        terminal.note(f"what went wrong: outrider show {done.failed}{_address(client)}")
+    terminal.note(f"its training rows: {export}")
+    return FAILURE if done.failed else SUCCESS
+
+
+def _address(client: AsyncClient) -> str:
+    """Return the option with which another command calls the same service, or "" if it needs none."""
+    return "" if client.url == (environment("OUTRIDER_URL") or DEFAULT_URL).rstrip("/") else f" --url {client.url}"
 
 
 async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
@@ -66,7 +159,8 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
             [group] = accepted
             terminal.note(f"group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
             with session_progress(terminal) as watch:
-                [group] = await client.wait([group.id], watch)
+                async with waits_noted(terminal, client):
+                    [group] = await client.wait([group.id], watch)
         except asyncio.CancelledError:
             # asyncio.run turns the first Ctrl-C into a cancellation and the second into a KeyboardInterrupt.
             task.uncancel()
@@ -78,11 +172,14 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
             terminal.note(f"cancelling {group.id} (Ctrl-C again to leave at once)")
             await client.cancel(group.id)
             with session_progress(terminal) as watch:
-                [group] = await client.wait([group.id], watch)
+                async with waits_noted(terminal, client):
+                    [group] = await client.wait([group.id], watch)
     failed = [each.id for each in group.sessions if each.result and each.result.error]
     terminal.show(group, session_table(group))
     if failed and not terminal.json:
-        terminal.note(f"what went wrong: outrider show {failed[0]}")
+        terminal.note(f"what went wrong: outrider show {failed[0]}{_address(client)}")
+    elif not interrupted and not terminal.json:
+        terminal.note(f"its training rows: outrider export --group {group.id} -o FILE.jsonl{_address(client)}")
     if interrupted:
         return INTERRUPTED
     return FAILURE if failed else SUCCESS

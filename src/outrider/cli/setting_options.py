@@ -1,4 +1,4 @@
-"""The options of a service's settings, made from config.py; `parse_engine` reads KIND=WHERE on any command line.
+"""The options of a service's settings, made from config.py.
 
 An option's value is a text, or a list of texts. `load_config` converts and checks these texts, as it does with texts
 from the environment.
@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any
 
-import msgspec
 import typer
 
-from outrider.config import OWN, Config, all_settings, load_config
-from outrider.errors import InvalidField
+from outrider.cli.engine_option import KIND_HELP, parse_engine
+from outrider.config import OWN, Config, all_settings, load_config, takes_many
 
-KIND = "KIND=WHERE"
-KIND_HELP = (
-    "vllm=URL, sglang=URL, openai=URL, vllm-router=URL, sglang-router=URL (each of a router's workers), "
-    "embedded=FOLDER (a model's folder), relay=NAME (workers connect to the service) "
-    "or scripted=FILE.json (fixed replies)."
-)
 REPEATED = "May be repeated."
 
 ConfigFile = Annotated[
@@ -38,15 +30,16 @@ MachineConfig = Annotated[Config, MACHINE]
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
-def setting_options(only: frozenset[str] | None) -> Iterator[Parameter]:
-    """Yield the options of all settings, or of the settings and sections `only`, as parameters of a command."""
-    yield option_of("config", ConfigFile)
+def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
+    """Yield the options of all settings, or of the settings and sections `only`: the name and the annotation of a
+    command's parameter each."""
+    yield "config", ConfigFile
     for path, field, setting in all_settings():
         section, dot, _ = path.partition(".")
         if setting.option is None or (only is not None and section not in only):
             continue
         option, _, metavar = setting.option.partition(" ")
-        many = any(get_origin(each) is tuple for each in (field.annotation, *get_args(field.annotation)))
+        many = takes_many(field)
         help = (_plain(field.description or ""), KIND_HELP if path == "engines" else "", REPEATED if many else "")
         info = typer.Option(
             option,
@@ -56,7 +49,7 @@ def setting_options(only: frozenset[str] | None) -> Iterator[Parameter]:
             rich_help_panel=(section.upper() if section == "tls" else section.capitalize()) if dot else None,
         )
         kind = list[str] if many else str if metavar else bool
-        yield option_of(_parameter(path), Annotated[kind | None, info])
+        yield _parameter(path), Annotated[kind | None, info]
 
 
 def read_settings(options: Mapping[str, Any]) -> Config:
@@ -67,35 +60,8 @@ def read_settings(options: Mapping[str, Any]) -> Config:
     return load_config(flags, file=options["config"])
 
 
-def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
-    """Return the fields of an engine spec from KIND=WHERE. Raises InvalidField."""
-    kind, given, where = text.partition("=")
-    if not (kind and given and where):
-        raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")
-    match kind:
-        case "embedded":
-            return {"kind": kind, "model": where}
-        case "relay":
-            return {"kind": kind, "name": where}
-        case "scripted":
-            try:
-                options = msgspec.json.decode(Path(where).read_bytes(), type=dict[str, Any])
-            except OSError as error:
-                raise InvalidField(f"cannot read {where}: {error.strerror}", field=field) from error
-            except msgspec.MsgspecError as error:
-                raise InvalidField(f"{where} is not a JSON object: {error}", field=field) from error
-            return {"kind": kind, "options": options}
-        case _:
-            return {"kind": kind, "url": where}
-
-
 def _parameter(path: str) -> str:
     return path.replace(".", "__")
-
-
-def option_of(name: str, annotation: Any) -> Parameter:
-    """Return an option of a command, None by default."""
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _plain(markdown: str) -> str:

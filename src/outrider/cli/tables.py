@@ -6,12 +6,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from rich import box
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from outrider.cli.fitted_table import FittedTable
 from outrider.cli.terminal import printable
+from outrider.client.rollout import RolledOut
 from outrider.errors import FailingChore
 from outrider.lifecycle import StopReason
 from outrider.schemas import (
@@ -54,19 +54,11 @@ STYLES = {
 }
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> FittedTable:
     """Return a table without a frame. A column whose name ends in ">" is aligned to the right. A cell is a value of any
     type: None becomes "-", a truth value "yes" or "no", a float gets two decimals, and control characters in a text are
     escaped."""
-    made = Table(
-        box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, show_edge=False
-    )
-    for name in columns:
-        # Rows do not wrap, because programs such as grep and cut read lines.
-        made.add_column(name.removesuffix(">"), justify="right" if name.endswith(">") else "left", no_wrap=True)
-    for row in rows:
-        made.add_row(*map(_cell, row))
-    return made
+    return FittedTable(columns, [tuple(map(_cell, row)) for row in rows], title)
 
 
 def _cell(value: object) -> str | Text:
@@ -109,6 +101,13 @@ def session_table(group: GroupView) -> RenderableType:
         counts = (reward, result.turns, result.tokens.sampled, *stage_seconds(result.seconds))
         rows.append((session.id, word(result.stop_reason.value), *counts, shown))
     return table(columns, rows)
+
+
+def run_table(done: RolledOut) -> RenderableType:
+    """Return one row with the figures of a data set's run. `mixed` groups have rewards that are not all equal."""
+    columns = ("tasks>", "sessions>", "graded>", "reward>", "mixed groups>", "turns>", "sampled>", "trained>")
+    counts = (done.mixed, done.turns, done.sampled, done.trained)
+    return table(columns, [(len(done.groups), done.sessions, done.graded, done.mean_reward, *counts)])
 
 
 def group_table(groups: Iterable[GroupSummary]) -> RenderableType:
@@ -171,7 +170,7 @@ def policy_table(policy: PolicyStatus) -> RenderableType:
     return table(("engine", "version>", "up"), [(each.name, each.version, each.ok) for each in policy.engines])
 
 
-def token_table(tokens: Iterable[TokenView]) -> Table:
+def token_table(tokens: Iterable[TokenView]) -> RenderableType:
     """Return a row for each token, with the end of its validity."""
 
     def until(token: TokenView) -> str:

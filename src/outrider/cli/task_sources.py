@@ -130,6 +130,14 @@ def examples_in_file(path: Path) -> list[Example]:
     return filled_examples(path, table)
 
 
+def is_one_task(path: Path) -> bool:
+    """Return True if a source is a TOML file with one task, and not a template for rows. A TOML file that is missing
+    counts as one task."""
+    if path.suffix != ".toml" or path.is_dir():
+        return False
+    return not path.exists() or ROWS not in read_toml_file(path, field="task")
+
+
 def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
     """Return one example per row of the file that the table `rows` names: the task and the table `gold` of the TOML
     file, filled with the row's values. If the table names a kind, the fields of the TOML file go over the task that
@@ -208,7 +216,7 @@ def load_example(path: Path) -> Example:
         raise InvalidField(
             f"{path} is a template for the tasks of its rows, and here one task is wanted",
             field="task",
-            hint=f"run all of them with `outrider eval {path}`",
+            hint=f"`outrider run {path} -n 4` rolls out all of them, `outrider eval` evaluates the policy on them",
         )
     gold = task.pop("gold", None)
     return Example(id=path.stem, task=task, gold=None if gold is None else gold_of(gold, path))

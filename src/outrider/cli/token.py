@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -14,10 +14,11 @@ from outrider.cli.options import command
 from outrider.cli.tables import token_table
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
-from outrider.config import Config, load_config
 from outrider.errors import InvalidField
-from outrider.schemas import NewToken, TokenList
-from outrider.spec import Role, TokenSpec
+from outrider.schemas import NewToken, Role, TokenList
+
+if TYPE_CHECKING:
+    from outrider.config import Config
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The token's name.")]
 
@@ -63,6 +64,8 @@ def create(
     else:
         if not data.is_dir():
             raise InvalidField(f"there is no folder {data}", field="data", hint="it is made when the service starts")
+        from outrider.config import load_config  # late, as in _create_in
+
         limits = {"max_queued": max_queued, "expires_days": expires}
         spec = {"name": name, "role": role, "tenant": tenant, **limits}
         new = asyncio.run(_create_in(load_config({"data": data}), spec))
@@ -79,6 +82,7 @@ async def _create_in(config: Config, spec: dict[str, Any]) -> NewToken:
     from outrider.service.audit import AuditEntry, AuditLog
     from outrider.service.principals import OPERATOR
     from outrider.service.tokens import TokenRegistry
+    from outrider.spec import TokenSpec
 
     async with open_store(config) as store:
         new = await TokenRegistry(store, config.token).create(parse_body(TokenSpec, msgspec.json.encode(spec)))

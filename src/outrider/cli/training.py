@@ -71,7 +71,7 @@ def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seed
     else:
         _print(terminal, runs, found)
     if found.curve is None:
-        terminal.note("no picture, as matplotlib is not installed: pip install 'outrider[train]'")
+        terminal.note("no picture, as matplotlib is not installed: pip install matplotlib")
     return found
 
 

@@ -20,7 +20,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from urllib.parse import quote
 
 import aiohttp
@@ -33,6 +33,7 @@ from outrider.errors import Busy, ErrorRecord, InvalidField, NotFound, OutriderE
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
 from outrider.schemas import (
+    EVALUATION_LABEL,
     ArtifactList,
     CallbackList,
     CallbackView,
@@ -49,10 +50,12 @@ from outrider.schemas import (
     NewToken,
     NodeList,
     NodeStats,
+    PolicyPause,
     PolicyStatus,
     PulledImages,
     Redelivered,
     ResultsPage,
+    Role,
     SampleList,
     ServiceStatus,
     SessionView,
@@ -61,9 +64,11 @@ from outrider.schemas import (
     TurnList,
     TurnView,
 )
-from outrider.spec import EngineSpec, GroupSpec, PolicyPause, RegradeSpec, Role, Spec
 from outrider.trajectory import ChatRow, Sample
 from outrider.wire.tls import trusting
+
+if TYPE_CHECKING:
+    from outrider.spec import EngineSpec, GroupSpec, RegradeSpec, Spec
 
 log = logging.getLogger("outrider.client")
 
@@ -116,6 +121,12 @@ class AsyncClient:
                 "the token has a line break or another control character",
                 field="token",
                 hint="a file that it was read from may end with one: strip it",
+            )
+        if not url.startswith(("http://", "https://")):
+            raise InvalidField(
+                f"the address of the service, {url!r}, has no scheme",
+                field="url",
+                hint=f"write http://{url}" if "://" not in url else "use http:// or https://",
             )
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -185,15 +196,25 @@ class AsyncClient:
         return await self._call("GET", "/v1/results", ResultsPage, query=query)
 
     async def follow(
-        self, *, after: int | None = None, consumer: str | None = None, samples: bool = False
+        self,
+        *,
+        after: int | None = None,
+        consumer: str | None = None,
+        samples: bool = False,
+        evaluations: bool = False,
     ) -> AsyncIterator[GroupView]:
-        """Yield groups as they finish, without end. For the arguments see `results`. For a consumer, a group is
-        acknowledged when the next group is requested. So if the caller's loop ends before that, for any reason, the
-        next call of `follow` yields the group again."""
+        """Yield groups as they finish, without end. Like `results`, the first groups are those that finished long ago,
+        unless `after` or `consumer` excludes them: to wait for groups of your own, use `wait`. Groups of evaluations
+        are left out, so that nothing held out is trained on, unless `evaluations` is given. For the other arguments see
+        `results`.
+
+        For a consumer, a group is acknowledged when the next group is requested. So if the caller's loop ends before
+        that, for any reason, the next call of `follow` yields the group again."""
         while True:
             page = await self.results(after=after, consumer=consumer, wait=LONG_POLL, samples=samples)
             for group in page.groups:
-                yield group
+                if evaluations or EVALUATION_LABEL not in group.labels:
+                    yield group
                 if consumer is not None and group.cursor is not None:
                     await self.ack(consumer, group.cursor)
             after = page.cursor
@@ -596,7 +617,7 @@ def _not_open() -> ServiceError:
 
 def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
     """Encode a request body. Raises InvalidField for values that JSON cannot represent."""
-    if isinstance(body, Spec):
+    if not isinstance(body, Mapping):
         return body.model_dump_json().encode()
     try:  # json refuses NaN; orjson and msgspec encode NaN as null, which means "not given" to the service
         return json.dumps(body, allow_nan=False).encode()

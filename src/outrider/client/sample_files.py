@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 import msgspec
 
 from outrider.client.atif import Trajectory
+from outrider.environment import install_command
 from outrider.errors import InvalidField
 from outrider.messages import Image, image_file
 from outrider.trajectory import ChatRow, Sample
@@ -65,7 +66,9 @@ class Parquet:
             parquet = importlib.import_module("pyarrow.parquet")
         except ImportError as error:
             raise InvalidField(
-                "Parquet files need pyarrow", field="format", hint="pip install 'outrider[parquet]', or use jsonl"
+                "Parquet files need pyarrow",
+                field="format",
+                hint=f"{install_command('parquet')}, or use --format jsonl",
             ) from error
         self._schema = self._arrow.schema(_columns(self._arrow, Sample))
         self._writer = parquet.ParquetWriter(file, self._schema, compression="zstd")

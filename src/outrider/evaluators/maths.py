@@ -23,7 +23,7 @@ from outrider.trajectory import Verdict
 LIBRARY = Library(
     distribution="math-verify",
     packages=("math_verify",),
-    install="'outrider[math]'",
+    install="'math-verify>=0.9,<0.10'",
     checks="outrider.evaluators.checks.math_check",
 )
 CHECKS = partial(Checks, library=LIBRARY)

@@ -64,6 +64,6 @@ def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> Evalua
         return EvaluatorSpec.model_validate({**given, **{name: getattr(whole, name) for name in WHOLE}})
     except ValidationError as error:
         first = complaints(error)[0]
-        message = fault_text(first)
+        message = fault_text(first, EvaluatorSpec)
         place = ".".join((field, *map(str, first["loc"])))
         raise InvalidField(message[:1].lower() + message[1:], field=place) from error

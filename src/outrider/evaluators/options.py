@@ -27,7 +27,7 @@ def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
         first = complaints(error)[0]
         field = ".".join(("task.evaluator.options", *map(str, first["loc"])))
         raise InvalidField(
-            fault_text(first),
+            fault_text(first, kind),
             field=field,
             hint=f"the options of kind {spec.kind!r} are {', '.join(kind.model_fields)}",
         ) from error

@@ -26,7 +26,7 @@ from outrider.trajectory import Verdict
 LIBRARY = Library(
     distribution="reasoning-gym",
     packages=("reasoning_gym",),
-    install="'outrider[reasoning-gym]'",
+    install="'reasoning-gym>=0.1.25,<0.2'",
     checks="outrider.evaluators.checks.reasoning_check",
 )
 CHECKS = partial(Checks, library=LIBRARY)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from outrider.config import Config
+from outrider.environment import install_command
 from outrider.errors import ErrorRecord, InvalidField, OutriderError, ServiceError, error_from
 from outrider.nodes.joining import JoiningMachine
 from outrider.sessions.resources import capacity_of, with_processes
@@ -92,7 +93,7 @@ class RayFleet:
             import ray
         except ImportError as error:
             raise InvalidField(
-                "a Ray cluster needs Ray", field="ray", hint="pip install 'outrider[ray]', on all machines of it"
+                "a Ray cluster needs Ray", field="ray", hint=f"{install_command('ray')}, on all machines of it"
             ) from error
         self._ray: Any = ray
         self._place: dict[str, Any] = msgspec.to_builtins(place, builtin_types=(bytes,))

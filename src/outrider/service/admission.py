@@ -80,7 +80,7 @@ would hide it."""
 STEP_KINDS = frozenset({"Run", "Upload", "function-after[_decodable(), Write]"})
 """Parts of an error's location that name a kind of prepare step. Pydantic tries each kind of step, and adds the kind's
 name to the location of an error."""
-NO_FIELDS = STEP_KINDS | {"[key]"}
+NO_FIELDS = STEP_KINDS | {"[key]", "DiffSpec"}
 """Parts of an error's location that are not field names."""
 LIST_OF = "list["
 """Prefix of the part that pydantic adds to an error's location where one alternative of a union is a list."""
@@ -150,12 +150,14 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         # For an invalid prepare step, pydantic reports the errors of every kind of step that it has tried. The kind
         # with the fewest errors is most likely the intended kind.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
-        chosen = min(errors, key=lambda details: counts[_step_kind_tried(details["loc"])])
+        # An unknown field comes first, because a missing field may be the same one misspelt.
+        rank = {"extra_forbidden": 0, "missing": 2}
+        chosen = min(
+            errors, key=lambda details: (counts[_step_kind_tried(details["loc"])], rank.get(details["type"], 1))
+        )
         parts = [str(part) for part in chosen["loc"] if part not in NO_FIELDS]
         field = ".".join(part for part in parts if not part.startswith(LIST_OF))
-        message = fault_text(chosen)
-        if chosen["type"] == "extra_forbidden":
-            message = "unknown field"
+        message = fault_text(chosen, kind)
         raise InvalidField(message[:1].lower() + message[1:], field=field) from error
 
 

@@ -17,6 +17,7 @@ from outrider.concurrency.chores import Failures
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
 from outrider.engines.pool.policy import KnownPolicy
+from outrider.environment import install_command
 from outrider.errors import InvalidField, ServiceError
 from outrider.nodes.joined import JoinedNodes
 from outrider.nodes.pool_publisher import PoolPublisher
@@ -163,6 +164,6 @@ def _store(config: Config, failures: Failures | None) -> Store:
     try:
         from outrider.store.postgresql import postgresql_store
     except ImportError as error:
-        hint = "pip install 'outrider[postgresql]'"
+        hint = install_command("postgresql")
         raise InvalidField("a store in PostgreSQL needs asyncpg", field="store", hint=hint) from error
     return postgresql_store(config.store, key=key)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from outrider.concurrency.build_once import sync_file_system
+from outrider.environment import install_command
 from outrider.errors import InvalidField
 from outrider.evaluators.checks.reasoning_sets import UNUSABLE, can_be_scored, check_data_set
 from outrider.tasks.conversations import is_conversation, text_of
@@ -113,7 +114,7 @@ def _reasoning_gym_factory() -> Any:
     try:
         return importlib.import_module("reasoning_gym.factory")
     except ImportError as error:
-        hint = "pip install 'outrider[reasoning-gym]'"
+        hint = install_command("reasoning-gym")
         raise InvalidField("tasks of reasoning-gym need it", field="source", hint=hint) from error
 
 
@@ -231,7 +232,7 @@ def human_eval_examples(source: Path | None = None, *, limit: int | None = None)
 
 
 def examples_of(
-    source: Path,
+    source: Path | str,
     *,
     template: Mapping[str, Any] | None = None,
     id_column: str | None = None,
@@ -241,6 +242,7 @@ def examples_of(
     """Return the examples of a source. If a `template` is given, `source` is a file of rows or a saved dataset.
     Otherwise `source` is a folder with Harbor task folders. `offline` accepts Harbor folders that request a network
     (see `harbor_examples`). Raises InvalidField."""
+    source = Path(source)
     _check_there(source)
     if template is None:
         if not source.is_dir():
@@ -449,5 +451,5 @@ def _pyarrow(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise InvalidField(
-            "Parquet files and saved datasets need pyarrow", field="source", hint="pip install 'outrider[parquet]'"
+            "Parquet files and saved datasets need pyarrow", field="source", hint=install_command("parquet")
         ) from error

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
+from outrider.faults import fault_text
 from outrider.spec import Name, SamplingSpec, Spec
 from outrider.tasks.datasets import filled, known_columns, merged
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
@@ -86,7 +87,7 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
         path = ".".join(str(part) for part in first["loc"])
         of = variable if first["loc"] and first["loc"][0] in over else source
         if first["type"] != "extra_forbidden":
-            raise InvalidField(f"{of}.{path}: {first['msg']}", field=f"{of}.{path}") from error
+            raise InvalidField(f"{of}.{path}: {fault_text(first)}", field=f"{of}.{path}") from error
         close = get_close_matches(path, kind.model_fields, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(kind.model_fields)}"
         raise InvalidField(f"{of} has the unknown key {path!r}", field=f"{of}.{path}", hint=hint) from error

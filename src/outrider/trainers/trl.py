@@ -48,6 +48,7 @@ from outrider.client.sampling import (
     rewards_differ,
     rewards_of,
 )
+from outrider.environment import install_command
 from outrider.errors import InvalidField, ServiceError
 from outrider.schemas import GroupView, SessionView
 from outrider.trainers.shared_settings import BridgeSettings
@@ -367,7 +368,7 @@ class ServiceLogprobs:
             raise InvalidField(
                 "this TRL gives no sampling_per_token_logps",
                 field="trl",
-                hint=f"the bridge is tested with TRL {TESTED}: pip install 'outrider[trl]'",
+                hint=f"the bridge is tested with TRL {TESTED}: {install_command('trl')}",
             )
         output["old_per_token_logps"] = sampled
         if self.model.training:

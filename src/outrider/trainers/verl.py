@@ -40,7 +40,9 @@ try:
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 except ImportError as error:
-    raise ImportError(f"outrider.trainers.verl needs verl 0.9.1 (pip install 'outrider[verl]'): {error}") from error
+    from outrider.environment import install_command
+
+    raise ImportError(f"outrider.trainers.verl needs verl 0.9.1 ({install_command('verl')}): {error}") from error
 
 from outrider.client.pass_rate import evaluation_task
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams

@@ -59,6 +59,8 @@ def test_a_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
 def test_verl_takes_the_examples_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("train-1.parquet", "val-2.parquet"):
         (tmp_path / name).touch()
+        (tmp_path / f"{name.split('-')[0]}.parquet").symlink_to(name)
+    (tmp_path / "train-0.parquet").touch()  # of the data before an edit
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)

@@ -16,6 +16,7 @@ import msgspec
 from outrider.engines.adapters.options import read_options
 from outrider.engines.base import Capability, EngineOptions, PauseMode
 from outrider.engines.embedded.function_engine import FunctionEngine
+from outrider.environment import install_command
 from outrider.errors import EngineUnavailable, InvalidField
 from outrider.trajectory import LogprobKind
 
@@ -47,7 +48,7 @@ class EmbeddedEngine(FunctionEngine):
         missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
         if missing:
             raise EngineUnavailable(
-                f"the embedded engine needs {' and '.join(missing)}", hint="pip install 'outrider[embedded]'"
+                f"the embedded engine needs {' and '.join(missing)}", hint=install_command("embedded")
             )
         if options.model is None:
             raise InvalidField("the embedded engine needs the model's folder", field="model")

@@ -16,6 +16,7 @@ import msgspec
 
 from outrider.client.sample_files import SampleFormat, sample_file
 from outrider.errors import InvalidField
+from outrider.lab.demo.task import TASK_FILE
 from outrider.lifecycle import StopReason
 from outrider.schemas import GroupView, SessionView, TurnView
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider demo --json`, and the first part of summary.json. `faults` are the faults found by the
-    check of the samples; `samples` and `parquet` are the files written."""
+    check of the samples; `samples`, `parquet` and `task` are the files written."""
 
     sessions: int
     completed: int
@@ -63,6 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trained_tokens: int
     samples: str
     parquet: str | None
+    task: str
     seconds: float
     runtime: str
     faults: tuple[str, ...]
@@ -100,7 +102,8 @@ def tallies(groups: Iterable[GroupView]) -> list[Tally]:
 
 
 def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults: Sequence[str]) -> Summary:
-    """Write samples.jsonl, samples.parquet (where pyarrow is installed) and summary.json. Raises InvalidField."""
+    """Write samples.jsonl, samples.parquet (where pyarrow is installed), summary.json, and task.toml, a task for
+    `outrider run`. Raises InvalidField."""
     jsonl = folder / "samples.jsonl"
     _write_samples(rollouts, jsonl, SampleFormat.JSONL)
     parquet: Path | None = folder / "samples.parquet"
@@ -110,6 +113,7 @@ def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults:
         if error.field != "format":  # an error of the field `format` means that pyarrow is missing
             raise
         parquet = None
+    (folder / "task.toml").write_text(TASK_FILE)
     *each, total = tallies(rollouts.groups)
     summary = Summary(
         sessions=total.sessions,
@@ -121,6 +125,7 @@ def write_files(rollouts: RolloutSummary, folder: Path, *, runtime: str, faults:
         trained_tokens=total.trained_tokens,
         samples=str(jsonl),
         parquet=str(parquet) if parquet else None,
+        task=str(folder / "task.toml"),
         seconds=round(rollouts.seconds, 2),
         runtime=runtime,
         faults=tuple(faults),

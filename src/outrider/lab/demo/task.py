@@ -36,6 +36,29 @@ TURNS = 4
 MAX_TOKENS = 48
 
 
+TASK_FILE = """\
+# A task of the kind for which the demo's model was made: run it with `outrider run`.
+instruction = "Where is maple?"
+
+[harness]
+agent = "tools"
+options = { tools = ["bash"], max_turns = 4 }
+
+[runtime]
+prepare = [{ write = "zone: jade\\n", to = "maple" }]
+
+[evaluator]
+kind = "callable"
+path = "outrider.lab.demo.task:grade"
+options = { item = "maple", zone = "jade" }
+
+[sampling]
+temperature = 1.0
+max_tokens = 48
+"""
+"""One episode as a file for `outrider run`; docs/quickstart.md shows the same."""
+
+
 class Episode(msgspec.Struct, frozen=True):
     """One instance of the task: the item, the zone of the item, and the question for the agent."""
 

@@ -26,6 +26,7 @@ import msgspec
 from outrider.client.client import AsyncClient, Client
 from outrider.client.pass_rate import evaluate
 from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.environment import install_command
 from outrider.errors import InvalidField
 from outrider.lab.demo.dialogue import RENDERER, Script, encode
 from outrider.lab.demo.service_process import service_process
@@ -133,7 +134,7 @@ def check_installed() -> None:
         raise InvalidField(
             f"training needs {' and '.join(missing)}",
             field="train",
-            hint="pip install 'outrider[train]', or make train",
+            hint=f"{install_command('train')}, or make train",
         )
 
 

@@ -22,7 +22,7 @@ from outrider.sandbox.pythons.portable import portable_command, portable_digest,
 
 WITHOUT_IPYTHON = (
     "install IPython for the sandbox's own python3, in its image; or install it beside Outrider "
-    "(pip install 'outrider[ipython]') and show it in the sandbox (mounts of pythons/ipython.py, as the built-in "
+    "(pip install ipython) and show it in the sandbox (mounts of pythons/ipython.py, as the built-in "
     "agent's tool 'ipython' does)"
 )
 

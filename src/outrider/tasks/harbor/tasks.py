@@ -350,7 +350,7 @@ def read_config(file: Path) -> TaskToml:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "source"
-        message = fault_text(first)
+        message = fault_text(first, TaskToml)
         raise InvalidField(f"{file} has {field}: {message[:1].lower()}{message[1:]}", field=field) from error
 
 

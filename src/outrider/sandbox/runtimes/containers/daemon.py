@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
-from outrider.environment import environment
+from outrider.environment import environment, install_command
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.base import Availability
 from outrider.sandbox.runtimes.containers.create_request import ContainerRequest
@@ -65,7 +65,7 @@ class ContainerEngine:
     def find(self) -> Path:
         """Return the daemon's socket. Raises RuntimeUnavailable."""
         if find_spec("aiodocker") is None:
-            raise RuntimeUnavailable("aiodocker is not installed", hint="pip install 'outrider[docker]'")
+            raise RuntimeUnavailable("aiodocker is not installed", hint=install_command("docker"))
         if named := environment(self.variable):
             scheme, _, place = named.rpartition("://")
             if scheme not in ("", "unix") or not place.startswith("/"):

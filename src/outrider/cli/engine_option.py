@@ -1,0 +1,43 @@
+"""KIND=WHERE, by which a command line names an engine. The module does not import the settings of a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.errors import InvalidField
+
+KIND = "KIND=WHERE"
+ADDRESSED = frozenset({"vllm", "sglang", "openai", "vllm-router", "sglang-router"})
+"""Kinds of engines that are reached at a URL."""
+KIND_HELP = (
+    "vllm=URL, sglang=URL, openai=URL, vllm-router=URL, sglang-router=URL (each of a router's workers), "
+    "embedded=FOLDER (a model's folder), relay=NAME (workers connect to the service) "
+    "or scripted=FILE.json (fixed replies)."
+)
+
+
+def parse_engine(text: str, *, field: str = "engine") -> dict[str, Any]:
+    """Return the fields of an engine spec from KIND=WHERE. Raises InvalidField."""
+    kind, given, where = text.partition("=")
+    if not (kind and given and where):
+        raise InvalidField(f"{text!r} is not {KIND}", field=field, hint=f"give {KIND_HELP}")
+    match kind:
+        case "embedded":
+            return {"kind": kind, "model": where}
+        case "relay":
+            return {"kind": kind, "name": where}
+        case "scripted":
+            try:
+                options = msgspec.json.decode(Path(where).read_bytes(), type=dict[str, Any])
+            except OSError as error:
+                raise InvalidField(f"cannot read {where}: {error.strerror}", field=field) from error
+            except msgspec.MsgspecError as error:
+                raise InvalidField(f"{where} is not a JSON object: {error}", field=field) from error
+            return {"kind": kind, "options": options}
+        case _:
+            if kind in ADDRESSED and "://" not in where:
+                raise InvalidField(f"{where!r} has no scheme", field=field, hint=f"write {kind}=http://{where}")
+            return {"kind": kind, "url": where}

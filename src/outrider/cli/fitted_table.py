@@ -1,0 +1,102 @@
+"""A table without a frame that fits the width of its output.
+
+Invariant: no cell is cut. In an output that is wide enough, such as a file, each row is one line. In a narrow one the
+headers wrap first, then the text of the last column; columns that still do not fit follow below, as a second table that
+repeats the first column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2
+"""Columns of the output between two columns of the table."""
+TEXT_WIDTH = 24
+"""The width to which the last column may be wrapped, if it has text."""
+
+
+class FittedTable:
+    """A table of texts. A column whose name ends in ">" is aligned to the right."""
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], title: str | None = None) -> None:
+        self._names = [name.removesuffix(">") for name in columns]
+        self._right = [name.endswith(">") for name in columns]
+        self._rows = rows
+        self._title = title
+        self._widths = [max(cell_len(name), *self._cells(at), 0) for at, name in enumerate(self._names)]
+        """The width of each column in one line."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        for number, columns in enumerate(self._parts(options.max_width)):
+            if number:
+                yield ""
+            yield self._part(columns, None if number else self._title)
+
+    def _parts(self, room: int) -> Iterator[dict[int, int]]:
+        """Yield the columns of each table, by their places, with their widths."""
+        places = range(len(self._names))
+        if sum(self._widths) + GAP * (len(places) - 1) > room and self._is_text(places[-1]):
+            # A last column without any text, such as that of errors which did not occur, is left out.
+            places = places if any(self._cells(places[-1])) else places[:-1]
+        columns: dict[int, int] = {}
+        for at in places:
+            smallest = self._smallest(at, room)
+            if columns and sum(columns.values()) + GAP * len(columns) + smallest > room:
+                yield self._widened(columns, room)
+                columns = {0: self._repeated(room)}
+            columns[at] = smallest
+        yield self._widened(columns, room)
+
+    def _is_text(self, at: int) -> bool:
+        """Return True for the one column whose cells may be wrapped."""
+        return at == len(self._names) - 1 and not self._right[at]
+
+    def _smallest(self, at: int, room: int) -> int:
+        """Return the least width of a column: that of its cells and of the longest word of its name."""
+        words = max(map(cell_len, self._names[at].split()), default=0)
+        width = max(words, *self._cells(at), 0)
+        if self._is_text(at):
+            width = min(width, max(words, TEXT_WIDTH))
+        return min(width, room if at == 0 else room - self._repeated(room) - GAP)
+
+    def _repeated(self, room: int) -> int:
+        """Return the width of the first column in the second table and later ones: at most half of the room."""
+        return min(self._widths[0], room // 2)
+
+    def _widened(self, columns: dict[int, int], room: int) -> dict[int, int]:
+        """Share out the room that the smallest widths leave, from the left."""
+        left = room - sum(columns.values()) - GAP * (len(columns) - 1)
+        widths = {}
+        for at, width in columns.items():
+            more = max(0, min(left, self._widths[at] - width))
+            widths[at] = width + more
+            left -= more
+        return widths
+
+    def _part(self, columns: dict[int, int], title: str | None) -> Table:
+        made = Table(
+            box=box.SIMPLE_HEAD,
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            pad_edge=False,
+            show_edge=False,
+            collapse_padding=True,
+        )
+        for at, width in columns.items():
+            made.add_column(
+                self._names[at], justify="right" if self._right[at] else "left", width=width, overflow="fold"
+            )
+        for row in self._rows:
+            made.add_row(*(row[at] for at in columns))
+        return made
+
+    def _cells(self, at: int) -> list[int]:
+        """Return the widths of the cells of a column."""
+        return [cell_len(str(row[at])) for row in self._rows]

@@ -1,0 +1,167 @@
+"""Rolls out the tasks of a data set for training: one group for each task, under the name of a run.
+
+    done = await roll_out(client, tasks, run="first", samples=4)
+
+A run that was interrupted goes on with the same call. Invariant: the same task, for as many sessions, is submitted once
+in a run, whatever becomes of the tasks before and after it in the data set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from outrider.client.client import AsyncClient, patiently
+from outrider.errors import Conflict, InvalidField
+from outrider.lifecycle import GroupState, SessionState
+from outrider.schemas import GroupView
+
+RUN_LABEL = "outrider.run"
+"""Label of the groups of a run, with the run's name as its value. `outrider export --run` writes these groups."""
+WAITED_FOR = 16
+"""Number of groups that are asked for at once, the first that are not done."""
+WAIT_SECONDS = 1.0
+"""Seconds that one request waits for a group, so that the progress is no older."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run is, in sessions: all, those submitted, and those that ended. `states` counts the sessions of the
+    groups that are waited for, by state."""
+
+    sessions: int
+    submitted: int
+    ended: int
+    states: dict[SessionState, int]
+
+
+class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a run.
+
+    groups: the ids, in the order of the tasks.
+    earlier: the number of groups that were already done when the run went on.
+    mean_reward: over all graded sessions, None if no session was graded.
+    mixed: the number of groups in which not all rewards are equal: only such a group gives GRPO an advantage.
+    failures: the ungraded sessions by error code, or by stop reason if they have no error.
+    failed: a session that ended with an error, None if there is none.
+    trained: the number of tokens that train.
+    after: the cursor before the first of the groups, for `export --after`.
+    """
+
+    run: str
+    groups: tuple[str, ...]
+    earlier: int
+    sessions: int
+    graded: int
+    mean_reward: float | None
+    mixed: int
+    failures: dict[str, int]
+    failed: str | None
+    turns: int
+    sampled: int
+    trained: int
+    after: int
+
+
+async def roll_out(
+    client: AsyncClient,
+    tasks: Sequence[Mapping[str, Any]],
+    *,
+    run: str,
+    samples: int = 1,
+    priority: int = 0,
+    watch: Callable[[Progress], None] | None = None,
+) -> RolledOut:
+    """Run `samples` sessions of each task, and wait for all of them. While the service's queue is full, the rest waits.
+
+    Groups that were already submitted under the name `run` are used. A cancellation leaves running groups to the
+    service. Raises InvalidField if the service refuses a task, or if a task of the run had another number of sessions
+    or another priority, and ServiceError if the service cannot be reached.
+    """
+    if not tasks or samples < 1:
+        raise InvalidField("a run needs a task and a session", field="n" if tasks else "source")
+    groups: dict[str, GroupView] = {}
+
+    def tell(waited_for: Iterable[GroupView]) -> None:
+        if watch is None:
+            return
+        states = Counter(session.state for group in waited_for for session in group.sessions)
+        done = sum(group.n for group in groups.values() if group.state is GroupState.DONE)
+        watch(
+            Progress(
+                sessions=len(tasks) * samples,
+                submitted=len(groups) * samples,
+                ended=done + states[SessionState.DONE],
+                states=dict(states),
+            )
+        )
+
+    for body in _bodies(tasks, run=run, samples=samples, priority=priority):
+        try:
+            submission = partial(client.submit, body, patience=math.inf)
+            # An address at which there is no service is an error at once; later the service may be restarting.
+            group = await (patiently(submission) if groups else submission())
+        except Conflict as error:
+            raise InvalidField(
+                f"the run {run!r} has this task with another number of sessions or another priority",
+                field="resume",
+                hint="give the options with which the run began, or begin another one",
+            ) from error
+        groups[group.id] = group
+        tell(())
+    earlier = sum(group.state is GroupState.DONE for group in groups.values())
+    while active := [group for group in groups.values() if group.state is not GroupState.DONE][:WAITED_FOR]:
+        tell(active)
+        # The first group is waited for, and so sets the pace; the others are only looked at.
+        waits = [WAIT_SECONDS] + [0.0] * (len(active) - 1)
+        calls = [partial(client.group, group.id, wait=wait) for group, wait in zip(active, waits, strict=True)]
+        for group in await asyncio.gather(*map(patiently, calls)):
+            groups[group.id] = group
+    tell(())
+    return _rolled_out(run, list(groups.values()), earlier)
+
+
+def _bodies(tasks: Sequence[Mapping[str, Any]], *, run: str, samples: int, priority: int) -> Iterator[dict[str, Any]]:
+    """Yield the groups to submit. The key of a group is made from its task, not from the task's place in the data set,
+    so that a run goes on after rows were added, removed or moved. Of equal tasks, each has a key of its own."""
+    seen = Counter[str]()
+    for task in tasks:
+        body = {**task, "labels": {**(task.get("labels") or {}), RUN_LABEL: run}}
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        seen[digest] += 1
+        key = f"run/{run}/{digest}/{seen[digest]}"
+        yield {"task": body, "n": samples, "priority": priority, "idempotency_key": key}
+
+
+def _rolled_out(run: str, groups: Sequence[GroupView], earlier: int) -> RolledOut:
+    results = [session.result for group in groups for session in group.sessions if session.result]
+    rewards = [
+        [session.result.verdict.reward for session in group.sessions if session.result and session.result.verdict]
+        for group in groups
+    ]
+    graded = [reward for of_group in rewards for reward in of_group]
+    ungraded = [result for result in results if result.verdict is None]
+    with_error = (each.id for group in groups for each in group.sessions if each.result and each.result.error)
+    return RolledOut(
+        run=run,
+        groups=tuple(group.id for group in groups),
+        earlier=earlier,
+        sessions=sum(group.n for group in groups),
+        graded=len(graded),
+        mean_reward=fmean(graded) if graded else None,
+        mixed=sum(len(set(of_group)) > 1 for of_group in rewards),
+        failures=dict(Counter(each.error.code if each.error else each.stop_reason.value for each in ungraded)),
+        failed=next(with_error, None),
+        turns=sum(result.turns for result in results),
+        sampled=sum(result.tokens.sampled for result in results),
+        trained=sum(result.tokens.trained for result in results),
+        after=min(group.cursor for group in groups if group.cursor is not None) - 1,
+    )

@@ -1,0 +1,100 @@
+"""The faults of a request or of settings in plain words, made from the faults that pydantic reports.
+
+The module knows pydantic's kinds of faults, and no model of ours. Invariant: the words name no value, because a value
+may be a secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from outrider.errors import InvalidField
+
+MAX_COMPLAINTS = 1000
+"""Maximum number of wrong fields of a request that are listed one by one. Pydantic takes 10 us for each field in the
+list."""
+
+Context = dict[str, Any]
+WORDS: dict[str, Callable[[Context], str]] = {
+    "missing": lambda _: "is required",
+    "extra_forbidden": lambda _: "unknown field",
+    "int_type": lambda _: "must be a whole number",
+    "int_parsing": lambda _: "must be a whole number",
+    "int_from_float": lambda _: "must be a whole number",
+    "float_type": lambda _: "must be a number",
+    "float_parsing": lambda _: "must be a number",
+    "finite_number": lambda _: "must be a number, and neither NaN nor infinite",
+    "bool_type": lambda _: "must be true or false",
+    "bool_parsing": lambda _: "must be true or false",
+    "string_type": lambda _: "must be a text",
+    "path_type": lambda _: "must be a path",
+    "list_type": lambda _: "must be a list",
+    "tuple_type": lambda _: "must be a list",
+    "dict_type": lambda _: "must be an object with fields",
+    "mapping_type": lambda _: "must be an object with fields",
+    "model_type": lambda _: "must be an object with fields",
+    "model_attributes_type": lambda _: "must be an object with fields",
+    "literal_error": lambda given: f"must be {given['expected']}",
+    "enum": lambda given: f"must be {given['expected']}",
+    "greater_than_equal": lambda given: f"must be at least {_number(given['ge'])}",
+    "greater_than": lambda given: f"must be more than {_number(given['gt'])}",
+    "less_than_equal": lambda given: f"must be at most {_number(given['le'])}",
+    "less_than": lambda given: f"must be less than {_number(given['lt'])}",
+    "string_too_short": lambda given: f"must have at least {_counted(given['min_length'], 'character')}",
+    "string_too_long": lambda given: f"must have at most {_counted(given['max_length'], 'character')}",
+    "too_short": lambda given: f"must have at least {_counted(given['min_length'], 'item')}",
+    "too_long": lambda given: f"must have at most {_counted(given['max_length'], 'item')}",
+    "string_pattern_mismatch": lambda given: f"must match the pattern {given['pattern']}",
+}
+"""The words by pydantic's kind of fault. Other kinds keep pydantic's words."""
+
+
+def complaints(error: ValidationError) -> list[ErrorDetails]:
+    """Return the faults, field by field. Raises InvalidField if there are more than MAX_COMPLAINTS: a list of all the
+    faults that fit into a request would take seconds."""
+    if (count := error.error_count()) > MAX_COMPLAINTS:
+        raise InvalidField(f"{count} fields are wrong or unknown, too many to name them") from error
+    return error.errors(include_url=False)
+
+
+def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
+    """Return a fault in plain words. `kind` is the model that refused the values: with it, the words for an unknown
+    field name the known field that was probably meant."""
+    if (words := WORDS.get(fault["type"])) is None:
+        return fault["msg"].removeprefix("Value error, ")
+    text = words(fault.get("ctx", {}))
+    if fault["type"] == "extra_forbidden" and kind is not None:
+        *above, name = fault["loc"]
+        if meant := get_close_matches(str(name), known_names(kind, above), n=1):
+            text += f"; did you mean {meant[0]!r}?"
+    return text
+
+
+def known_names(kind: type[BaseModel], place: Sequence[int | str]) -> list[str]:
+    """Return the names of the fields that the object at `place` may have, a location of a fault below `kind`."""
+    models = [kind]
+    for part in place:
+        fields = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]
+        # A part that is no field is the place in a list, or pydantic's name of one alternative.
+        models = [model for annotation in fields for model in _models_in(annotation)] or models
+    return sorted({name for model in models for name in model.model_fields})
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,64 @@
+"""What a long wait says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import msgspec
+
+from cli.world import REPLIES, STALLED, Cli, write_task
+from outrider.cli.terminal import Terminal
+from outrider.cli.waiting import reason_of_wait, waits_noted
+from outrider.client.client import AsyncClient
+from outrider.schemas import LaneStats, ServiceStatus
+from support.service import running_service, scripted_engine
+
+
+async def status(tmp_path: Path) -> ServiceStatus:
+    async with running_service(tmp_path=tmp_path, replies=list(REPLIES)) as (_, url), AsyncClient(url) as client:
+        return await client.status()
+
+
+async def test_the_reason_of_a_wait_is_named(tmp_path: Path) -> None:
+    idle = await status(tmp_path)
+    [engine], [node] = idle.engines, idle.nodes
+
+    def changed(**fields: object) -> str:
+        return reason_of_wait(msgspec.structs.replace(idle, **fields))
+
+    down = msgspec.structs.replace(engine, ok=False, url="http://10.0.0.1:8000", detail="connection refused")
+    full = LaneStats(name="run", size=4, in_use=4, waiting=9, served=0, waited_seconds=0.0)
+    assert changed(engines=()) == "the service has no engine; add one with `outrider engines add`"
+    assert "(http://10.0.0.1:8000): connection refused" in changed(engines=(down,))
+    assert "outrider policy resume" in changed(policy=msgspec.structs.replace(idle.policy, paused="finish"))
+    assert "outrider nodes" in changed(nodes=())
+    assert "all 4 slots of the lane 'run'" in changed(nodes=(msgspec.structs.replace(node, lanes=(full,)),))
+    assert changed(sessions={"running": 2}).startswith("no model call is under way, and the sessions are 2 running")
+
+
+async def test_a_wait_is_noted_once_and_only_while_nothing_happens(cli: Cli, tmp_path: Path) -> None:
+    engine = scripted_engine(tmp_path, [STALLED])
+    async with running_service(tmp_path=tmp_path, engine=engine) as (_, url), AsyncClient(url) as client:
+        submitted = asyncio.create_task(cli("run", write_task(tmp_path), "--url", url))
+        await engine.stalled.wait()
+        noted = Noted()
+        async with waits_noted(noted, client, every=0.02):
+            while not noted.lines:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+        await client.cancel((await client.groups())[0].id)
+        await submitted
+    assert [re.sub(r"\d+", "N", line) for line in noted.lines] == [
+        "waiting: N replies are being generated, and no session has ended since"
+    ]
+
+
+class Noted(Terminal):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
