@@ -67,10 +67,15 @@ def list_(
 
         outrider task list examples/ --json
     """
+    examples = [
+        example for source in sources for example in examples_in(source, limit=limit, image=image, offline=offline)
+    ]
+    for example in examples:
+        for note in example.notes:
+            terminal.note(f"{example.id}: {note}")
     listed = [
         Listed(example.id, evaluator_of(example), example.gold is not None, str(example.task.get("instruction", "")))
-        for source in sources
-        for example in examples_in(source, limit=limit, image=image, offline=offline)
+        for example in examples
     ]
     rows = [(one.id, one.evaluator, "yes" if one.gold else "no", shortened(one.instruction)) for one in listed]
     terminal.show(listed, table(("task", "evaluator", "solution", "instruction"), rows))
@@ -231,7 +236,11 @@ def check(
         terminal.note(f"[{done}/{len(examples)}] {report.id}: {'bad' if report.problems else 'good'}")
 
     reports = run_service(check_tasks(examples, folder=Path.cwd(), graders=graders, at_once=at_once, watch=watch))
-    bad = tuple(Bad(report.id, report.problems) for report in reports if report.problems)
+    bad = tuple(
+        Bad(report.id, (*report.problems, *example.notes))
+        for report, example in zip(reports, examples, strict=True)
+        if report.problems
+    )
     checked = CheckedTasks(tasks=len(reports), ok=len(reports) - len(bad), bad=bad)
     tables = (table((one.id,), [(problem,) for problem in one.problems]) for one in bad)
     terminal.show(checked, *tables, f"{checked.ok} of {checked.tasks} tasks are good")
