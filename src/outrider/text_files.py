@@ -65,6 +65,7 @@ def toml_line(text: str, field: str) -> int | None:
             above = max((one for one in counts if name.startswith(f"{one}.")), key=len, default=None)
             name = name if above is None else f"{above}.{counts[above]}{name.removeprefix(above)}"
             if header[1] == "[[":
+                found = found or (number if name == field else None)
                 counts[name] = counts.get(name, -1) + 1
                 name = f"{name}.{counts[name]}"
             table = name

@@ -74,7 +74,7 @@ def allowed(hosts: frozenset[str], host: str, port: int) -> bool:
     return f"{host}:{port}" in hosts or (host in hosts and port in PORTS)
 
 
-class Refused(Exception):
+class NotPassedOn(Exception):
     """A request that the proxy does not pass on. `status` is the status line of the reply."""
 
     def __init__(self, status: str, text: str) -> None:
@@ -130,8 +130,8 @@ class BuildProxy:
             method, target, *_ = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
             tunnel = method == "CONNECT"
             server_reader, server_writer, first = await self._reached(target, head, tunnel)
-        except (Refused, ValueError) as error:
-            status = error.status if isinstance(error, Refused) else "400 Bad Request"
+        except (NotPassedOn, ValueError) as error:
+            status = error.status if isinstance(error, NotPassedOn) else "400 Bad Request"
             body = f"outrider image build: {error}\n".encode()
             writer.write(
                 f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
@@ -152,16 +152,16 @@ class BuildProxy:
     async def _reached(
         self, target: str, head: bytes, tunnel: bool
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Connect to the host of a request. Returns the connection, and the bytes to send first. Raises Refused."""
+        """Connect to the host of a request. Returns the connection, and the bytes to send first. Raises NotPassedOn."""
         url = urlsplit(f"//{target}" if tunnel else target)
         if not tunnel and url.scheme != "http":
-            raise Refused("400 Bad Request", f"{target[:200]} is no address of HTTP")
+            raise NotPassedOn("400 Bad Request", f"{target[:200]} is no address of HTTP")
         host, port = (url.hostname or "").rstrip("."), url.port or (443 if tunnel else 80)
         if not allowed(self._hosts, host, port):
             shown = host if port in PORTS else f"{host}:{port}"
             if HOST.fullmatch(shown) and len(self._refused) < MAX_REFUSED:
                 self._refused.add(shown)
-            raise Refused("403 Forbidden", f"no --allow-host names {shown[:300]}")
+            raise NotPassedOn("403 Forbidden", f"no --allow-host names {shown[:300]}")
         upstream = self._upstream(tunnel, host)
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -175,11 +175,13 @@ class BuildProxy:
                 writer.write(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n{upstream[2]}\r\n".encode())
                 said = await reader.readuntil(b"\r\n\r\n")
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-            raise Refused("502 Bad Gateway", f"cannot reach {host}:{port}: {error or type(error).__name__}") from error
+            raise NotPassedOn(
+                "502 Bad Gateway", f"cannot reach {host}:{port}: {error or type(error).__name__}"
+            ) from error
         status = said.split(b"\r\n", 1)[0].decode("latin-1").partition(" ")[2]
         if not status.startswith("200"):
             writer.close()
-            raise Refused("502 Bad Gateway", f"this machine's proxy does not reach {host}:{port}: {status[:200]}")
+            raise NotPassedOn("502 Bad Gateway", f"this machine's proxy does not reach {host}:{port}: {status[:200]}")
         return reader, writer, b""
 
     def _upstream(self, tunnel: bool, host: str) -> tuple[str, int, str] | None:
@@ -193,7 +195,7 @@ class BuildProxy:
             if value := self._environ.get(name):
                 url = urlsplit(value if "://" in value else f"http://{value}")
                 if url.scheme != "http" or not url.hostname:
-                    raise Refused("502 Bad Gateway", f"{name} of this machine names no proxy that speaks HTTP")
+                    raise NotPassedOn("502 Bad Gateway", f"{name} of this machine names no proxy that speaks HTTP")
                 word = f"{unquote(url.username or '')}:{unquote(url.password or '')}"
                 header = f"Proxy-Authorization: Basic {b64encode(word.encode()).decode()}\r\n" if url.username else ""
                 return url.hostname, url.port or 80, header

@@ -185,7 +185,7 @@ class Stage:
         self.steps: list[BuildStep] = []
 
 
-class Root(msgspec.Struct, frozen=True):
+class ContextFolder(msgspec.Struct, frozen=True):
     """A folder that files are copied from, and what it leaves out."""
 
     folder: Path
@@ -209,10 +209,10 @@ class Reader:
     def __init__(self, file: Path, store: ImageStore) -> None:
         self._file = file
         self._context = file.parent.resolve()
-        self._roots = [Root(self._context, read_ignore(self._context))]
+        self._roots = [ContextFolder(self._context, read_ignore(self._context))]
         above = self._context.parent
         if self._context.name == ENVIRONMENT and (above / TASK_TOML).is_file():
-            self._roots.append(Root(above, read_ignore(above), whole_task=True))
+            self._roots.append(ContextFolder(above, read_ignore(above), whole_task=True))
         self._store = store
         self._early: dict[str, str] = {}
         """The ARGs before FROM."""
@@ -383,10 +383,11 @@ class Reader:
                 f"the image {next(iter(found))!r} of this machine is not known to be {pinned}",
                 hint=f"{pull} (which checks the digest); or, to take the image that is here, write only {whole}",
             )
+        other = f"write only {whole}, and outrider image import FILE {short}" if at else ""
         raise self._refusal(
             one.line,
             f"there is no image {reference!r} on this machine",
-            hint=f"{pull}, or outrider image import FILE {own}",
+            hint=f"{pull}, or {other or f'outrider image import FILE {own}'}",
         )
 
     def _stored(self, name: str) -> RootImage | None:
@@ -560,7 +561,7 @@ class Reader:
         return f"add {word} to {self._context}: a data set may lack it because its authors left it out of git"
 
     def _checked(
-        self, one: Instruction, word: str, root: Root, present: list[Path]
+        self, one: Instruction, word: str, root: ContextFolder, present: list[Path]
     ) -> list[tuple[Path, tuple[Path, ...]]]:
         found = []
         for path in present:
@@ -599,7 +600,7 @@ class Reader:
             )
         return found
 
-    def _left_out(self, one: Instruction, root: Root, path: Path, goal: Path) -> Iterator[Path]:
+    def _left_out(self, one: Instruction, root: ContextFolder, path: Path, goal: Path) -> Iterator[Path]:
         """Yield what the .dockerignore leaves out of a folder: files and, unless a pattern takes files back, whole
         folders. Refuses links that lead out of the folder."""
         ignore = root.ignore

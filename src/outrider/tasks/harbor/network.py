@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-BEFORE = r"(?:^|[;&|(`{]|\b(?:if|then|else|do|sudo|exec|time|env|!)\s)\s*(?:\w+=\S*\s+)*"
+BEFORE = r"(?:^|[;&|(`{!]|\b(?:if|then|else|do|sudo|exec|time|env)\s)\s*(?:\w+=\S*\s+)*"
 COMMANDS = (
     r"apt(?:-get)?\s+(?:-\S+\s+)*(?:update|install|upgrade)",
     r"apk\s+(?:-\S+\s+)*add",
@@ -24,6 +24,7 @@ COMMANDS = (
     r"(?:curl|wget)\s.*(?:https?|ftp)://(?!localhost|127\.|\[?::1)",
 )
 NEEDS = re.compile(rf"{BEFORE}({'|'.join(COMMANDS)})")
+PREFIX = re.compile(r"\S*python\S*\s+-m\s+")
 MAX_LINE = 2000
 
 
@@ -41,4 +42,4 @@ def network_uses(script: str) -> Iterator[NetworkUse]:
         if bare.startswith("#") or len(bare) > MAX_LINE:
             continue
         if found := NEEDS.search(bare):
-            yield NetworkUse(number, " ".join(found[1].split()[:2]))
+            yield NetworkUse(number, " ".join(PREFIX.sub("", found[1]).split()[:2]))
