@@ -117,7 +117,7 @@ COPY <<HELLO /in/hello
 $PATH is $HOME
 HELLO
 COPY . /context
-RUN if false | true; then exit 1; fi
+RUN if false | true; then exit 1; fi && test -s $APT_CONFIG
 """
 
 
@@ -136,6 +136,7 @@ def test_the_files_of_other_stages(store: ImageStore, context: Path) -> None:
         *("in.txt", "sub", "sub/run.sh"),
     ]
     assert not (root / "out").exists()
+    assert list((root / "run").iterdir()) == []
 
 
 @pytest.mark.deep

@@ -88,7 +88,7 @@ class CopyFrom(msgspec.Struct, frozen=True, kw_only=True, tag="CopyFrom"):
     """Copies `sources`, absolute paths or patterns of another image, like Copy."""
 
     line: int
-    origin: Base
+    origin: BaseImage
     sources: tuple[str, ...]
     target: str
     into: bool
@@ -121,7 +121,7 @@ class MakeFolder(msgspec.Struct, frozen=True, kw_only=True, tag="MakeFolder"):
     path: str
 
 
-class Base(msgspec.Struct, frozen=True, kw_only=True):
+class BaseImage(msgspec.Struct, frozen=True, kw_only=True):
     """An image that another image is built from: an image of the store, or the image of an earlier stage, which `plan`
     builds."""
 
@@ -151,7 +151,7 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
     key in the form of a digest. `health` is no part of the image: a task's prepare step carries it out."""
 
     file: Path
-    base: Base
+    base: BaseImage
     steps: tuple[BuildStep, ...]
     env: dict[str, str]
     workdir: str
@@ -166,15 +166,15 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
         return f"dockerfile/{self.digest.removeprefix('sha256:')[:32]}"
 
     @property
-    def needed(self) -> tuple[Base, ...]:
+    def needed(self) -> tuple[BaseImage, ...]:
         """The images that the build uses: its base first."""
         return (self.base, *(step.origin for step in self.steps if isinstance(step, CopyFrom)))
 
 
-class Stage:
+class BuildStage:
     """The part of a Dockerfile from one FROM to the next."""
 
-    def __init__(self, base: Base, shell: tuple[str, ...], health: Health | None, name: str | None) -> None:
+    def __init__(self, base: BaseImage, shell: tuple[str, ...], health: Health | None, name: str | None) -> None:
         self.base = base
         self.name = name
         self.shell = shell
@@ -216,7 +216,7 @@ class Reader:
         self._store = store
         self._early: dict[str, str] = {}
         """The ARGs before FROM."""
-        self._stages: list[Stage] = []
+        self._stages: list[BuildStage] = []
 
     def plan(self, text: str) -> BuildPlan:
         readers: dict[str, Callable[[Instruction], None]] = {
@@ -253,13 +253,13 @@ class Reader:
     def health(self, text: str) -> Health | None:
         """Return the HEALTHCHECK of a Dockerfile that a container engine builds. Raises InvalidField for a user and a
         start command that no sandbox honours."""
-        base = Base(name="", digest="", env={}, workdir=None)
+        base = BaseImage(name="", digest="", env={}, workdir=None)
         last: dict[str, Instruction] = {}
         try:
             for one in instructions(text):
                 if one.name == "FROM":
                     last = {}
-                    self._stages.append(Stage(base, SHELL, None, None))
+                    self._stages.append(BuildStage(base, SHELL, None, None))
                 elif self._stages and one.name in ("USER", "ENTRYPOINT", "HEALTHCHECK"):
                     last[one.name] = one
         except BadText as error:
@@ -272,10 +272,10 @@ class Reader:
         return self._stage.health
 
     @property
-    def _stage(self) -> Stage:
+    def _stage(self) -> BuildStage:
         return self._stages[-1]
 
-    def _plan_of(self, stage: Stage) -> BuildPlan:
+    def _plan_of(self, stage: BuildStage) -> BuildPlan:
         said: list[object] = [FORMAT, stage.base.digest, stage.env, stage.workdir]
         for step in stage.steps:
             fields: dict[str, Any] = {
@@ -337,9 +337,9 @@ class Reader:
         earlier = self._named_stage(words[0], numbers=False)
         base = self._image(one, words[0]) if earlier is None else self._base_of(earlier)
         shell, health = (SHELL, None) if earlier is None else (earlier.shell, earlier.health)
-        self._stages.append(Stage(base, shell, health, words[2].lower() if words[1:] else None))
+        self._stages.append(BuildStage(base, shell, health, words[2].lower() if words[1:] else None))
 
-    def _named_stage(self, name: str, *, numbers: bool = True) -> Stage | None:
+    def _named_stage(self, name: str, *, numbers: bool = True) -> BuildStage | None:
         """Return an earlier stage by its name or, for COPY, its number."""
         for stage in reversed(self._stages):
             if stage.name == name.lower():
@@ -348,11 +348,11 @@ class Reader:
             return self._stages[int(name)]
         return None
 
-    def _base_of(self, stage: Stage) -> Base:
+    def _base_of(self, stage: BuildStage) -> BaseImage:
         plan = self._plan_of(stage)
-        return Base(name=plan.name, digest=plan.digest, env=plan.env, workdir=plan.workdir, plan=plan)
+        return BaseImage(name=plan.name, digest=plan.digest, env=plan.env, workdir=plan.workdir, plan=plan)
 
-    def _image(self, one: Instruction, reference: str) -> Base:
+    def _image(self, one: Instruction, reference: str) -> BaseImage:
         """Return the image of the store that a reference names."""
         if reference == "scratch":
             raise self._beyond(one.line, "an image without a base (scratch) is not supported here")
@@ -519,7 +519,7 @@ class Reader:
         into = into or len(sources) > 1
         stage.steps.append(Copy(line=one.line, sources=sources, target=target, into=into, mode=mode, without=without))
 
-    def _origin(self, one: Instruction, value: str) -> Base:
+    def _origin(self, one: Instruction, value: str) -> BaseImage:
         """Return the stage or the image that COPY takes files from."""
         [name] = self._words(Instruction(one.line, one.name, value)) or [""]
         stage = self._named_stage(name)
@@ -651,8 +651,8 @@ class Reader:
         )
 
 
-def base_of(name: str, image: RootImage) -> Base:
-    return Base(name=name, digest=image.digest, env=image.env, workdir=image.workdir)
+def base_of(name: str, image: RootImage) -> BaseImage:
+    return BaseImage(name=name, digest=image.digest, env=image.env, workdir=image.workdir)
 
 
 def kept_digest(path: Path, without: tuple[Path, ...]) -> str:
