@@ -24,6 +24,9 @@ LONG_KEY = re.compile(rf"(?<![\w.-]){WORD}(?:[ \t]*\.[ \t]*{WORD}){{{MAX_DEPTH}}
 """Pattern of a key of more than MAX_DEPTH parts. Such a key is refused, because tomllib takes quadratic time in the
 number of parts."""
 
+TOML_HEADER = re.compile(r"[ \t]*(\[\[?)([^\[\]]+)\]")
+TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")
+
 
 def read_text_file(path: Path, *, field: str, limit: int, what: str = "") -> str:
     """Read a text file. Raises InvalidField, which names the file as `what`, if the file cannot be read, is not UTF-8
@@ -49,6 +52,32 @@ def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str =
         return parse_toml(read_text_file(path, field=field, limit=limit, what=what))
     except ValueError as error:
         raise InvalidField(f"{f'{what} {path}'.strip()} is not a TOML file: {error}", field=field) from error
+
+
+def toml_line(text: str, field: str) -> int | None:
+    """Return the number of the line of valid TOML that sets a field, a dotted path whose numbers count tables of a
+    list, or else of its table. None if neither has a line of its own, as in an inline table."""
+    counts: dict[str, int] = {}
+    table, found = "", None
+    for number, line in enumerate(text.split("\n"), 1):
+        if header := TOML_HEADER.match(line):
+            name = ".".join(part.strip(" \t\"'") for part in header[2].split("."))
+            above = max((one for one in counts if name.startswith(f"{one}.")), key=len, default=None)
+            name = name if above is None else f"{above}.{counts[above]}{name.removeprefix(above)}"
+            if header[1] == "[[":
+                found = found or (number if name == field else None)
+                counts[name] = counts.get(name, -1) + 1
+                name = f"{name}.{counts[name]}"
+            table = name
+            if field == table or field.startswith(f"{table}."):
+                found = number
+        elif key := TOML_KEY.match(line):
+            path = ".".join(filter(None, (table, *(part.strip(" \t\"'") for part in key[1].split(".")))))
+            if path == field:
+                return number
+            if field.startswith(f"{path}."):
+                found = number
+    return found
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -317,9 +317,10 @@ INVALID: dict[str, str] = {
 @pytest.mark.parametrize(("toml", "field"), REFUSED.items())
 def test_what_a_task_asks_for_in_vain_is_named(tmp_path: Path, toml: str, field: str) -> None:
     harbor_task(tmp_path / "a", toml)
-    with pytest.raises(InvalidField, match=f"task.toml has {field}, and Outrider does not do") as raised:
+    with pytest.raises(InvalidField, match=rf"task.toml, line \d+, has {field}, and Outrider does not do") as raised:
         harbor_examples(tmp_path, offline=True)
     assert raised.value.field == field
+    assert raised.value.hint
 
 
 NONE = "[environment]\nnetwork_mode = 'no-network'\n"

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidField
-from outrider.sandbox.rootfs.dockerfile import BuildPlan, Copy, MakeFolder, RunInstruction, read_dockerfile
+from outrider.sandbox.rootfs.dockerfile import (
+    BuildPlan,
+    Copy,
+    CopyFrom,
+    Health,
+    MakeFolder,
+    RunInstruction,
+    WriteFile,
+    read_dockerfile,
+)
 from outrider.sandbox.rootfs.store import ImageStore, RootImage
 
 from .archives import as_tar, oci_files
@@ -65,7 +74,7 @@ run ["printf", "%s", "$A"]
 CMD ["sh"]
 """
     plan = planned(context, store, text)
-    assert (plan.base_name, plan.workdir) == ("base", "/opt/1y")
+    assert (plan.base.name, plan.workdir) == ("base", "/opt/1y")
     env = {"A": "1", "B": "two the world", "C": "not $A", "D": "$A", "PATH": "/x:/opt/bin:/bin", "OLD": "form of it"}
     assert plan.env == {"EMPTY": "", **env}
     args = {"WHO": "the world", "TAG": "base"}
@@ -123,14 +132,24 @@ def test_wildcards_name_what_is_there(context: Path, store: ImageStore) -> None:
 REFUSED = {
     "RUN true": (1, "RUN comes before FROM"),
     "FROM nowhere:1": (1, "no image 'nowhere:1' on this machine"),
-    "FROM --platform=linux/arm64 base": (1, "is not supported here"),
-    "FROM base\nFROM base": (2, "a second FROM"),
-    "FROM base\nCOPY --from=other a /a": (2, "takes no --from=other"),
-    "FROM base\nENTRYPOINT x": (2, "ENTRYPOINT is not supported here"),
-    "FROM base\nHEALTHCHECK CMD x": (2, "HEALTHCHECK is not supported"),
+    "FROM --platform=linux/arm64 base": (1, "asks for the platform linux/arm64"),
+    "FROM base\nENTRYPOINT x": (2, "a sandbox starts no program of its image"),
+    'FROM base\nENTRYPOINT ["/bin/sh", "/start.sh"]': (2, "a sandbox starts no program of its image"),
+    "FROM base\nONBUILD RUN x": (2, "ONBUILD is not supported here"),
+    "FROM scratch": (1, "without a base (scratch)"),
+    "FROM base@sha256:1234": (1, "'sha256:1234' is no digest"),
+    "FROM base AS a\nCOPY --from=a x /": (2, "takes files from its own stage 'a'"),
+    "FROM base AS a\nCOPY --from=0 x /": (2, "there is no image '0' on this machine"),
+    "FROM base\nCOPY --from=other a /a": (2, "there is no image 'other' on this machine"),
+    "FROM base\nADD --from=base a /a": (2, "takes no --from=base"),
+    "FROM base\nHEALTHCHECK --often CMD x": (2, "takes no --often"),
+    "FROM base\nHEALTHCHECK --interval=soon CMD x": (2, "takes no --interval=soon"),
+    "FROM base\nHEALTHCHECK x": (2, "not of the form"),
+    "FROM base\nSHELL bash": (2, "needs a JSON list"),
+    "FROM base\nRUN cat <<EOF > x\nRUN\n": (2, "the here-document EOF has no end"),
+    "FROM base\nCOPY left.md /": (2, ".dockerignore leaves 'left.md' out"),
     "FROM base\n\n\nUSER nobody": (4, "root is the only user"),
     "FROM base\nRUN --mount=type=cache x": (2, "takes no --mount"),
-    "FROM base\nRUN cat <<EOF > x\nRUN\nEOF": (2, "takes no here-document"),
     "FROM base\nRUN": (2, "needs a command"),
     "FROM base\nRUN a \\": (2, "no line follows"),
     "FROM base\nENV A": (2, "not of the form"),
@@ -139,7 +158,7 @@ REFUSED = {
     "FROM base\nWORKDIR": (2, "needs a path"),
     "FROM base\nCOPY a.txt": (2, "a source and a target"),
     "FROM base\nCOPY no.txt /": (2, "there is no file or folder 'no.txt'"),
-    "FROM base\nCOPY *.md /": (2, "nothing in"),
+    "FROM base\nCOPY *.rst /": (2, "nothing in"),
     "FROM base\nCOPY ../secret /": (2, "leads out of"),
     "FROM base\nCOPY sub/../../secret /": (2, "leads out of"),
     "FROM base\nCOPY secret /": (2, "is a link that leads out of"),
@@ -148,7 +167,6 @@ REFUSED = {
     "FROM base\nCOPY hidden /": (2, "is a link that leads out of"),
     "FROM base\nCOPY pipe /": (2, "there is no file or folder 'pipe'"),
     "FROM base\nCOPY --chmod=755 sub /": (2, "only for files"),
-    "FROM base\nCOPY --chown=1000 a.txt /": (2, "takes no --chown=1000"),
     "FROM base\nADD https://example.org/x /": (2, "nothing is downloaded"),
     "FROM base\nADD packed.tar /": (2, "ADD would unpack 'packed.tar'"),
     "# escape=`\nFROM base": (1, "another escape character"),
@@ -163,12 +181,15 @@ def test_what_is_not_known_is_refused_with_its_line(context: Path, store: ImageS
     (context / "hidden").mkdir()
     (context / "hidden" / "link").symlink_to(context.parent / "secret")
     os.mkfifo(context / "pipe")
+    (context / "left.md").touch()
+    (context / ".dockerignore").write_text("left.md")
     with tarfile.open(context / "packed.tar", "w") as archive:
         archive.add(context / "a.txt", arcname="a.txt")
     line, says = REFUSED[text]
     where = re.escape(f"{context / 'Dockerfile'}, line {line}: ")
-    with pytest.raises(InvalidField, match=f"{where}.*{re.escape(says)}"):
+    with pytest.raises(InvalidField, match=f"{where}.*{re.escape(says)}") as refused:
         planned(context, store, text)
+    assert refused.value.hint
 
 
 @pytest.mark.parametrize("character", "\f\v\x1c\x85\u2028")
@@ -182,17 +203,197 @@ def test_only_newlines_separate_lines(context: Path, store: ImageStore, characte
         planned(context, store, f"FROM base\nRUN a{character}b\nUSER x\n")
 
 
-def test_files_that_would_be_left_out(context: Path, store: ImageStore) -> None:
-    (context / ".dockerignore").write_text("# nothing\n\n")
-    planned(context, store, "FROM base")
-    (context / ".dockerignore").write_text("*.txt")
-    with pytest.raises(InvalidField, match=r"\.dockerignore excludes files"):
-        planned(context, store, "FROM base")
-    (context / ".dockerignore").unlink()
+def test_a_dockerfile_that_is_none(context: Path, store: ImageStore) -> None:
     with pytest.raises(InvalidField, match="has no FROM"):
         planned(context, store, "# nothing")
     with pytest.raises(InvalidField, match="cannot read"):
         read_dockerfile(context / "sub", store)
+
+
+def left_out(context: Path, store: ImageStore, patterns: str) -> list[str]:
+    """The files of the context that COPY leaves out."""
+    (context / ".dockerignore").write_text(patterns)
+    [step] = planned(context, store, "FROM base\nCOPY . /\n").steps
+    assert isinstance(step, Copy)
+    return sorted(str(path.relative_to(context.resolve())) for path in step.without)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "out"),
+    [
+        ("# nothing\n\n", []),
+        ("*.txt", ["a.txt"]),
+        ("**/*.txt", ["a.txt", "sub/b.txt", "sub/deep/c.txt"]),
+        ("/sub/", ["sub"]),
+        ("sub/*", ["sub/b.txt", "sub/deep"]),
+        ("sub\n!sub/deep/c.txt\n", ["sub/b.txt"]),
+        ("!a.txt\n*.txt", ["a.txt"]),
+        ("**/deep", ["sub/deep"]),
+        ("sub/**/c.txt", ["sub/deep/c.txt"]),
+        ("sub/?.[a-t]xt", ["sub/b.txt"]),
+        ("sub/[^a].txt", ["sub/b.txt"]),
+        ("\\a.txt", ["a.txt"]),
+        (".\n!sub", [".dockerignore", "Dockerfile", "a.txt"]),
+        ("**\n", [".dockerignore", "Dockerfile", "a.txt", "sub"]),
+    ],
+)
+def test_files_that_are_left_out(context: Path, store: ImageStore, patterns: str, out: list[str]) -> None:
+    (context / "sub" / "deep").mkdir()
+    (context / "sub" / "deep" / "c.txt").touch()
+    assert left_out(context, store, patterns) == out
+
+
+def test_a_file_that_is_left_out_changes_no_key(context: Path, store: ImageStore) -> None:
+    text = "FROM base\nCOPY sub /\n"
+    (context / "sub" / "noise.log").write_text("1")
+    whole = planned(context, store, text).name
+    (context / ".dockerignore").write_text("**/*.log")
+    (context / "sub" / "noise.log").write_text("2")
+    less = planned(context, store, text).name
+    (context / "sub" / "noise.log").write_text("3")
+    assert planned(context, store, text).name == less != whole
+    (context / ".dockerignore").write_text("# nothing")
+    assert planned(context, store, text).name != whole  # its noise is another
+    (context / "Dockerfile.dockerignore").write_text("**/*.log")
+    assert planned(context, store, text).name == less
+
+
+@pytest.mark.timeout(10)
+def test_patterns_that_are_none_or_that_take_long(context: Path, store: ImageStore) -> None:
+    for pattern in ("a\n[a", "x\na\\"):
+        with pytest.raises(InvalidField, match=r"\.dockerignore, line 2: .* is no pattern") as refused:
+            left_out(context, store, pattern)
+        assert refused.value.hint
+    (context / ("a" * 200)).touch()
+    assert left_out(context, store, "*a" * 200 + "b\n" + "**/" * 1000 + "x\n") == []
+    with pytest.raises(InvalidField, match="more than 1024 patterns"):
+        left_out(context, store, "x\n" * 1025)
+
+
+def test_the_files_of_stages_and_of_other_images(context: Path, store: ImageStore) -> None:
+    text = 'FROM base AS tools\nENV A=1\nRUN make\nFROM tools AS more\nSHELL ["/bin/bash", "-c"]\nFROM base\n'
+    text += "COPY --from=tools --chmod=755 /opt/a bin/b /in/\nCOPY --from=1 / /whole\nCOPY --from=base x* /\nRUN x\n"
+    plan = planned(context, store, text)
+    one, two, three, run = plan.steps
+    assert isinstance(one, CopyFrom)
+    assert isinstance(two, CopyFrom)
+    assert isinstance(three, CopyFrom)
+    assert (one.sources, one.target, one.into, one.mode) == (("/opt/a", "/bin/b"), "/in", True, "755")
+    assert (two.sources, two.into, three.sources, three.into) == (("/",), False, ("/x*",), True)
+    assert one.origin.plan is not None
+    assert one.origin.plan.env == {"PATH": "/opt/bin:/bin", "EMPTY": "", "A": "1"}
+    assert two.origin.plan is not None
+    assert two.origin.plan.base.plan == one.origin.plan
+    assert (three.origin.plan, three.origin.name) == (None, "base")
+    assert isinstance(run, RunInstruction)
+    assert (run.argv, run.env) == (("/bin/sh", "-c", "x"), {})
+    other = planned(context, store, text.replace("RUN make", "RUN make it"))
+    assert other.name != plan.name
+
+
+def test_here_documents(context: Path, store: ImageStore) -> None:
+    text = """FROM base
+ARG A=1
+RUN <<EOF
+# not a comment
+echo $A \\
+EOF
+RUN <<-'EOF' cat > x && grep '<<NOT' x
+\tkept
+\tEOF
+RUN <<PY
+#!/usr/bin/env python3
+print("x")
+PY
+COPY <<one <<"two" a.txt /in/
+$A \\$A "${A}"
+one
+$A
+two
+RUN echo "a <<b c"
+"""
+    first, second, third, one, two, files, last = planned(context, store, text).steps
+    assert isinstance(first, RunInstruction)
+    assert first.argv[-1] == "# not a comment\necho $A \\\n"
+    assert isinstance(second, RunInstruction)
+    assert second.argv[-1] == "<<-'EOF' cat > x && grep '<<NOT' x\n\tkept\n\tEOF"
+    assert isinstance(third, RunInstruction)
+    assert third.argv[-1] == "/usr/bin/env python3 /dev/fd/3 3<<'PY'\n#!/usr/bin/env python3\nprint(\"x\")\nPY\n"
+    assert (one, two) == (
+        WriteFile(line=14, name="one", text='1 $A "1"\n', target="/in", into=True),
+        WriteFile(line=14, name="two", text="$A\n", target="/in", into=True),
+    )
+    assert isinstance(files, Copy)
+    assert files.into
+    assert isinstance(last, RunInstruction)
+    assert last.line == 19
+
+
+def test_the_shell_and_the_check_of_an_image(context: Path, store: ImageStore) -> None:
+    text = """FROM --platform=$TARGETPLATFORM base
+ARG TARGETARCH
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+RUN a | b
+ENTRYPOINT ["/bin/bash", "-lc"]
+ENTRYPOINT []
+VOLUME /data
+COPY --chown=app:app a.txt /
+HEALTHCHECK --interval=1m30s --timeout=500ms --retries=7 CMD ["test", "-e", "it's"]
+"""
+    plan = planned(context, store, text)
+    run = plan.steps[0]
+    assert isinstance(run, RunInstruction)
+    assert run.argv == ("/bin/bash", "-o", "pipefail", "-c", "a | b")
+    assert run.env["TARGETARCH"]
+    assert plan.health == Health(command="""'test' '-e' 'it'"'"'s'""", interval=90, timeout=0.5, retries=7)
+    assert planned(context, store, text + "HEALTHCHECK NONE\n").health is None
+    assert planned(context, store, "FROM base\nHEALTHCHECK CMD x\n").health == Health(command="x")
+
+
+def test_a_pinned_digest_is_that_of_the_image_or_refused(context: Path, store: ImageStore, tmp_path: Path) -> None:
+    [own] = {image.digest for image in store.images().values()}
+    other = f"sha256:{'0' * 64}"
+    assert planned(context, store, f"FROM base:1@{own}\n").base.name == "base"
+    with pytest.raises(
+        InvalidField, match=f"line 1: the image 'base' of this machine is not known to be {other}"
+    ) as no:
+        planned(context, store, f"FROM base:latest@{other}\n")
+    assert f"outrider image pull base:latest@{other} base:latest@{other} (which checks the digest)" in str(
+        no.value.hint
+    )
+    with pytest.raises(InvalidField, match=r"there is no image 'docker\.io/library/x:1@sha256:0") as no:
+        planned(context, store, f"FROM docker.io/library/x:1@{other}\n")
+    assert f"pull docker.io/library/x:1@{other} x:1@{other}, or" in str(no.value.hint)
+    archive = as_tar(oci_files(), tmp_path / "y.tar")
+    with pytest.raises(InvalidField, match=f"the archive has {own}, and the name says {other}"):
+        store.import_(archive, f"base@{other}")
+    store.import_(archive, f"base@{own}")
+    store.import_(archive, f"base@{other}", pulled=True)  # the digest of an index, which no archive has
+    assert planned(context, store, f"FROM docker.io/library/base:latest@{other}\n").base.name == f"base@{other}"
+
+
+def test_the_folder_of_the_task_as_the_context(store: ImageStore, tmp_path: Path) -> None:
+    task = tmp_path / "task"
+    for name in ("environment/data/x", "shared/y", "tests/test.sh", "solution/solve.sh", "task.toml"):
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).touch()
+    context = task / "environment"
+    for word, path in (
+        ("environment/data", "environment/data"),
+        ("data", "environment/data"),
+        ("shared/*", "shared/y"),
+    ):
+        [step] = planned(context, store, f"FROM base\nCOPY {word} /\n").steps
+        assert isinstance(step, Copy)
+        assert step.sources == ((task / path).resolve(),)
+    (task / "way").symlink_to("tests")
+    for word in ("tests/", "solution/solve.sh", "task.toml", "way/test.sh", "sol*/solve.sh"):
+        with pytest.raises(InvalidField, match=r"line 2: .* would show the agent files") as refused:
+            planned(context, store, f"FROM base\nCOPY {word} /\n")
+        assert "Harbor builds" in str(refused.value.hint)
+    (task / "task.toml").unlink()
+    with pytest.raises(InvalidField, match="there is no file or folder"):
+        planned(context, store, "FROM base\nCOPY shared /\n")
 
 
 DOUBLING = "FROM base\nENV A=0123456789\n" + "ENV A=$A$A\n" * 40

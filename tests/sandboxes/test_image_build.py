@@ -7,7 +7,10 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -94,6 +97,79 @@ def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> No
     assert (base / "etc/passwd").read_bytes() == before
     assert (base / "usr/bin/seq").exists()
     assert (root / "usr/bin/cat").stat().st_ino == (base / "usr/bin/cat").stat().st_ino
+
+
+STAGES = """FROM small AS first
+WORKDIR /out
+COPY . /out/
+RUN <<'EOF'
+mkdir -p deep/er && echo made > deep/er/file && ln -s er/file deep/inner && ln -s /out/in.txt deep/outer
+ln -s /out/deep /way
+EOF
+FROM first AS second
+RUN echo second > /out/second
+FROM small
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+COPY --from=first /way /all
+COPY --from=1 /out/second /out/deep/outer /files/
+COPY --from=small --chmod=600 /etc/passwd /own
+COPY <<HELLO /in/hello
+$PATH is $HOME
+HELLO
+COPY . /context
+RUN if false | true; then exit 1; fi && test -s $APT_CONFIG
+"""
+
+
+def test_the_files_of_other_stages(store: ImageStore, context: Path) -> None:
+    (context / ".dockerignore").write_text("sub/deep\n**/*.log\nDockerfile\n.dockerignore\n")
+    (context / "noise.log").touch()
+    root = store.root(build_image(written(context, STAGES), store, name="mine"))
+    assert (root / "all/er/file").read_text() == "made\n"
+    assert (root / "all/inner").readlink() == Path("er/file")
+    assert (root / "all/outer").readlink() == Path("/out/in.txt")
+    assert (root / "files/second").read_text() == "second\n"
+    assert (root / "files/in.txt").read_text() == "hello\n"
+    assert (root / "own").stat().st_mode & 0o777 == 0o600
+    assert (root / "in/hello").read_text().endswith(" is \n")
+    assert sorted(str(path.relative_to(root / "context")) for path in (root / "context").rglob("*")) == [
+        *("in.txt", "sub", "sub/run.sh"),
+    ]
+    assert not (root / "out").exists()
+    assert list((root / "run").iterdir()) == []
+
+
+@pytest.mark.deep
+def test_a_run_reaches_the_hosts_that_are_named(store: ImageStore, context: Path) -> None:
+    """An index on this machine stands for one elsewhere: the sandbox itself has no way to it."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(context)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    host = f"127.0.0.1:{server.server_address[1]}"
+    get = f"exec 3<>/dev/tcp/${{proxy%:*}}/${{proxy#*:}}; printf 'GET http://{host}/in.txt HTTP/1.0\\r\\n\\r\\n' >&3"
+    text = f'FROM small\nSHELL ["/bin/bash", "-c"]\n\nRUN proxy=${{http_proxy#http://}}; {get}; grep hello <&3 > /got\n'
+    try:
+        with pytest.raises(BadImage, match=r"Dockerfile, line 4: RUN .* exited with 1") as refused:
+            build_image(written(context, text), store)
+        assert f"outrider image build {context} --allow-host {host}; or" in str(refused.value.hint)
+        root = store.root(build_image(written(context, text), store, hosts=[host]))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (root / "got").read_text() == "hello\n"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("COPY --from=small /nowhere /x", "that image has no /nowhere"),
+        ("COPY --from=small /loop* /x", "that image has no /loop"),
+        ("COPY --from=small --chmod=700 /etc /x", "--chmod only for files"),
+    ],
+)
+def test_what_another_image_does_not_have(store: ImageStore, context: Path, line: str, says: str) -> None:
+    with pytest.raises(BadImage, match=f"Dockerfile, line 2: .*{says}"):
+        build_image(written(context, f"FROM small\n{line}\n"), store)
 
 
 @pytest.mark.deep
@@ -195,3 +271,5 @@ def test_the_image_of_a_recipe_needs_a_name(tmp_path: Path, capsys: pytest.Captu
 def test_a_name_that_no_image_can_have(store: ImageStore, context: Path) -> None:
     with pytest.raises(InvalidField, match="not a valid name for an image"):
         build_image(written(context, "FROM small"), store, name="../x")
+    with pytest.raises(InvalidField, match="has a digest"):
+        build_image(written(context, "FROM small"), store, name=f"x@sha256:{'0' * 64}")

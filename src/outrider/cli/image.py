@@ -14,6 +14,7 @@ from outrider.cli.options import command
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
 from outrider.errors import InvalidField
+from outrider.sandbox.engine_build import BuildEngine, build_by_engine
 from outrider.sandbox.image_build import RUN_SECONDS
 from outrider.sandbox.image_build import build_image as build_dockerfile
 from outrider.sandbox.rootfs.build import Builder, Reuse
@@ -102,12 +103,28 @@ def build_image(
         Reuse, typer.Option(help="Reuse an earlier build: never, of the same recipe, or with the same packages.")
     ] = Reuse.VERSIONED,
     seconds: Annotated[float, typer.Option(metavar="N", help="Time limit of each RUN of a Dockerfile.")] = RUN_SECONDS,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST",
+            help="A host that RUN may reach, such as your package mirror. Can be repeated.",
+            show_default="none: RUN has no network",
+        ),
+    ] = None,
+    engine: Annotated[
+        BuildEngine | None,
+        typer.Option(help="Have this container engine build Dockerfiles.", show_default="none is needed"),
+    ] = None,
+    network: Annotated[
+        bool, typer.Option("--network", help="With --engine: the steps have the engine's network.")
+    ] = False,
 ) -> None:
     """Build an image from a recipe or a Dockerfile.
 
     A recipe names a base image, packages, files and commands, and needs the
     program apptainer. A Dockerfile's FROM names an image of this machine; its
-    commands run in a sandbox, and no container engine is needed.
+    commands run in a sandbox, which has no network but the hosts that you
+    allow, and no container engine is needed.
 
     Examples:
 
@@ -116,8 +133,19 @@ def build_image(
         outrider image build my-task/environment
 
         outrider image build harbor-tasks
+
+        outrider image build my-task/environment --allow-host mirror.lan:3141
+
+        outrider image build my-task/environment --engine podman --network
     """
     store = ImageStore()
+    hosts = tuple(allow_host or ())
+    if network and engine is None:
+        raise InvalidField("--network is of a container engine", field="network", hint="--engine, or --allow-host HOST")
+    if hosts and engine is not None:
+        raise InvalidField(
+            "a container engine cannot be kept to some hosts", field="allow_host", hint="--network, or no --engine"
+        )
     if recipe.is_dir():
         folders = [recipe]
         if not (recipe / DOCKERFILE).exists():  # a folder without a Dockerfile is a folder of Harbor tasks
@@ -128,7 +156,10 @@ def build_image(
             )
         rows = []
         for folder in folders:
-            image = build_dockerfile(folder, store, name=name, seconds=seconds, note=terminal.note)
+            if engine is not None:
+                image = build_by_engine(folder, store, engine, name=name, network=network, note=terminal.note)
+            else:
+                image = build_dockerfile(folder, store, name=name, hosts=hosts, seconds=seconds, note=terminal.note)
             known = name or next(known for known, other in store.images().items() if other == image)
             rows.append(ImageRow(name=known, image=image, path=str(store.root(image))))
         if terminal.json and folders != [recipe]:

@@ -87,13 +87,17 @@ def list_(
 
         outrider task list examples/ --json
     """
-    listed = [
-        listed_of(example, number)
+    examples = [
+        (number, example)
         for source in sources
         for number, example in enumerate(
             examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline, faults=True)
         )
     ]
+    for _, example in examples:
+        for note in example.notes:
+            terminal.note(f"{example.id}: {note}")
+    listed = [listed_of(example, number) for number, example in examples]
     shown = faulty_tables(listed) if any(one.missing for one in listed) else [task_table(listed)]
     terminal.show(listed, *shown)
 
@@ -321,7 +325,11 @@ def check(
         terminal.note(f"[{done}/{len(examples)}] {report.id}: {'bad' if report.problems else 'good'}")
 
     reports = run_service(check_tasks(examples, folder=Path.cwd(), graders=graders, at_once=at_once, watch=watch))
-    bad = tuple(Bad(report.id, report.problems) for report in reports if report.problems)
+    bad = tuple(
+        Bad(report.id, (*report.problems, *example.notes))
+        for report, example in zip(reports, examples, strict=True)
+        if report.problems
+    )
     checked = CheckedTasks(tasks=len(reports), ok=len(reports) - len(bad), bad=bad)
     tables = (table((one.id,), [(problem,) for problem in one.problems]) for one in bad)
     terminal.show(checked, *tables, f"{checked.ok} of {checked.tasks} tasks are good")

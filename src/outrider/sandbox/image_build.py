@@ -1,4 +1,4 @@
-"""Builds the image of a Dockerfile: runs the steps in one sandbox, and keeps the written files as an image.
+"""Builds the image of a Dockerfile: runs the steps of each stage in a sandbox, and keeps the written files as an image.
 
 sandbox/rootfs/dockerfile.py makes the plan of the steps from the Dockerfile. Invariants: the image appears whole or not
 at all; if several processes request the image at once, only the first builds it; no process of a build is alive after
@@ -14,14 +14,25 @@ import shlex
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import cast
 
-from outrider.errors import RuntimeFailure
+from outrider.errors import InvalidField, RuntimeFailure
+from outrider.sandbox.build_proxy import BuildProxy, checked_hosts, index_variables, proxy_variables
 from outrider.sandbox.pythons.portable import PORTABLE_AT
-from outrider.sandbox.rootfs.dockerfile import BuildPlan, BuildStep, Copy, MakeFolder, RunInstruction, read_dockerfile
+from outrider.sandbox.rootfs.dockerfile import (
+    BuildPlan,
+    BuildStep,
+    Copy,
+    CopyFrom,
+    MakeFolder,
+    RunInstruction,
+    WriteFile,
+    engine_hint,
+    read_dockerfile,
+)
 from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import OPAQUE, WHITEOUT, BadImage, Contents, contents_of, unpack
 from outrider.sandbox.runtimes.base import Runtime, SavesLayers
@@ -32,9 +43,13 @@ from outrider.spec import RuntimeSpec
 RUN_SECONDS = 600.0
 """Time limit of one RUN. Harbor has the same limit for a whole build."""
 QUICK_SECONDS = 60.0
+LINKS_AT_ONCE = 500
+MAX_LINKS = 255
 ROOT_LAYER = "0"
 """The folder with the changes to the sandbox's root file system, in an archive made by `save_layer`."""
-NOT_KEPT = ("proc/", "sys/", "dev/", PORTABLE_AT.strip("/"))
+APT_CONFIG = "/run/outrider-build-apt.conf"
+"""Settings for apt in a build: to download as root, because the sandbox has no other user."""
+NOT_KEPT = ("proc/", "sys/", "dev/", PORTABLE_AT.strip("/"), APT_CONFIG.strip("/"))
 """Prefixes of the paths that belong to the running sandbox and not to the image."""
 
 
@@ -43,64 +58,214 @@ def build_image(
     store: ImageStore,
     *,
     name: str | None = None,
+    hosts: Sequence[str] = (),
     seconds: float = RUN_SECONDS,
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
     """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. The image
-    gets the name used by Harbor tasks, and `name`. `seconds` bounds each RUN; `note` is called with a line before each
-    step. Blocks; call it outside of an event loop. Raises InvalidField for the Dockerfile, BadImage naming the line
-    that failed, and RuntimeUnavailable."""
+    gets the name used by Harbor tasks, and `name`. RUN may reach `hosts` (see build_proxy.py). `seconds` bounds each
+    RUN; `note` is called with a line before each step. Blocks; call it outside of an event loop. Raises InvalidField
+    for the Dockerfile, BadImage naming the line that failed, and RuntimeUnavailable."""
+    if name is not None and "@" in name:
+        raise InvalidField(
+            f"{name!r} has a digest, which is of an image of a registry", field="name", hint="give it a name without @"
+        )
     plan = read_dockerfile(context, store)
-
-    def fill(root: Path) -> Contents:
-        with tempfile.TemporaryDirectory(prefix="outrider-build-", dir=root.parent) as drafts:
-            saved, layer = Path(drafts, "saved"), Path(drafts, "layer")
-            asyncio.run(save_build(plan, saved, seconds=seconds, note=note))
-            if store.image(plan.base_name) != plan.base:
-                raise BadImage(f"the image {plan.base_name!r} was replaced during the build", hint="build again")
-            as_image_layer(saved, layer)
-            link_tree(store.root(plan.base), root)
-            unpack([layer.open("rb")], root)
-        return contents_of(root)
-
-    image = store.make(plan.digest, plan.name, fill, source=plan.file, env=plan.env, workdir=plan.workdir)
+    image = Build(store, hosts=checked_hosts(hosts), seconds=seconds, note=note).image(plan)
     if name is not None:
         store.give(name, image.digest)
     return image
 
 
-async def save_build(plan: BuildPlan, target: Path, *, seconds: float, note: Callable[[str], None]) -> None:
-    """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
-    async with open_sandbox(RuntimeSpec(image=plan.base_name, workdir="/")) as runtime:
-        for number, step in enumerate(plan.steps, 1):
-            note(f"{plan.file}, line {step.line}: step {number} of {len(plan.steps)}")
-            try:
-                await carry_out(runtime, step, seconds=seconds)
-            except RuntimeFailure as error:
-                message = f"{plan.file}, line {step.line}: {error.message}"
-                raise BadImage(message, hint=error.hint, log_tail=error.log_tail) from error
-        await cast(SavesLayers, runtime).save_layer(target)
+class Build:
+    """Builds the images of plans, those of earlier stages first."""
+
+    def __init__(
+        self, store: ImageStore, *, hosts: frozenset[str], seconds: float, note: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self._hosts = hosts
+        self._seconds = seconds
+        self._note = note
+
+    def image(self, plan: BuildPlan) -> RootImage:
+        """Return the image of a plan, which is built unless it exists."""
+        store = self._store
+
+        def fill(root: Path) -> Contents:
+            for needed in plan.needed:
+                if needed.plan is not None:
+                    self.image(needed.plan)
+            with tempfile.TemporaryDirectory(prefix="outrider-build-", dir=root.parent) as drafts:
+                saved, layer = Path(drafts, "saved"), Path(drafts, "layer")
+                asyncio.run(self._save(plan, saved))
+                for needed in plan.needed:
+                    if store.image(needed.name).digest != needed.digest:
+                        raise BadImage(f"the image {needed.name!r} was replaced during the build", hint="build again")
+                as_image_layer(saved, layer)
+                link_tree(store.root(store.image(plan.base.name)), root)
+                unpack([layer.open("rb")], root)
+            return contents_of(root)
+
+        return store.make(plan.digest, plan.name, fill, source=plan.file, env=plan.env, workdir=plan.workdir)
+
+    async def _save(self, plan: BuildPlan, target: Path) -> None:
+        """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
+        proxy = BuildProxy(self._hosts)
+        async with open_sandbox(RuntimeSpec(image=plan.base.name, workdir="/"), gateway=proxy.serving) as runtime:
+            await runtime.write(APT_CONFIG, b'APT::Sandbox::User "root";\n')
+            env = {**proxy_variables(runtime.endpoint), **index_variables(self._hosts), "APT_CONFIG": APT_CONFIG}
+            for number, step in enumerate(plan.steps, 1):
+                self._note(f"{plan.file}, line {step.line}: step {number} of {len(plan.steps)}")
+                try:
+                    if isinstance(step, CopyFrom):
+                        origin = self._store.root(self._store.image(step.origin.name))
+                        await copy_from(runtime, step, origin, target.parent)
+                    else:
+                        await carry_out(runtime, step, env=env, drafts=target.parent, seconds=self._seconds)
+                except RuntimeFailure as error:
+                    message = f"{plan.file}, line {step.line}: {error.message}"
+                    hint = error.hint
+                    if isinstance(step, RunInstruction):
+                        hint = hint or run_hint(plan.file.parent, proxy.refused, self._hosts)
+                    raise BadImage(message, hint=hint, log_tail=error.log_tail) from error
+            await cast(SavesLayers, runtime).save_layer(target)
 
 
-async def carry_out(runtime: Runtime, step: BuildStep, *, seconds: float) -> None:
-    """Carry out one step. Raises RuntimeFailure, also if a command fails."""
+def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> str | None:
+    """Return what to do about a RUN that failed: name the hosts that it was kept from."""
+    if not refused:
+        return None
+    flags = " ".join(f"--allow-host {host}" for host in sorted(refused | hosts))
+    return f"it asked for the network; if it may: outrider image build {context} {flags}; or {engine_hint(context)}"
+
+
+async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
+    """Carry out one step. RUN gets the variables `env` beside its own. Raises RuntimeFailure, also if a command
+    fails."""
     match step:
         case RunInstruction():
-            done = await runtime.exec(step.argv, env=step.env, cwd=step.workdir, merged=True, seconds=seconds)
+            variables = {**env, **step.env}
+            done = await runtime.exec(step.argv, env=variables, cwd=step.workdir, merged=True, seconds=seconds)
             if done.exit_code != 0:
                 ended = f"exited with {done.exit_code}" if done.exit_code is not None else f"took over {seconds:g} s"
                 raise RuntimeFailure(f"RUN {' '.join(step.argv)[:200]!r} {ended}", log_tail=done.log_tail())
         case MakeFolder():
             await checked(runtime, ["mkdir", "-p", step.path])
+        case WriteFile():
+            target = posixpath.join(step.target, step.name) if await goes_into(runtime, step) else step.target
+            await runtime.write(target, step.text.encode())
+            await checked(runtime, ["chmod", step.mode or "644", target])
         case Copy():
-            into = step.into
-            if not into and step.sources[0].is_file():
-                into = (await runtime.exec(f"test -d {shlex.quote(step.target)}", seconds=QUICK_SECONDS)).exit_code == 0
+            into = step.into or (step.sources[0].is_file() and await goes_into(runtime, step))
             for source in step.sources:
                 target = posixpath.join(step.target, source.name) if into and source.is_file() else step.target
-                await runtime.upload(source, target)
+                kept = await asyncio.to_thread(kept_part, source, step.without, drafts)
+                await runtime.upload(kept, target)
                 if step.mode is not None:
                     await checked(runtime, ["chmod", step.mode, target])
+
+
+async def goes_into(runtime: Runtime, step: Copy | CopyFrom | WriteFile) -> bool:
+    """Return whether a file is put into the folder that is the target."""
+    if step.into:
+        return True
+    return (await runtime.exec(f"test -d {shlex.quote(step.target)}", seconds=QUICK_SECONDS)).exit_code == 0
+
+
+def kept_part(source: Path, without: Sequence[Path], drafts: Path) -> Path:
+    """Return a folder with the files of `source` that are not in `without`: the source itself, or a copy of it."""
+    if not any(path.is_relative_to(source) for path in without):
+        return source
+    left_out = frozenset(map(str, without))
+    copy = Path(tempfile.mkdtemp(dir=drafts)) / "kept"
+    shutil.copytree(
+        source,
+        copy,
+        symlinks=True,
+        ignore=lambda folder, names: [name for name in names if os.path.join(folder, name) in left_out],
+    )
+    return copy
+
+
+async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path) -> None:
+    """Copy files of another image, whose root is `origin`. A source that is a link is followed within that image;
+    links in a folder stay links. Raises RuntimeFailure."""
+    found = [path for source in step.sources for path in await asyncio.to_thread(matches, origin, source)]
+    into = step.into or len(found) > 1 or (found[0].is_file() and await goes_into(runtime, step))
+    for number, path in enumerate(found):
+        name = posixpath.basename(step.sources[min(number, len(step.sources) - 1)]) if not path.name else path.name
+        if path.is_file():
+            target = posixpath.join(step.target, name) if into else step.target
+            await runtime.upload(path, target)
+            if step.mode is not None:
+                await checked(runtime, ["chmod", step.mode, target])
+            continue
+        if step.mode is not None:
+            raise RuntimeFailure("COPY takes --chmod only for files here")
+        copy, links = await asyncio.to_thread(without_links, path, drafts)
+        await runtime.upload(copy, step.target)
+        for begin in range(0, len(links), LINKS_AT_ONCE):
+            script = "\n".join(
+                f"ln -sfn -- {shlex.quote(goal)} {shlex.quote(posixpath.join(step.target, name))}"
+                for name, goal in links[begin : begin + LINKS_AT_ONCE]
+            )
+            done = await runtime.exec(["/bin/sh", "-e"], stdin=script.encode(), seconds=QUICK_SECONDS)
+            if done.exit_code != 0:
+                raise RuntimeFailure("cannot make links", log_tail=done.log_tail())
+
+
+def matches(origin: Path, source: str) -> list[Path]:
+    """Return the files and folders of an image that match an absolute path or pattern. Raises RuntimeFailure."""
+    relative = source.lstrip("/")
+    wild = any(char in relative for char in "*?[")
+    named = sorted(origin.glob(relative)) if wild else [origin / relative]
+    found = []
+    for path in named:
+        place = inside(origin, path)
+        if place.is_dir() or place.is_file():
+            found.append(place)
+    if not found:
+        raise RuntimeFailure(f"that image has no {source}")
+    return found
+
+
+def inside(origin: Path, path: Path) -> Path:
+    """Return the path with all links resolved as in a sandbox whose root is `origin`. Raises RuntimeFailure for a
+    circle of links."""
+    parts = list(path.relative_to(origin).parts)[::-1]
+    place = origin
+    for _ in range(MAX_LINKS):
+        if not parts:
+            return place
+        part = parts.pop()
+        if part == "..":
+            place = place.parent if place != origin else origin
+        elif (place / part).is_symlink():
+            goal = os.readlink(place / part)
+            if goal.startswith("/"):
+                place = origin
+            parts += [name for name in goal.split("/")[::-1] if name not in ("", ".")]
+        else:
+            place /= part
+    raise RuntimeFailure(f"{path.relative_to(origin)} of that image has too many links")
+
+
+def without_links(source: Path, drafts: Path) -> tuple[Path, list[tuple[str, str]]]:
+    """Return a copy of a folder without its links, and the links: their paths in the folder, and their targets."""
+    copy = Path(tempfile.mkdtemp(dir=drafts)) / "copy"
+    links: list[tuple[str, str]] = []
+
+    def leave_out(folder: str, names: list[str]) -> list[str]:
+        out = [name for name in names if os.path.islink(os.path.join(folder, name))]
+        links.extend(
+            (os.path.relpath(os.path.join(folder, name), source), os.readlink(os.path.join(folder, name)))
+            for name in out
+        )
+        return out
+
+    shutil.copytree(source, copy, ignore=leave_out)
+    return copy, links
 
 
 async def checked(runtime: Runtime, command: list[str]) -> None:

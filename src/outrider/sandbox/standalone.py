@@ -5,8 +5,9 @@ Invariant: when the block ends, the sandbox is stopped, and nothing of it is lef
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from pathlib import Path
 
 from outrider.concurrency.cancellation import opened_in_thread, shielded
 from outrider.concurrency.chores import Chores, Failures
@@ -19,9 +20,15 @@ from outrider.spec import RuntimeSpec
 
 
 @asynccontextmanager
-async def open_sandbox(spec: RuntimeSpec, *, paths: HostPaths | None = None) -> AsyncIterator[Runtime]:
+async def open_sandbox(
+    spec: RuntimeSpec,
+    *,
+    paths: HostPaths | None = None,
+    gateway: Callable[[Path], AbstractAsyncContextManager[None]] | None = None,
+) -> AsyncIterator[Runtime]:
     """Start a sandbox, run the prepare steps of `spec`, and stop the sandbox when the block ends. The sandbox has no
-    model endpoint. `paths` are the files of this machine that `spec` may name; by default none.
+    model endpoint. `paths` are the files of this machine that `spec` may name; by default none. `gateway` opens a
+    server at a Unix socket; `Runtime.endpoint` then leads to this server.
 
     Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, RuntimeFailure for a failed start or
     prepare step, and whatever the block raises.
@@ -32,11 +39,13 @@ async def open_sandbox(spec: RuntimeSpec, *, paths: HostPaths | None = None) -> 
         Chores(Failures()) as background,
     ):
         socket = folder.path / "gateway.sock"
-        socket.touch()  # no server listens
-        sandboxes = Sandboxes(host=host, background=background, paths=paths or HostPaths(), gateway_socket=socket)
-        sandbox = await sandboxes.make(spec, "alone", 1)
-        try:
-            await sandbox.ready()
-            yield sandbox.runtime
-        finally:
-            await shielded(sandbox.stop)
+        if gateway is None:
+            socket.touch()  # no server listens
+        async with nullcontext() if gateway is None else gateway(socket):
+            sandboxes = Sandboxes(host=host, background=background, paths=paths or HostPaths(), gateway_socket=socket)
+            sandbox = await sandboxes.make(spec, "alone", 1)
+            try:
+                await sandbox.ready()
+                yield sandbox.runtime
+            finally:
+                await shielded(sandbox.stop)

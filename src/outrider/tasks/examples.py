@@ -32,10 +32,12 @@ class Fault(msgspec.Struct, frozen=True):
 class Example(msgspec.Struct, frozen=True, kw_only=True):
     """A row of a dataset. `id` is unique in the dataset. `task` is a group's task, or the part of a task that comes
     from the dataset. `row` has the columns from which `task` was made. `gold` is the known solution, used only by
-    `outrider task check` and never given to an agent. An example with `faults` is listed, but cannot be run."""
+    `outrider task check` and never given to an agent. An example with `faults` is listed, but cannot be run. `notes`
+    say what may keep the task from being solved or graded."""
 
     id: str
     task: dict[str, Any]
     row: dict[str, Any] = {}
     gold: Gold | None = None
     faults: tuple[Fault, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -208,14 +208,18 @@ def digest_of_file(file: BinaryIO) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # BinaryIO lacks readinto
 
 
-def digest_of(path: Path) -> str:
-    """Return a digest of a file or of a folder's content: names, kinds, contents, and execute permissions."""
+def digest_of(path: Path, without: frozenset[str] = frozenset()) -> str:
+    """Return a digest of a file or of a folder's content: names, kinds, contents, and execute permissions. The paths
+    in `without` do not count."""
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):
-        folders.sort()  # os.walk then uses this order on every machine
+        # os.walk then uses this order on every machine, and does not descend into what does not count.
+        folders[:] = sorted(name for name in folders if os.path.join(folder, name) not in without)
         names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
     for name in names:
+        if name in without:
+            continue
         status = os.lstat(name)
         mode = status.st_mode & 0o170111
         found.update(f"{os.path.relpath(name, path)}\0{mode:o}\0".encode("utf-8", "surrogateescape"))

@@ -1,59 +1,107 @@
 """Reads Dockerfiles as build steps for images that can be built without a container engine.
 
-sandbox/image_build.py runs the steps. The supported part of the language is FROM an image of this machine, COPY and
-ADD of local files, RUN, WORKDIR, ENV, ARG and USER root. Labels, ports and start commands do not affect files, and are
-left out. Invariants: anything else, and any file from outside the context, is refused with the Dockerfile's name and
-line; two Dockerfiles have the same key only if they make the same image.
+sandbox/image_build.py runs the steps. The supported part of the language is FROM an image of this machine or an earlier
+stage, COPY and ADD of local files and of other images' files, RUN, SHELL, WORKDIR, ENV, ARG, HEALTHCHECK, USER root,
+and here-documents. Labels, ports, volumes and start commands do not affect files, and are left out. Invariants:
+anything else, and any file from outside the context, is refused with the Dockerfile's name and line, and with what to
+do; two Dockerfiles have the same key only if they make the same image.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 import posixpath
 import re
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from outrider.errors import InvalidField, NotFound
-from outrider.sandbox.rootfs.archives import digest_of
-from outrider.sandbox.rootfs.store import ImageStore, RootImage
+from outrider.sandbox.rootfs.archives import MACHINES, digest_of
+from outrider.sandbox.rootfs.dockerfile_text import (
+    MAX_VALUES,
+    BadText,
+    HereDocument,
+    Instruction,
+    filled_words,
+    instructions,
+    json_list,
+    split,
+)
+from outrider.sandbox.rootfs.dockerignore import MAX_FILE, Ignore, read_ignore
+from outrider.sandbox.rootfs.store import PINNED, ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import is_tar
 from outrider.text_files import read_text_file
 
 DOCKERFILE = "Dockerfile"
+ENVIRONMENT, TASK_TOML = "environment", "task.toml"
+"""A folder of this name beside such a file is the context of a Harbor task."""
+SECRETS = frozenset({"tests", "solution", "steps", TASK_TOML})
+"""Files of a Harbor task that its agent must not see."""
 FORMAT = 1
 """Part of every key. Increase this number when a change of the code changes the image of some Dockerfile."""
-IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL"})
-DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)\s*")
-HERE_DOCUMENT = re.compile(r"\d*<<-?[\"']?[A-Za-z0-9_.]+[\"']?")
-VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^{}]*))?\})")
+IGNORED = frozenset({"LABEL", "EXPOSE", "MAINTAINER", "CMD", "STOPSIGNAL", "VOLUME"})
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ROOT = re.compile(r"(root|0)(:(root|0))?")
 MODE = re.compile(r"0?[0-7]{3}")
 WILD = re.compile(r"[*?\[]")
-MAX_FILE = 1 << 20
-"""Maximum bytes of a Dockerfile, and of a .dockerignore."""
+SECONDS = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+(?:\.\d+)?)ms)?")
+SHELLS = re.compile(r"(/(usr/)?bin/)?(env|sh|bash|dash|tini|dumb-init)|--|-\w+|sleep|infinity")
+"""Words of an ENTRYPOINT that starts no program of its own: a shell or an init for the command."""
+SHELL = ("/bin/sh", "-c")
+ARCHITECTURE = MACHINES.get(platform.machine(), platform.machine())
+PLATFORMS = {
+    f"{where}{name}": value
+    for where in ("TARGET", "BUILD")
+    for name, value in (("PLATFORM", f"linux/{ARCHITECTURE}"), ("OS", "linux"), ("ARCH", ARCHITECTURE), ("VARIANT", ""))
+}
+"""The variables that every build has."""
 MAX_STEPS = 512
 """Maximum steps of a plan. Container engines refuse more than 127 layers, so real Dockerfiles have fewer steps."""
-MAX_VALUES = 128 << 10
-"""Maximum characters of all variables of one kind together (ARG before FROM, ARG, ENV), and of the values filled into
-one instruction. Linux gives no program a longer variable. Without a bound, values that refer to other values could
-double their length with each line."""
+MAX_STAGES = 64
 MAX_PATH = 4096
 MAX_MESSAGE = 500
 """Maximum characters of an error: an instruction may have a million."""
+ADDED = ("without", "is_file")
+"""Fields of steps that are newer than FORMAT. They are part of a key only if they are not empty."""
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="Copy"):
     """Copies `sources`, files and folders of the context with links resolved, to the absolute path `target`. The
     content of a folder goes into `target`. If `into` is true, files are put into the folder `target`. Otherwise a
-    single file becomes `target`, unless `target` is an existing folder."""
+    single file becomes `target`, unless `target` is an existing folder. `without` are the paths in the sources that
+    the .dockerignore leaves out."""
 
     line: int
     sources: tuple[Path, ...]
+    target: str
+    into: bool
+    mode: str | None = None
+    without: tuple[Path, ...] = ()
+
+
+class CopyFrom(msgspec.Struct, frozen=True, kw_only=True, tag="CopyFrom"):
+    """Copies `sources`, absolute paths or patterns of another image, like Copy."""
+
+    line: int
+    origin: BaseImage
+    sources: tuple[str, ...]
+    target: str
+    into: bool
+    mode: str | None = None
+
+
+class WriteFile(msgspec.Struct, frozen=True, kw_only=True, tag="WriteFile"):
+    """Writes the text of a here-document to `target`, or, if `into` is true, to the file `name` in the folder
+    `target`."""
+
+    line: int
+    name: str
+    text: str
     target: str
     into: bool
     mode: str | None = None
@@ -73,20 +121,43 @@ class MakeFolder(msgspec.Struct, frozen=True, kw_only=True, tag="MakeFolder"):
     path: str
 
 
-BuildStep = Copy | RunInstruction | MakeFolder
+class BaseImage(msgspec.Struct, frozen=True, kw_only=True):
+    """An image that another image is built from: an image of the store, or the image of an earlier stage, which `plan`
+    builds."""
+
+    name: str
+    digest: str
+    env: dict[str, str]
+    workdir: str | None
+    plan: BuildPlan | None = None
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The check of HEALTHCHECK. Times are in seconds."""
+
+    command: str
+    interval: float = 30.0
+    timeout: float = 30.0
+    start_period: float = 0.0
+    start_interval: float = 5.0
+    retries: int = 3
+
+
+BuildStep = Copy | CopyFrom | WriteFile | RunInstruction | MakeFolder
 
 
 class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of an image's build from `base`, whose name is `base_name`. `env` and `workdir` are the image's
-    settings. `digest` is the plan's key in the form of a digest."""
+    """The plan of an image's build from `base`. `env` and `workdir` are the image's settings. `digest` is the plan's
+    key in the form of a digest. `health` is no part of the image: a task's prepare step carries it out."""
 
     file: Path
-    base_name: str
-    base: RootImage
+    base: BaseImage
     steps: tuple[BuildStep, ...]
     env: dict[str, str]
     workdir: str
     digest: str
+    shell: tuple[str, ...] = SHELL
+    health: Health | None = None
 
     @property
     def name(self) -> str:
@@ -94,36 +165,42 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
         on their folder."""
         return f"dockerfile/{self.digest.removeprefix('sha256:')[:32]}"
 
+    @property
+    def needed(self) -> tuple[BaseImage, ...]:
+        """The images that the build uses: its base first."""
+        return (self.base, *(step.origin for step in self.steps if isinstance(step, CopyFrom)))
 
-class Instruction(msgspec.Struct, frozen=True):
-    line: int
-    name: str
-    text: str
+
+class BuildStage:
+    """The part of a Dockerfile from one FROM to the next."""
+
+    def __init__(self, base: BaseImage, shell: tuple[str, ...], health: Health | None, name: str | None) -> None:
+        self.base = base
+        self.name = name
+        self.shell = shell
+        self.health = health
+        self.args: dict[str, str] = {}
+        self.env: dict[str, str] = {}
+        self.workdir = base.workdir or "/"
+        self.steps: list[BuildStep] = []
 
 
-def built_name(context: Path, store: ImageStore) -> str:
-    """Return the name of the image built from a folder's Dockerfile. Raises InvalidField if this image is not built, or
-    if the Dockerfile cannot be read as a plan."""
-    plan = read_dockerfile(context, store)
-    try:
-        store.image(plan.name)
-    except NotFound as error:
-        raise InvalidField(
-            f"the image of {plan.file} is not built on this machine",
-            field="environment.docker_image",
-            hint=f"outrider image build {context}",
-        ) from error
-    return plan.name
+class ContextFolder(msgspec.Struct, frozen=True):
+    """A folder that files are copied from, and what it leaves out."""
+
+    folder: Path
+    ignore: Ignore
+    whole_task: bool = False
 
 
 def read_dockerfile(context: Path, store: ImageStore) -> BuildPlan:
     """Return the plan of a folder's Dockerfile. Reads the copied files for their digests. Raises InvalidField."""
-    file, ignore = context / DOCKERFILE, context / ".dockerignore"
-    text = read_text_file(file, field="dockerfile", limit=MAX_FILE)
-    lines = read_text_file(ignore, field="dockerfile", limit=MAX_FILE).split("\n") if ignore.exists() else ()
-    if any(line.strip() and not line.startswith("#") for line in lines):
-        raise InvalidField(f"{ignore} excludes files, which is not supported here", field="dockerfile")
-    return Reader(file, store).plan(text)
+    file = context / DOCKERFILE
+    return Reader(file, store).plan(read_text_file(file, field="dockerfile", limit=MAX_FILE))
+
+
+def engine_hint(context: Path) -> str:
+    return f"have a container engine build it: outrider image build {context} --engine podman (or docker)"
 
 
 class Reader:
@@ -132,14 +209,14 @@ class Reader:
     def __init__(self, file: Path, store: ImageStore) -> None:
         self._file = file
         self._context = file.parent.resolve()
+        self._roots = [ContextFolder(self._context, read_ignore(self._context))]
+        above = self._context.parent
+        if self._context.name == ENVIRONMENT and (above / TASK_TOML).is_file():
+            self._roots.append(ContextFolder(above, read_ignore(above), whole_task=True))
         self._store = store
-        self._base: tuple[str, RootImage] | None = None
         self._early: dict[str, str] = {}
         """The ARGs before FROM."""
-        self._args: dict[str, str] = {}
-        self._env: dict[str, str] = {}
-        self._workdir = "/"
-        self._steps: list[BuildStep] = []
+        self._stages: list[BuildStage] = []
 
     def plan(self, text: str) -> BuildPlan:
         readers: dict[str, Callable[[Instruction], None]] = {
@@ -151,101 +228,184 @@ class Reader:
             "COPY": self.read_copy,
             "ADD": self.read_copy,
             "RUN": self.read_run,
+            "SHELL": self.read_shell,
+            "ENTRYPOINT": self.read_entrypoint,
+            "HEALTHCHECK": self.read_healthcheck,
         }
-        for one in self.instructions(text):
-            if one.name in IGNORED:
-                continue
-            if one.name not in readers:
-                known = ", ".join((*readers, *sorted(IGNORED)))
-                raise self._refusal(one.line, f"{one.name} is not supported here", hint=f"supported: {known}")
-            if self._base is None and one.name not in ("FROM", "ARG"):
-                raise self._refusal(one.line, f"{one.name} comes before FROM")
-            readers[one.name](one)
-            self._check_sizes(one)
-        if self._base is None:
-            raise InvalidField(f"{self._file} has no FROM", field="dockerfile")
-        name, base = self._base
-        said: list[object] = [FORMAT, base.digest, self._env, self._workdir]
-        for step in self._steps:
-            fields = {name: value for name, value in msgspec.structs.asdict(step).items() if name != "line"}
+        try:
+            for one in instructions(text):
+                if one.name in IGNORED:
+                    continue
+                if one.name not in readers:
+                    raise self._beyond(one.line, f"{one.name} is not supported here")
+                if not self._stages and one.name not in ("FROM", "ARG"):
+                    raise self._refusal(one.line, f"{one.name} comes before FROM")
+                readers[one.name](one)
+                self._check_sizes(one)
+        except BadText as error:
+            raise self._refusal(error.line, str(error)) from error
+        if not self._stages:
+            raise InvalidField(
+                f"{self._file} has no FROM", field="dockerfile", hint="begin with FROM and the name of an image"
+            )
+        return self._plan_of(self._stages[-1])
+
+    def health(self, text: str) -> Health | None:
+        """Return the HEALTHCHECK of a Dockerfile that a container engine builds. Raises InvalidField for a user and a
+        start command that no sandbox honours."""
+        base = BaseImage(name="", digest="", env={}, workdir=None)
+        last: dict[str, Instruction] = {}
+        try:
+            for one in instructions(text):
+                if one.name == "FROM":
+                    last = {}
+                    self._stages.append(BuildStage(base, SHELL, None, None))
+                elif self._stages and one.name in ("USER", "ENTRYPOINT", "HEALTHCHECK"):
+                    last[one.name] = one
+        except BadText as error:
+            raise self._refusal(error.line, str(error)) from error
+        if not self._stages:
+            return None
+        readers = {"USER": self.read_user, "ENTRYPOINT": self.read_entrypoint, "HEALTHCHECK": self.read_healthcheck}
+        for name, one in last.items():
+            readers[name](one)
+        return self._stage.health
+
+    @property
+    def _stage(self) -> BuildStage:
+        return self._stages[-1]
+
+    def _plan_of(self, stage: BuildStage) -> BuildPlan:
+        said: list[object] = [FORMAT, stage.base.digest, stage.env, stage.workdir]
+        for step in stage.steps:
+            fields: dict[str, Any] = {
+                name: value
+                for name, value in msgspec.structs.asdict(step).items()
+                if name != "line" and (value or name not in ADDED)
+            }
             if isinstance(step, Copy):
-                fields["sources"] = [(source.name, digest_of(source)) for source in step.sources]
+                fields["sources"] = [(path.name, kept_digest(path, step.without)) for path in step.sources]
+                if step.without:
+                    fields["without"] = sorted(
+                        str(path.relative_to(source))
+                        for source in step.sources
+                        for path in step.without
+                        if path.is_relative_to(source)
+                    )
+            elif isinstance(step, CopyFrom):
+                fields["origin"] = step.origin.digest
             # Tags, because a class with another name must not change the keys of images that are already built.
             said.append([type(step).__struct_config__.tag, fields])
         return BuildPlan(
             file=self._file,
-            base_name=name,
-            base=base,
-            steps=tuple(self._steps),
-            env={**base.env, **self._env},
-            workdir=self._workdir,
+            base=stage.base,
+            steps=tuple(stage.steps),
+            env={**stage.base.env, **stage.env},
+            workdir=stage.workdir,
             digest=f"sha256:{hashlib.sha256(msgspec.json.encode(said, order='sorted')).hexdigest()}",
+            shell=stage.shell,
+            health=stage.health,
         )
 
     def _check_sizes(self, one: Instruction) -> None:
-        if len(self._steps) > MAX_STEPS:
-            raise self._refusal(one.line, f"more than {MAX_STEPS} steps", hint="join several RUN into one")
-        for variables in (self._early, self._args, self._env):
-            if sum(len(name) + len(value) for name, value in variables.items()) > MAX_VALUES:
+        variables = [self._early]
+        if self._stages:
+            variables += [self._stage.args, self._stage.env]
+            if len(self._stage.steps) > MAX_STEPS:
+                raise self._refusal(one.line, f"more than {MAX_STEPS} steps", hint="join several RUN into one")
+            if len(self._stage.workdir) > MAX_PATH:
+                raise self._refusal(one.line, f"the path of WORKDIR has more than {MAX_PATH} characters")
+        for each in variables:
+            if sum(len(name) + len(value) for name, value in each.items()) > MAX_VALUES:
                 raise self._refusal(one.line, f"the variables have more than {MAX_VALUES} characters")
-        if len(self._workdir) > MAX_PATH:
-            raise self._refusal(one.line, f"the path of WORKDIR has more than {MAX_PATH} characters")
-
-    def instructions(self, text: str) -> Iterator[Instruction]:
-        """Yield the instructions, with continued lines joined and comments left out."""
-        parts: list[str] = []
-        begin = 0
-        directives = True
-        for number, line in enumerate(text.split("\n"), 1):
-            bare = line.strip()
-            if directives and (directive := DIRECTIVE.fullmatch(bare)):
-                if directive[1].lower() == "escape" and directive[2] != "\\":
-                    raise self._refusal(number, "another escape character is not supported here")
-                continue
-            directives = False
-            if not bare or bare.startswith("#"):
-                continue
-            begin = begin or number
-            if bare.endswith("\\"):
-                parts.append(line.rstrip()[:-1])
-                continue
-            name, *rest = "".join((*parts, line)).split(maxsplit=1)
-            yield Instruction(begin, name.upper(), rest[0].strip() if rest else "")
-            parts, begin = [], 0
-        if parts:
-            raise self._refusal(begin, "the last line ends with a backslash, but no line follows")
 
     def read_from(self, one: Instruction) -> None:
-        if self._base is not None:
-            raise self._refusal(one.line, "a second FROM: only one build stage is supported here")
-        words = self._words(one, self._early)
+        words = self._words(one, {**PLATFORMS, **self._early})
+        wanted = words.pop(0).removeprefix("--platform=") if words and words[0].startswith("--platform=") else None
         if not words or words[0].startswith("--") or (words[1:] and [words[1].upper(), *words[3:]] != ["AS"]):
             raise self._refusal(
                 one.line, f"FROM {one.text} is not supported here", hint="FROM IMAGE, or FROM IMAGE AS NAME"
             )
-        short = words[0].removeprefix("docker.io/").removeprefix("library/")
-        for name in (words[0], short, short.removesuffix(":latest")):
-            try:
-                self._base = name, self._store.image(name)
-            except (NotFound, InvalidField):
-                continue
-            self._workdir = self._base[1].workdir or "/"
-            return
+        if wanted is not None and wanted.split("/")[:2] != ["linux", ARCHITECTURE]:
+            raise self._refusal(
+                one.line,
+                f"FROM asks for the platform {wanted}, and this machine is linux/{ARCHITECTURE}",
+                hint="build the image on a machine of that platform, or remove --platform",
+            )
+        if len(self._stages) == MAX_STAGES:
+            raise self._refusal(one.line, f"more than {MAX_STAGES} stages")
+        earlier = self._named_stage(words[0], numbers=False)
+        base = self._image(one, words[0]) if earlier is None else self._base_of(earlier)
+        shell, health = (SHELL, None) if earlier is None else (earlier.shell, earlier.health)
+        self._stages.append(BuildStage(base, shell, health, words[2].lower() if words[1:] else None))
+
+    def _named_stage(self, name: str, *, numbers: bool = True) -> BuildStage | None:
+        """Return an earlier stage by its name or, for COPY, its number."""
+        for stage in reversed(self._stages):
+            if stage.name == name.lower():
+                return stage
+        if numbers and name.isdecimal() and int(name) < len(self._stages) - 1:
+            return self._stages[int(name)]
+        return None
+
+    def _base_of(self, stage: BuildStage) -> BaseImage:
+        plan = self._plan_of(stage)
+        return BaseImage(name=plan.name, digest=plan.digest, env=plan.env, workdir=plan.workdir, plan=plan)
+
+    def _image(self, one: Instruction, reference: str) -> BaseImage:
+        """Return the image of the store that a reference names."""
+        if reference == "scratch":
+            raise self._beyond(one.line, "an image without a base (scratch) is not supported here")
+        whole, at, pinned = reference.partition("@")
+        if at and not PINNED.fullmatch(f"@{pinned}"):
+            raise self._refusal(
+                one.line,
+                f"{pinned[:80]!r} is no digest: sha256: and 64 hexadecimal digits",
+                hint=f"write the whole digest, or only {whole}",
+            )
+        short = whole.removeprefix("docker.io/").removeprefix("library/")
+        names = list(dict.fromkeys((whole, short, short.removesuffix(":latest"))))
+        found = {name: image for name in names if (image := self._stored(name)) is not None}
+        if not at and found:
+            return base_of(*next(iter(found.items())))
+        if at:
+            for name in names:
+                if (image := self._stored(f"{name}{at}{pinned}")) is not None:
+                    return base_of(f"{name}{at}{pinned}", image)
+            for name, image in (found or self._store.images()).items():
+                if image.digest == pinned:
+                    return base_of(name, image)
+        own = f"{short}{at}{pinned}"
+        pull = f"outrider image pull {reference} {own}"
+        if found:
+            raise self._refusal(
+                one.line,
+                f"the image {next(iter(found))!r} of this machine is not known to be {pinned}",
+                hint=f"{pull} (which checks the digest); or, to take the image that is here, write only {whole}",
+            )
+        other = f"write only {whole}, and outrider image import FILE {short}" if at else ""
         raise self._refusal(
             one.line,
-            f"there is no image {words[0]!r} on this machine",
-            hint=f"outrider image pull {words[0]} {short}, or outrider image import FILE {short}",
+            f"there is no image {reference!r} on this machine",
+            hint=f"{pull}, or {other or f'outrider image import FILE {own}'}",
         )
+
+    def _stored(self, name: str) -> RootImage | None:
+        try:
+            return self._store.image(name)
+        except (NotFound, InvalidField):
+            return None
 
     def read_arg(self, one: Instruction) -> None:
         for word in self._words(one):
             name, given, value = word.partition("=")
             if not NAME.fullmatch(name):
                 raise self._refusal(one.line, f"{name!r} is not the name of a variable")
-            if self._base is None:
+            known = {**PLATFORMS, **self._early}
+            if not self._stages:
                 self._early |= {name: value} if given else {}
-            elif given or name in self._early:
-                self._args[name] = value if given else self._early[name]
+            elif given or name in known:
+                self._stage.args[name] = value if given else known[name]
 
     def read_env(self, one: Instruction) -> None:
         words = self._words(one)
@@ -255,32 +415,70 @@ class Reader:
             name, given, value = word.partition("=")
             if not given or not NAME.fullmatch(name):
                 raise self._refusal(one.line, f"ENV {one.text} is not of the form NAME=VALUE")
-            self._env[name] = value
+            self._stage.env[name] = value
 
     def read_workdir(self, one: Instruction) -> None:
         path = " ".join(self._words(one))
         if not path:
             raise self._refusal(one.line, "WORKDIR needs a path")
-        self._workdir = posixpath.normpath(posixpath.join(self._workdir, path))
-        self._steps.append(MakeFolder(line=one.line, path=self._workdir))
+        self._stage.workdir = posixpath.normpath(posixpath.join(self._stage.workdir, path))
+        self._stage.steps.append(MakeFolder(line=one.line, path=self._stage.workdir))
 
     def read_user(self, one: Instruction) -> None:
         if not ROOT.fullmatch(" ".join(self._words(one))):
-            raise self._refusal(one.line, f"USER {one.text}: root is the only user of a sandbox")
+            raise self._refusal(
+                one.line,
+                f"USER {one.text}: root is the only user of a sandbox",
+                hint="remove the line, if the task can be solved as root",
+            )
+
+    def read_shell(self, one: Instruction) -> None:
+        shell = json_list(one.text)
+        if shell is None:
+            raise self._refusal(one.line, "SHELL needs a JSON list", hint='SHELL ["/bin/bash", "-c"]')
+        self._stage.shell = shell
+
+    def read_entrypoint(self, one: Instruction) -> None:
+        words = json_list(one.text) or tuple(one.text.split())
+        if one.text != "[]" and not all(map(SHELLS.fullmatch, words)):
+            raise self._refusal(
+                one.line,
+                f"ENTRYPOINT {one.text}: a sandbox starts no program of its image",
+                hint="remove the line; what the program prepares can be done by RUN, or by a health check of the task"
+                " (environment.healthcheck in task.toml)",
+            )
+
+    def read_healthcheck(self, one: Instruction) -> None:
+        text, found = one.text, {}
+        names = {f"--{name.replace('_', '-')}": name for name in Health.__struct_fields__[1:]}
+        while text.startswith("--"):
+            flag, _, text = text.partition(" ")
+            option, _, value = flag.partition("=")
+            text = text.strip()
+            if option not in names or (number := seconds(value) if option != "--retries" else count(value)) is None:
+                raise self._refusal(one.line, f"HEALTHCHECK takes no {flag}")
+            found[names[option]] = number
+        kind, _, command = text.partition(" ")
+        words = json_list(command.strip())
+        if kind.upper() not in ("NONE", "CMD") or (kind.upper() == "CMD" and not command.strip()):
+            raise self._refusal(one.line, f"HEALTHCHECK {one.text} is not of the form NONE or CMD COMMAND")
+        self._stage.health = None
+        if kind.upper() == "CMD":
+            run = command.strip() if words is None else " ".join(map(quoted, words))
+            self._stage.health = msgspec.convert({"command": run, **found}, Health, strict=False)
 
     def read_run(self, one: Instruction) -> None:
         if one.text.startswith("--"):
-            raise self._refusal(one.line, f"RUN takes no {one.text.split()[0].partition('=')[0]} here")
-        self._no_here_document(one)
-        argv = json_list(one.text) or ("/bin/sh", "-c", one.text)
+            raise self._beyond(one.line, f"RUN takes no {one.text.split()[0].partition('=')[0]} here")
         if not one.text:
             raise self._refusal(one.line, "RUN needs a command")
-        env = {**self._args, **self._env}
-        self._steps.append(RunInstruction(line=one.line, argv=argv, env=env, workdir=self._workdir))
+        stage = self._stage
+        argv = json_list(one.text) or (*stage.shell, with_documents(one))
+        env = {**stage.args, **stage.env}
+        stage.steps.append(RunInstruction(line=one.line, argv=argv, env=env, workdir=stage.workdir))
 
     def read_copy(self, one: Instruction) -> None:
-        self._no_here_document(one)
-        mode = None
+        mode = origin = None
         text = one.text
         while text.startswith("--"):
             flag, _, text = text.partition(" ")
@@ -288,103 +486,203 @@ class Reader:
             text = text.strip()
             if option == "--chmod" and MODE.fullmatch(value):
                 mode = value
-            elif option != "--link" and not (option == "--chown" and ROOT.fullmatch(value)):
-                raise self._refusal(one.line, f"{one.name} takes no {flag} here")
+            elif option == "--from" and value and one.name == "COPY":
+                origin = self._origin(one, value)
+            elif option not in ("--link", "--chown") or (option == "--chown" and not value):
+                raise self._beyond(one.line, f"{one.name} takes no {flag} here")
         words = list(json_list(text) or self._words(Instruction(one.line, one.name, text)))
         if len(words) < 2:
             raise self._refusal(one.line, f"{one.name} needs a source and a target")
-        sources = tuple(path for word in words[:-1] for path in self.sources(one, word))
+        stage = self._stage
+        target = posixpath.join(stage.workdir, words[-1])
+        into = len(words) > 2 or target.endswith(("/", "/."))
+        target = posixpath.normpath(target)
+        if origin is not None:
+            named = tuple(posixpath.normpath(posixpath.join("/", word)) for word in words[:-1])
+            stage.steps.append(
+                CopyFrom(line=one.line, origin=origin, sources=named, target=target, into=into, mode=mode)
+            )
+            return
+        documents = {filled_words(split(document.word), {})[0]: document for document in one.documents}
+        for document in one.documents:
+            body = document.body if document.raw else self._filled(one, document)
+            stage.steps.append(
+                WriteFile(line=one.line, name=document.name, text=body, target=target, into=into, mode=mode)
+            )
+        found = [each for word in words[:-1] if word not in documents for each in self.sources(one, word)]
+        if not found:
+            return
+        sources = tuple(dict.fromkeys(path for path, _ in found))
+        without = tuple(dict.fromkeys(path for _, out in found for path in out))
         if mode is not None and any(path.is_dir() for path in sources):
-            raise self._refusal(one.line, f"{one.name} takes --chmod only for files here")
-        target = posixpath.join(self._workdir, words[-1])
-        into = len(sources) > 1 or target.endswith(("/", "/."))
-        copied = Copy(line=one.line, sources=sources, target=posixpath.normpath(target), into=into, mode=mode)
-        self._steps.append(copied)
+            raise self._beyond(one.line, f"{one.name} takes --chmod only for files here")
+        into = into or len(sources) > 1
+        stage.steps.append(Copy(line=one.line, sources=sources, target=target, into=into, mode=mode, without=without))
 
-    def sources(self, one: Instruction, word: str) -> list[Path]:
-        """Return the files and folders of the build context that match `word`, a path or pattern. Links are
-        resolved."""
+    def _origin(self, one: Instruction, value: str) -> BaseImage:
+        """Return the stage or the image that COPY takes files from."""
+        [name] = self._words(Instruction(one.line, one.name, value)) or [""]
+        stage = self._named_stage(name)
+        if stage is self._stage:
+            raise self._refusal(one.line, f"COPY takes files from its own stage {name!r}")
+        return self._image(one, name) if stage is None else self._base_of(stage)
+
+    def sources(self, one: Instruction, word: str) -> list[tuple[Path, tuple[Path, ...]]]:
+        """Return the files and folders of the build context that match `word`, a path or pattern, each with what the
+        .dockerignore leaves out of it. Links are resolved. The context is the Dockerfile's folder. For a path that is
+        only in the folder of the whole task, it is that folder, as where `docker build -f` was run there."""
         if "://" in word or word.startswith("git@"):
-            raise self._refusal(one.line, f"{one.name} {word}: nothing is downloaded here")
+            raise self._refusal(
+                one.line,
+                f"{one.name} {word}: nothing is downloaded here",
+                hint=f"download the file into {self._context}, and name it here",
+            )
         inside = posixpath.normpath(word.lstrip("/") or ".")
         if inside.split("/")[0] == "..":
-            raise self._refusal(one.line, f"{word!r} leads out of {self._context}")
-        found = sorted(self._context.glob(inside)) if WILD.search(inside) else [self._context / inside]
-        real = []
-        for path in found:
+            raise self._refusal(
+                one.line,
+                f"{word!r} leads out of {self._context}",
+                hint="move the file there, and name it without ..",
+            )
+        for root in self._roots:
+            matching = sorted(root.folder.glob(inside)) if WILD.search(inside) else [root.folder / inside]
+            present = [path for path in matching if path.is_symlink() or path.exists()]
+            if present:
+                return self._checked(one, word, root, present)
+        if WILD.search(inside):
+            raise self._refusal(
+                one.line, f"nothing in {self._context} matches {word!r}", hint="add the files, or remove the line"
+            )
+        raise self._refusal(
+            one.line, f"there is no file or folder {word!r} in {self._context}", hint=self._add_it(word)
+        )
+
+    def _add_it(self, word: str) -> str:
+        return f"add {word} to {self._context}: a data set may lack it because its authors left it out of git"
+
+    def _checked(
+        self, one: Instruction, word: str, root: ContextFolder, present: list[Path]
+    ) -> list[tuple[Path, tuple[Path, ...]]]:
+        found = []
+        for path in present:
             goal = path.resolve()
-            if not goal.is_relative_to(self._context):
-                raise self._refusal(one.line, f"{word!r} is a link that leads out of {self._context}")
+            if not goal.is_relative_to(root.folder):
+                raise self._refusal(
+                    one.line, f"{word!r} is a link that leads out of {root.folder}", hint="put the file in its place"
+                )
+            names = {path.relative_to(root.folder).parts[:1], goal.relative_to(root.folder).parts[:1]}
+            if root.whole_task and any(not name or name[0] in SECRETS for name in names):
+                raise self._refusal(
+                    one.line,
+                    f"{word!r} would show the agent files of the task that it must not see",
+                    hint=f"Harbor builds {self._context} alone, and this line fails there: remove it, or move what the"
+                    " image needs there",
+                )
             if not goal.is_dir() and not goal.is_file():
-                raise self._refusal(one.line, f"there is no file or folder {word!r} in {self._context}")
-            for below in goal.rglob("*") if goal.is_dir() else ():
-                if below.is_symlink() and not below.resolve().is_relative_to(goal):
-                    raise self._refusal(one.line, f"{below} is a link that leads out of {goal}")
+                raise self._refusal(
+                    one.line, f"there is no file or folder {word!r} in {root.folder}", hint=self._add_it(word)
+                )
+            if root.ignore.patterns and path != root.folder:
+                relative = path.relative_to(root.folder).as_posix()
+                if root.ignore.leaves_out(relative) and not goal.is_dir():
+                    continue
+            without = tuple(self._left_out(one, root, path, goal)) if goal.is_dir() else ()
             if one.name == "ADD" and goal.is_file() and is_tar(goal):
                 raise self._refusal(
                     one.line, f"ADD would unpack {word!r}, which is not supported here", hint="COPY and RUN tar"
                 )
-            real.append(goal)
-        if not real:
-            raise self._refusal(one.line, f"nothing in {self._context} matches {word!r}")
-        return real
+            found.append((goal, without))
+        if not found:
+            raise self._refusal(
+                one.line,
+                f"{root.ignore.file} leaves {word!r} out",
+                hint=f"remove it from {root.ignore.file.name}, or remove this line",
+            )
+        return found
 
-    def _no_here_document(self, one: Instruction) -> None:
-        if any(HERE_DOCUMENT.fullmatch(word) for word in one.text.split()):
-            raise self._refusal(one.line, f"{one.name} takes no here-document here")
+    def _left_out(self, one: Instruction, root: ContextFolder, path: Path, goal: Path) -> Iterator[Path]:
+        """Yield what the .dockerignore leaves out of a folder: files and, unless a pattern takes files back, whole
+        folders. Refuses links that lead out of the folder."""
+        ignore = root.ignore
+        for at, folders, files in os.walk(goal):
+            entered = []
+            for name in (*folders, *files):
+                below = Path(at, name)
+                is_folder = name in folders and not below.is_symlink()
+                shown = (path / below.relative_to(goal)).relative_to(root.folder).as_posix()
+                if ignore.patterns and ignore.leaves_out(shown) and not (is_folder and ignore.takes_back):
+                    yield below
+                    continue
+                if below.is_symlink() and not below.resolve().is_relative_to(goal):
+                    raise self._refusal(
+                        one.line, f"{below} is a link that leads out of {goal}", hint="put the file in its place"
+                    )
+                entered += [name] * is_folder
+            folders[:] = entered
+
+    def _filled(self, one: Instruction, document: HereDocument) -> str:
+        # split() would remove quotes and line ends
+        try:
+            return filled_words([document.body.replace(r"\$", "\0")], self._known())[0]
+        except ValueError as error:
+            raise self._refusal(one.line, f"{one.name} {document.word}: {error}") from error
+
+    def _known(self) -> dict[str, str]:
+        if not self._stages:
+            return self._early
+        return {**self._stage.args, **self._stage.base.env, **self._stage.env}
 
     def _words(self, one: Instruction, variables: Mapping[str, str] | None = None) -> list[str]:
         """Return the words of an instruction, with quotes removed and variables filled in."""
-        known = {**self._args, **self._base[1].env, **self._env} if self._base is not None else self._early
         try:
-            return filled_words(split(one.text), known if variables is None else variables)
+            return filled_words(split(one.text), self._known() if variables is None else variables)
         except ValueError as error:
             raise self._refusal(one.line, f"{one.name} {one.text}: {error}") from error
 
+    def _beyond(self, line: int, message: str) -> InvalidField:
+        """Return the error for what Docker can do and this builder cannot."""
+        return self._refusal(line, message, hint=engine_hint(self._file.parent))
+
     def _refusal(self, line: int, message: str, *, hint: str | None = None) -> InvalidField:
-        return InvalidField(f"{self._file}, line {line}: {message[:MAX_MESSAGE]}", field="dockerfile", hint=hint)
+        return InvalidField(
+            f"{self._file}, line {line}: {message[:MAX_MESSAGE]}",
+            field="dockerfile",
+            hint=hint or "correct the line: no container engine takes it either",
+        )
 
 
-LITERAL = "\0"
-"""Placeholder for a literal $ until variables are filled in."""
+def base_of(name: str, image: RootImage) -> BaseImage:
+    return BaseImage(name=name, digest=image.digest, env=image.env, workdir=image.workdir)
 
 
-def split(text: str) -> list[str]:
-    """Split a text into words like a shell. A $ in single quotes or after a backslash becomes LITERAL. Raises
-    ValueError."""
-    if LITERAL in text:
-        raise ValueError("the text has a NUL")
-    text = re.sub(r"\\\$", LITERAL, text)
-    text = re.sub(r"'[^']*'", lambda quoted: quoted[0].replace("$", LITERAL), text)
-    return shlex.split(text)
+def kept_digest(path: Path, without: tuple[Path, ...]) -> str:
+    """Return the digest of a source without what is left out of it."""
+    return digest_of(path, frozenset(map(str, without)))
 
 
-def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str]:
-    """Fill in the variables of words: $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}, the last two also without the
-    colon. Unset variables are empty. Raises ValueError if the values have more than MAX_VALUES characters together."""
-    room = MAX_VALUES
-
-    def value(match: re.Match[str]) -> str:
-        nonlocal room
-        known, operator, word = variables.get(match[1] or match[2]), match[3] or "", match[4]
-        is_set = bool(known) if ":" in operator else known is not None
-        if "+" in operator:
-            found = word if is_set else ""
-        elif "-" in operator and not is_set:
-            found = word
-        else:
-            found = known or ""
-        room -= len(found)
-        if room < 0:  # checked before the word is built
-            raise ValueError(f"its variables have more than {MAX_VALUES} characters")
-        return found
-
-    return [VARIABLE.sub(value, word).replace(LITERAL, "$") for word in words]
+def with_documents(one: Instruction) -> str:
+    """Return the script of a RUN. A RUN that is only a here-document has it as its script; a first line with #! names
+    the program that runs it."""
+    if len(one.documents) != 1 or one.text != one.documents[0].word:
+        return "\n".join((one.text, *(document.text for document in one.documents)))
+    [document] = one.documents
+    if not document.body.startswith("#!"):
+        return document.body
+    program = document.body[2:].split("\n", 1)[0].strip()
+    return f"{program} /dev/fd/3 3<<'{document.name}'\n{document.body}{document.name}\n"
 
 
-def json_list(text: str) -> tuple[str, ...] | None:
-    """Return the words of a JSON list of texts, or None for any other text and for an empty list."""
-    try:
-        return msgspec.json.decode(text, type=tuple[str, ...]) or None
-    except msgspec.DecodeError:
+def quoted(word: str) -> str:
+    return "'" + word.replace("'", "'\"'\"'") + "'"
+
+
+def seconds(text: str) -> float | None:
+    """Return the seconds of a duration such as 1m30s, or None for another text."""
+    match = SECONDS.fullmatch(text) if text else None
+    if match is None:
         return None
+    return sum(float(part or 0) * unit for part, unit in zip(match.groups(), (3600, 60, 1, 0.001), strict=True))
+
+
+def count(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 5 else None

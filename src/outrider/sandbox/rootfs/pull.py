@@ -52,6 +52,12 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
         raise InvalidField(
             f"{reference!r} is not an image reference", field="reference", hint="such as docker.io/library/debian"
         )
+    if "@" in name and name.partition("@")[2] != reference.partition("@")[2]:
+        raise InvalidField(
+            f"the name {name!r} has a digest that {reference} does not ask for",
+            field="name",
+            hint=f"pull {reference.partition('@')[0]}@{name.partition('@')[2]}",
+        )
     # The puller locks this file, empties it, and at the end writes the outcome.
     with store.pull_file(reference).open("a+b") as record:
         before = os.fstat(record.fileno()).st_mtime_ns
@@ -71,7 +77,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
                 layout = Path(folder, "layout")
                 await _download(tool, reference, layout)
                 # Shielded, because a thread cannot be cancelled, and needs the folder and the lock.
-                image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name))
+                image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name, pulled=True))
         except (BadImage, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise  # such as a lack of descriptors, which is this process's own

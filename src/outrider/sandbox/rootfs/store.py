@@ -32,7 +32,9 @@ from outrider.sandbox.rootfs.archives import digest_of_file, layered
 from outrider.sandbox.rootfs.sif import is_sif, unpack_sif
 from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpack
 
-NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?")
+NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?(@sha256:[0-9a-f]{64})?")
+PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
+"""The digest at the end of a name: that of the registry's manifest. Only an image with this digest gets such a name."""
 
 
 class RootImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,9 +58,10 @@ class ImageStore:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or cache_home() / "images"
 
-    def import_(self, source: Path, name: str) -> RootImage:
+    def import_(self, source: Path, name: str, *, pulled: bool = False) -> RootImage:
         """Make an image from an archive and give it a name (see `give`). Content that was imported before is not
-        unpacked again. Raises BadImage, NotFound, InvalidField for the name, and RuntimeUnavailable without the tool
+        unpacked again. A name with a digest is given only to an image of this digest; `pulled` is true if the caller
+        has checked that. Raises BadImage, NotFound, InvalidField for the name, and RuntimeUnavailable without the tool
         that the archive needs."""
         checked_name(name)
         if not source.exists():
@@ -66,8 +69,10 @@ class ImageStore:
         try:
             if source.is_file() and is_sif(source):
                 digest = f"sha256:{digest_of_file(source.open('rb'))}"
+                _check_pin(name, digest, pulled)
                 return self.make(digest, name, partial(unpack_sif, source), source=source)
             with layered(source) as found:
+                _check_pin(name, found.digest, pulled)
 
                 def fill(root: Path) -> Contents:
                     contents = unpack(found.layers(), root)
@@ -241,6 +246,18 @@ def checked_name(name: str) -> str:
             f"{name!r} is not a valid name for an image", field="name", hint="such as debian, or tools/python:3.12"
         )
     return name
+
+
+def _check_pin(name: str, digest: str, pulled: bool) -> None:
+    """Raises InvalidField for a name with a digest that the image is not known to have."""
+    _, pinned, wanted = name.partition("@")
+    if pinned and not pulled and digest != wanted:
+        raise InvalidField(
+            f"the archive has {digest}, and the name says {wanted}",
+            field="name",
+            hint="the digest of a tag for several machines is in no archive: pull the image by its digest, or give it a"
+            " name without one",
+        )
 
 
 def _hex(digest: str) -> str:

@@ -19,16 +19,28 @@ from pydantic import ValidationError
 
 from outrider.environment import variables
 from outrider.errors import InvalidField, NotFound
-from outrider.sandbox.rootfs.dockerfile import DOCKERFILE, built_name
+from outrider.sandbox.engine_build import built_image
+from outrider.sandbox.rootfs.dockerfile import DOCKERFILE, Health
 from outrider.sandbox.rootfs.store import ImageStore
-from outrider.spec import Limits, RuntimeSpec, fault_text
+from outrider.spec import MAX_INLINE_FILE, Limits, RuntimeSpec, fault_text
 from outrider.tasks.examples import Example, Gold
 from outrider.tasks.harbor.files import check_links, files_below, instruction_in, written
-from outrider.tasks.harbor.schema import Artifacts, Environment, HarborStep, Healthcheck, TaskToml, unsupported
+from outrider.tasks.harbor.network import network_uses
+from outrider.tasks.harbor.schema import (
+    NETWORK_HINT,
+    Artifacts,
+    Environment,
+    HarborStep,
+    Healthcheck,
+    TaskToml,
+    unsupported,
+)
 from outrider.tasks.harbor.verifiers import COMPOSE, SeparateVerifier, mode, separate_verifier
-from outrider.text_files import read_toml_file
+from outrider.text_files import MAX_TOML, read_text_file, read_toml_file, toml_line
 
 TASK_TOML = "task.toml"
+HINTS = {"task.name": 'Harbor refuses it too: write a name with an organisation, such as "my-org/my-task"'}
+"""What to do about invalid fields that occur in public task folders."""
 TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 FOLDERS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 """Folders that Harbor makes in every sandbox."""
@@ -120,6 +132,8 @@ class HarborFolder:
         self._image = image
         self._config = read_config(self._toml)
         for field, what, hint in unsupported(self._config, offline=offline):
+            if hint is NETWORK_HINT and (needs := self._network_notes()):
+                hint = f"{needs[0]}. {hint}"
             raise self._refusal(field, what, hint)
 
     def example(self, name: str) -> Example:
@@ -151,7 +165,24 @@ class HarborFolder:
             task["limits"] = {"agent_seconds": given[0]}
             if sum(given) > AGENT_SECONDS:
                 task["limits"]["session_seconds"] = sum(given) + PREPARING_SECONDS
-        return Example(id=name, task=task, gold=self.gold())
+        return Example(id=name, task=task, gold=self.gold(), notes=tuple(self._network_notes()))
+
+    def _network_notes(self) -> list[str]:
+        """Return a note for each script that needs a network: the tests and the solutions, of all steps."""
+        notes = []
+        for folder in (self._folder, *(self._step_folder(step) for step in self._config.steps or ())):
+            for path, what in ((folder / "tests" / TEST, "graded"), (folder / "solution" / SOLVE, "solved as it is")):
+                if not path.is_file() or not path.resolve().is_relative_to(self._folder.resolve()):
+                    continue
+                text = path.read_bytes()[:MAX_INLINE_FILE].decode(errors="replace")
+                if uses := list(network_uses(text)):
+                    lines = ", ".join(f"{use.line} ({use.command})" for use in uses[:3])
+                    more = f" and {len(uses) - 3} more" if len(uses) > 3 else ""
+                    notes.append(
+                        f"{path}, line {lines}{more}: this needs a network, and sandboxes have none, so the task may"
+                        f" not be {what}: put what it installs into the image, and remove the line"
+                    )
+        return notes
 
     def _later(self, step: HarborStep, runtime: dict[str, Any], *, after: HarborStep) -> dict[str, Any]:
         """Make a step in `task.then`. The step first removes the remains of the previous step, as Harbor does."""
@@ -194,7 +225,10 @@ class HarborFolder:
     def runtime(self, first: HarborStep | None = None) -> dict[str, Any]:
         """Return the spec of the agent's sandbox."""
         environment = self._config.environment
-        runtime = self._sandbox(environment, "environment", self._image_of_agents(), self._loose_files())
+        image, health = self._image_of_agents()
+        runtime = self._sandbox(environment, "environment", image, self._loose_files())
+        if health is not None:  # Harbor starts containers with `--wait`, so an image's own check comes first
+            runtime["prepare"].append(health_step(harbor_check(health)))
         if environment.healthcheck is not None:
             runtime["prepare"].append(health_step(environment.healthcheck))
         if first is not None:
@@ -206,26 +240,28 @@ class HarborFolder:
         files of steps."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:
-            return self._sandbox(environment, field, self._image_of_agents(), self._loose_files())
+            return self._sandbox(environment, field, self._image_of_agents()[0], self._loose_files())
         if (compose := verifier.context / COMPOSE).is_file():
             raise self._refusal(str(compose.relative_to(self._folder)), "services beside a verifier")
-        image = verifier.image or built_name(verifier.context, ImageStore())
+        image = verifier.image or built_image(verifier.context, ImageStore()).name
         return self._sandbox(environment, field, image, [])
 
-    def _image_of_agents(self) -> str | None:
+    def _image_of_agents(self) -> tuple[str | None, Health | None]:
+        """Return the name of the image, and the HEALTHCHECK of the Dockerfile that it is built from."""
         image = self._config.environment.docker_image or self._image
         folder = self._folder / "environment"
         if image is not None:
-            return image
+            return image, None
         if (folder / DOCKERFILE).exists():
-            return built_name(folder, ImageStore())
+            built = built_image(folder, ImageStore())
+            return built.name, built.health
         for path, name in files_below(folder, self._folder) if folder.is_dir() else ():
             raise InvalidField(
                 f"{path}: no Dockerfile and no docker_image says how {name} comes into the sandbox",
                 field="environment.docker_image",
                 hint="write docker_image into task.toml, or pass --image NAME: the files are then brought along",
             )
-        return None
+        return None, None
 
     def _loose_files(self) -> list[dict[str, Any]]:
         """Return prepare steps for the files that Harbor copies to the working directory because no Dockerfile puts
@@ -340,7 +376,11 @@ class HarborFolder:
         return found
 
     def _refusal(self, field: str, what: str, hint: str | None = None) -> InvalidField:
-        return InvalidField(f"{self._toml} has {field}, and Outrider does not do {what}", field=field, hint=hint)
+        return InvalidField(
+            f"{placed(self._toml, field)} has {field}, and Outrider does not do {what}",
+            field=field,
+            hint=hint or "remove it from task.toml, if the task can be solved and graded without",
+        )
 
 
 def read_config(file: Path) -> TaskToml:
@@ -351,7 +391,29 @@ def read_config(file: Path) -> TaskToml:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"])) or "source"
         message = fault_text(first, TaskToml)
-        raise InvalidField(f"{file} has {field}: {message[:1].lower()}{message[1:]}", field=field) from error
+        raise InvalidField(
+            f"{placed(file, field)} has {field}: {message[:1].lower()}{message[1:]}",
+            field=field,
+            hint=HINTS.get(field, "correct it: Harbor refuses it too"),
+        ) from error
+
+
+def placed(file: Path, field: str) -> str:
+    """Return the file, with the line that sets a field or begins its table, if there is one."""
+    line = toml_line(read_text_file(file, field="source", limit=MAX_TOML), field)
+    return str(file) if line is None else f"{file}, line {line},"
+
+
+def harbor_check(health: Health) -> Healthcheck:
+    """Return the check of a Dockerfile's HEALTHCHECK as a health check of task.toml."""
+    return Healthcheck(
+        command=health.command,
+        interval_sec=health.interval,
+        timeout_sec=health.timeout,
+        start_period_sec=health.start_period,
+        start_interval_sec=health.start_interval,
+        retries=health.retries,
+    )
 
 
 def health_step(check: Healthcheck) -> dict[str, Any]:

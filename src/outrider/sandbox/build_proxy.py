@@ -1,0 +1,228 @@
+"""The way of a build's RUN to the package indexes that the operator names: an HTTP proxy on a Unix socket.
+
+The sandbox of a build has no network. A program in it reaches this proxy at the sandbox's endpoint, and, through it,
+the named hosts, either directly or through the proxy that this process's own variables name. Invariants: a connection
+is made only to a named host and port; without names none is made; the address and the password of the operator's own
+proxy are not passed into the sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from base64 import b64encode
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from outrider.environment import variables
+from outrider.errors import InvalidField
+
+MAX_HEAD = 64 << 10
+HEAD_SECONDS = 60.0
+CONNECT_SECONDS = 30.0
+CHUNK = 64 << 10
+MAX_REFUSED = 32
+"""Maximum number of refused hosts that are remembered, for the hint."""
+PORTS = (80, 443)
+"""Ports of a host that is named without a port."""
+HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?(:[0-9]{1,5})?")
+INDEXES = (
+    *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX"),
+    *("NPM_CONFIG_REGISTRY", "npm_config_registry", "GOPROXY", "CARGO_REGISTRIES_CRATES_IO_INDEX"),
+)
+"""Variables that name an index. RUN gets those of this process whose host it may reach."""
+LOCAL = "localhost,127.0.0.1,::1"
+
+
+def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
+    """Return the hosts in lower case. Raises InvalidField for a text that is no host."""
+    found = frozenset(host.lower() for host in hosts)
+    for host in sorted(found):
+        if not HOST.fullmatch(host):
+            raise InvalidField(
+                f"{host!r} is no host",
+                field="allow_host",
+                hint="a name without https:// and path, such as mirror.lan:3141",
+            )
+    return found
+
+
+def proxy_variables(endpoint: str) -> dict[str, str]:
+    """Return the variables that make programs in a sandbox use the proxy at its endpoint."""
+    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    return {**dict.fromkeys(names, endpoint), "no_proxy": LOCAL, "NO_PROXY": LOCAL}
+
+
+def index_variables(hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of this process that name an index on one of the hosts. A URL with a password is left out:
+    a Dockerfile is somebody else's program."""
+    environ = variables() if environ is None else environ
+    found = {}
+    for name in INDEXES:
+        with suppress(ValueError):  # no URL, or no port
+            url = urlsplit(environ.get(name, ""))
+            port = url.port or (443 if url.scheme == "https" else 80)
+            if url.hostname and url.username is None and allowed(hosts, url.hostname, port):
+                found[name] = environ[name]
+    return found
+
+
+def allowed(hosts: frozenset[str], host: str, port: int) -> bool:
+    host = host.lower().rstrip(".")
+    return f"{host}:{port}" in hosts or (host in hosts and port in PORTS)
+
+
+class NotPassedOn(Exception):
+    """A request that the proxy does not pass on. `status` is the status line of the reply."""
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class BuildProxy:
+    """The proxy of one build. `environ` names the operator's own proxy (HTTPS_PROXY, HTTP_PROXY), by default this
+    process's environment."""
+
+    def __init__(self, hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> None:
+        self._hosts = hosts
+        self._environ = variables() if environ is None else environ
+        self._refused: set[str] = set()
+
+    @property
+    def refused(self) -> frozenset[str]:
+        """The hosts that programs asked for and were not allowed to reach, with their ports unless usual."""
+        return frozenset(self._refused)
+
+    @asynccontextmanager
+    async def serving(self, path: Path) -> AsyncIterator[None]:
+        """Serve at a Unix socket. All connections are closed when the block ends."""
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            tasks.add(task)
+            try:
+                await self._serve(reader, writer)
+            finally:
+                tasks.discard(task)
+                writer.close()
+
+        server = await asyncio.start_unix_server(accept, path, limit=MAX_HEAD)
+        try:
+            yield
+        finally:
+            server.close()
+            for task in list(tasks):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HEAD_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            return
+        try:
+            method, target, *_ = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
+            tunnel = method == "CONNECT"
+            server_reader, server_writer, first = await self._reached(target, head, tunnel)
+        except (NotPassedOn, ValueError) as error:
+            status = error.status if isinstance(error, NotPassedOn) else "400 Bad Request"
+            body = f"outrider image build: {error}\n".encode()
+            writer.write(
+                f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+            )
+            with suppress(OSError):
+                await writer.drain()
+            return
+        try:
+            if tunnel:
+                writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            server_writer.write(first)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(relay(reader, server_writer))
+                group.create_task(relay(server_reader, writer))
+        finally:
+            server_writer.close()
+
+    async def _reached(
+        self, target: str, head: bytes, tunnel: bool
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
+        """Connect to the host of a request. Returns the connection, and the bytes to send first. Raises NotPassedOn."""
+        url = urlsplit(f"//{target}" if tunnel else target)
+        if not tunnel and url.scheme != "http":
+            raise NotPassedOn("400 Bad Request", f"{target[:200]} is no address of HTTP")
+        host, port = (url.hostname or "").rstrip("."), url.port or (443 if tunnel else 80)
+        if not allowed(self._hosts, host, port):
+            shown = host if port in PORTS else f"{host}:{port}"
+            if HOST.fullmatch(shown) and len(self._refused) < MAX_REFUSED:
+                self._refused.add(shown)
+            raise NotPassedOn("403 Forbidden", f"no --allow-host names {shown[:300]}")
+        upstream = self._upstream(tunnel, host)
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                if upstream is None:
+                    connection = await asyncio.open_connection(host, port)
+                    return *connection, b"" if tunnel else one_request(head, f"{url.path or '/'}", url.query)
+                connection = await asyncio.open_connection(upstream[0], upstream[1])
+                reader, writer = connection
+                if not tunnel:
+                    return reader, writer, one_request(head, target, "", upstream[2])
+                writer.write(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n{upstream[2]}\r\n".encode())
+                said = await reader.readuntil(b"\r\n\r\n")
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            raise NotPassedOn(
+                "502 Bad Gateway", f"cannot reach {host}:{port}: {error or type(error).__name__}"
+            ) from error
+        status = said.split(b"\r\n", 1)[0].decode("latin-1").partition(" ")[2]
+        if not status.startswith("200"):
+            writer.close()
+            raise NotPassedOn("502 Bad Gateway", f"this machine's proxy does not reach {host}:{port}: {status[:200]}")
+        return reader, writer, b""
+
+    def _upstream(self, tunnel: bool, host: str) -> tuple[str, int, str] | None:
+        """Return the operator's own proxy for a host: its name, its port, and the header with its password."""
+        exempt = self._environ.get("no_proxy") or self._environ.get("NO_PROXY") or ""
+        for name in filter(None, (part.strip().lstrip(".").lower() for part in exempt.split(","))):
+            if name == "*" or host == name or host.endswith(f".{name}"):
+                return None
+        scheme = "https" if tunnel else "http"
+        for name in (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY"):
+            if value := self._environ.get(name):
+                url = urlsplit(value if "://" in value else f"http://{value}")
+                if url.scheme != "http" or not url.hostname:
+                    raise NotPassedOn("502 Bad Gateway", f"{name} of this machine names no proxy that speaks HTTP")
+                word = f"{unquote(url.username or '')}:{unquote(url.password or '')}"
+                header = f"Proxy-Authorization: Basic {b64encode(word.encode()).decode()}\r\n" if url.username else ""
+                return url.hostname, url.port or 80, header
+        return None
+
+
+def one_request(head: bytes, path: str, query: str, header: str = "") -> bytes:
+    """Return the head of a request with another target, as the only request of its connection."""
+    first, *fields = head[:-4].decode("latin-1").split("\r\n")
+    method, _, version = first.split(" ")
+    kept = [
+        field
+        for field in fields
+        if field.partition(":")[0].strip().lower()
+        not in ("connection", "proxy-connection", "keep-alive", "proxy-authorization")
+    ]
+    target = f"{path}?{query}" if query else path
+    lines = [f"{method} {target} {version}", *kept, "Connection: close"]
+    return ("\r\n".join(lines) + f"\r\n{header}\r\n").encode("latin-1")
+
+
+async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass on the bytes of one direction, and then its end."""
+    with suppress(OSError):
+        while data := await reader.read(CHUNK):
+            writer.write(data)
+            await writer.drain()
+    with suppress(OSError, RuntimeError):
+        if writer.can_write_eof():
+            writer.write_eof()

@@ -1,0 +1,145 @@
+"""Has a container engine build the image of a Dockerfile, for what sandbox/image_build.py cannot do.
+
+The engine, podman or docker, keeps the image under the name by which Harbor tasks find it, for its own sandboxes, and
+the image store gets a copy for the others. Invariants: the steps have no network unless the caller says so; the image
+of a Dockerfile whose user or start command no sandbox would honour is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from outrider.errors import LOG_TAIL, InvalidField, NotFound, RuntimeUnavailable
+from outrider.sandbox.rootfs.archives import digest_of
+from outrider.sandbox.rootfs.dockerfile import DOCKERFILE, Health, Reader, read_dockerfile
+from outrider.sandbox.rootfs.dockerignore import MAX_FILE, Ignore, read_ignore
+from outrider.sandbox.rootfs.store import ImageStore, RootImage
+from outrider.sandbox.rootfs.unpack import BadImage
+from outrider.text_files import read_text_file
+
+BUILD_SECONDS = 3600
+SAVE = {"podman": ("save", "--quiet", "--format", "oci-archive"), "docker": ("save",)}
+ROOTS = ("", "root", "0", "root:root", "0:0")
+
+
+class BuildEngine(StrEnum):
+    PODMAN = "podman"
+    DOCKER = "docker"
+
+
+class BuiltImage:
+    """The image that a task's Dockerfile has: its name in the store, and the check of its HEALTHCHECK."""
+
+    def __init__(self, name: str, health: Health | None) -> None:
+        self.name = name
+        self.health = health
+
+
+def built_image(context: Path, store: ImageStore) -> BuiltImage:
+    """Return the image of a folder's Dockerfile, made by an engine or by `outrider image build`. Raises InvalidField if
+    the image is not built, or if the Dockerfile cannot be read as a plan."""
+    made_by_engine = engine_name(context)
+    if made_by_engine in store.names():
+        return BuiltImage(made_by_engine, checked_dockerfile(context, store))
+    plan = read_dockerfile(context, store)
+    try:
+        store.image(plan.name)
+    except NotFound as error:
+        raise InvalidField(
+            f"the image of {plan.file} is not built on this machine",
+            field="environment.docker_image",
+            hint=f"outrider image build {context}",
+        ) from error
+    return BuiltImage(plan.name, plan.health)
+
+
+def engine_name(context: Path) -> str:
+    """Return the name of the image that an engine builds of a folder. It depends on all files of the folder that its
+    .dockerignore does not leave out."""
+    ignore = read_ignore(context)
+    out = frozenset(left_out(context, ignore)) if ignore.patterns else frozenset()
+    text = read_text_file(context / DOCKERFILE, field="dockerfile", limit=MAX_FILE)
+    said = f"{hashlib.sha256(text.encode()).hexdigest()} {digest_of(context, out)}"
+    return f"engine/{hashlib.sha256(said.encode()).hexdigest()[:32]}"
+
+
+def left_out(context: Path, ignore: Ignore) -> list[str]:
+    found = []
+    for at, folders, files in os.walk(context):
+        for name in (*folders, *files):
+            path = Path(at, name)
+            is_folder = name in folders and not path.is_symlink()
+            if ignore.leaves_out(path.relative_to(context).as_posix()) and not (is_folder and ignore.takes_back):
+                found.append(str(path))
+    return found
+
+
+def checked_dockerfile(context: Path, store: ImageStore) -> Health | None:
+    """Return the HEALTHCHECK of a Dockerfile that an engine builds. Raises InvalidField for what no sandbox honours."""
+    text = read_text_file(context / DOCKERFILE, field="dockerfile", limit=MAX_FILE)
+    return Reader(context / DOCKERFILE, store).health(text)
+
+
+def build_by_engine(
+    context: Path,
+    store: ImageStore,
+    engine: BuildEngine,
+    *,
+    name: str | None = None,
+    network: bool = False,
+    note: Callable[[str], None] = lambda text: None,
+) -> RootImage:
+    """Build the image of a folder's Dockerfile by an engine, and import it. `network`: the steps have the engine's
+    network. Blocks. Raises InvalidField for the Dockerfile, BadImage with the end of the engine's output, and
+    RuntimeUnavailable without the engine."""
+    checked_dockerfile(context, store)
+    program = shutil.which(engine)
+    if program is None:
+        raise RuntimeUnavailable(
+            f"{engine} is not installed", hint=f"install the package {engine}, or build without --engine"
+        )
+    own = engine_name(context)
+    note(f"{program} builds {context / DOCKERFILE}")
+    options = [] if network else ["--network", "none"]
+    _run([program, "build", "--tag", own, *options, "--file", str(context / DOCKERFILE), str(context)], network)
+    user = _run([program, "image", "inspect", "--format", "{{.Config.User}}", own], network).strip()
+    if user not in ROOTS:
+        raise InvalidField(
+            f"the image of {context / DOCKERFILE} has the user {user!r} of its base: sandboxes have only root",
+            field="dockerfile",
+            hint="end the Dockerfile with USER root, if the task can be solved as root",
+        )
+    with tempfile.TemporaryDirectory(prefix="outrider-engine-") as folder:
+        archive = Path(folder, "image.tar")
+        note(f"importing {own}")
+        _run([program, *SAVE[engine], "--output", str(archive), own], network)
+        image = store.import_(archive, own)
+    if name is not None:
+        store.give(name, image.digest)
+    return image
+
+
+def _run(command: Sequence[str], network: bool) -> str:
+    """Run an engine's command, and return its output. Raises BadImage."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=BUILD_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BadImage(f"{' '.join(command[:3])} took over {BUILD_SECONDS} s") from error
+    if done.returncode != 0:
+        hint = None if network else "if a step needs a network that it may have, add --network"
+        tail = (done.stdout + done.stderr)[-LOG_TAIL:].decode(errors="replace")
+        raise BadImage(f"{' '.join(command[:3])} exited with {done.returncode}", hint=hint, log_tail=tail)
+    return done.stdout.decode(errors="replace")

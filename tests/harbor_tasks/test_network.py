@@ -1,0 +1,69 @@
+"""Lines of scripts that need a network are found, and lines that do not are not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import InvalidField
+from outrider.tasks.datasets import harbor_examples
+from outrider.tasks.harbor.network import network_uses
+from test_datasets import harbor_task
+
+NEED = {
+    "apt-get update && apt-get install -y x": "apt-get update",
+    "  sudo apt -qq install x": "apt -qq",
+    "DEBIAN_FRONTEND=noninteractive apt-get -y install x": "apt-get -y",
+    "cd /app && python3 -m pip install -q x": "pip install",
+    "if ! pip3 install x; then": "pip3 install",
+    "uvx -p 3.13 --with pytest pytest /tests": "uvx",
+    "uv pip install x": "uv pip",
+    "uv run pytest": "uv run",
+    "npm ci": "npm ci",
+    "x=$(curl -LsSf https://a.example/install.sh | sh)": "curl -LsSf",
+    "git clone https://a.example/b": "git clone",
+    "apk add --no-cache git": "apk add",
+}
+DO_NOT = (
+    *("# apt-get update", "echo apt-get install", "pip list", "pip install --no-index --find-links /w x", "pytest -q"),
+    *("curl -s http://localhost:8080/health", "wget -q http://127.0.0.1/x", "uvx --offline pytest", "git clone /a /b"),
+    *("uv --version", "npm test", "mycurl https://x", "cat apt.conf", "x" * 3000 + "; apt-get update"),
+)
+
+
+@pytest.mark.parametrize(("line", "command"), NEED.items())
+def test_a_line_that_needs_a_network(line: str, command: str) -> None:
+    assert list(network_uses(f"#!/bin/bash\n{line}\n")) == [(2, command)]
+
+
+@pytest.mark.parametrize("line", DO_NOT)
+def test_a_line_that_needs_none(line: str) -> None:
+    assert list(network_uses(line)) == []
+
+
+@pytest.mark.timeout(10)
+def test_a_hostile_script_is_read_in_time() -> None:
+    assert list(network_uses("\n".join(["a=" * 900 + "git clone " + "x" * 900] * 50))) == []
+
+
+def test_what_needs_a_network_is_told_with_its_line(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "a", "[environment]\ncpus = 1\n", "set -e\napt-get update\nuvx pytest\n")
+    (folder / "solution").mkdir()
+    (folder / "solution" / "solve.sh").write_text("pip install x\n")
+    with pytest.raises(InvalidField, match=r"task\.toml, line 1, has environment\.network_mode") as refused:
+        harbor_examples(tmp_path)
+    where = re.escape(f"{folder}/tests/test.sh, line 2 (apt-get update), 3 (uvx): ")
+    assert re.match(f"{where}.*--offline", str(refused.value.hint))
+    [example] = harbor_examples(tmp_path, offline=True)
+    graded, solved = example.notes
+    assert re.match(f"{where}this needs a network, .* may not be graded", graded)
+    assert f"{folder}/solution/solve.sh, line 1 (pip install): " in solved
+
+
+def test_a_name_that_harbor_refuses_is_told_with_its_line_and_remedy(tmp_path: Path) -> None:
+    harbor_task(tmp_path / "a", "# x\n[task]\nname = 'router'\n")
+    with pytest.raises(InvalidField, match=r"task\.toml, line 3, has task\.name: 'router' is not") as refused:
+        harbor_examples(tmp_path, offline=True)
+    assert '"my-org/my-task"' in str(refused.value.hint)
