@@ -48,6 +48,13 @@ WARM = (
     ("y=2x+1", "2x-y+1=0"),
     ("2+3i", "3i+2.0"),
     ("3 \\pm \\ln 2", "3+\\ln 2, 3+\\ln 5"),
+    ("\\frac{1+\\sqrt{5}}{2}", "\\frac12+\\frac{\\sqrt5}{2}"),
+    ("-\\frac{a}{b} x_1^{1/2}", "-(a/b) \\cdot \\sqrt{x_1}"),
+    ("5! \\cdot 2^{10}", "3 \\times 10^{5} - 1/2 + 1/3"),
+    ("\\sin\\frac{\\pi}{3}", "\\frac{\\sqrt3}{2}"),
+    ("\\log_{2} 8 + e^{2x}", "|x| + e^{-x}"),
+    ("\\frac{-5}{3}", "-1\\frac{2}{3} + \\frac{3\\cdot 3}{7}"),
+    ("2(\\frac{a}{2})", "(\\frac{24}{7}) x"),
 )
 """Gold answers and answers to compare once before any fork. Otherwise each check would spend 0.1 s on loading and
 building the same objects."""

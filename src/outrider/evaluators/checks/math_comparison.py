@@ -113,7 +113,8 @@ class Comparison:
             assert isinstance(gold, Assigned)
             if isinstance(answer, Equation) and len(gold.sides) == 2:
                 return self._proportional(gold.sides[0] - gold.sides[1], answer.side, positive=False)
-            return not isinstance(answer, System | Equation) and self.same(gold.value, answer)
+            of_sum = re.match(r"\w+[+-]", gold.name) is not None  # x + y = 5 may be a line
+            return not of_sum and not isinstance(answer, System | Equation) and self.same(gold.value, answer)
         if not isinstance(gold, Assigned):
             if isinstance(gold, Equation) and len(answer.sides) == 2:
                 return self._proportional(gold.side, answer.sides[0] - answer.sides[1], positive=False)
@@ -131,7 +132,7 @@ class Comparison:
             return self.same(gold.value, replace(value, value=value.value.xreplace(bound)))
         if gold.name == answer.name or (of_gold and answer.name == "y") or (of_answer and gold.name == "y"):
             return self.same(gold.value, value)
-        if len(gold.sides) == len(answer.sides) == 2 and any(side.free_symbols for side in gold.sides[1:]):
+        if len(gold.sides) == len(answer.sides) == 2:
             return self._proportional(gold.sides[0] - gold.sides[1], answer.sides[0] - answer.sides[1], positive=False)
         return False
 

@@ -180,6 +180,8 @@ COMPOUND = re.compile(r'(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)\s*(\d[\d.]*\s*"?\s*
 RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+)|(\d*)\.(\d+)|(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})$"
 )
+UNREAD = ('"', "°", "%", "!!", "...", "\\ldots")
+"""Signs that are no part of an expression: words, units, what is left out, and double factorials."""
 SPELLING = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
@@ -226,15 +228,7 @@ def rational(text: str) -> Expr | None:
 
 
 def _parsed(text: str) -> Expr:
-    if (
-        '"' in text
-        or "°" in text
-        or "\\ldots" in text
-        or "..." in text
-        or "!!" in text
-        or "%" in text
-        or RELATION.search(text)
-    ):
+    if any(sign in text for sign in UNREAD) or _sides(text)[1]:
         raise Unreadable(text)
     if re.search(rf"(?<![\\a-zA-Z])(?!{FUNCTIONS})[a-zA-Z]{{4,}}", text):
         raise Unreadable(text)  # a word is no product of variables
@@ -253,6 +247,8 @@ def _parsed(text: str) -> Expr:
     text = re.sub(r"(?<![\d.^_}a-zA-Z])(\d+) +(\d+)\s*/\s*(\d+)(?![\d.^a-zA-Z])", _mixed, text)
     if re.search(r"\d\s+[\d.]|\d\.\d+\.", text) or split(text, ",;")[1:]:
         raise Unreadable(text)
+    if (number := rational(re.sub(r"^\(([^()]*)\)$", r"\1", text.strip()))) is not None:
+        return number  # a mixed number
     text = re.sub(r"(?<!\d)(\d*)\.(\d+)", lambda d: f"\\frac{{{int((d[1] or '') + d[2])}}}{{{10 ** len(d[2])}}}", text)
     text = re.sub(r"(\d)\.(?!\d)", r"\1", text)
     try:
