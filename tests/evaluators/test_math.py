@@ -30,6 +30,8 @@ from outrider.spec import EvaluatorSpec, HarnessSpec
 from outrider.trajectory import Verdict
 from support.service import running_service, say
 
+from .math_pairs import Pair, read_pairs
+
 pytestmark = pytest.mark.skipif(find_spec("math_verify") is None, reason="math-verify is not installed")
 
 Grade = Callable[..., Awaitable[Verdict]]
@@ -133,6 +135,25 @@ async def test_an_agent_in_python_says_what_its_answer_is(
             host=host,
         )
         assert (await make_evaluator(spec).evaluate(graded)).reward == worth
+
+
+async def test_a_right_and_a_wrong_answer_of_each_family(grade: Grade) -> None:
+    first = {(pair.family, pair.right): pair for pair in reversed(read_pairs())}
+    await assert_rewards(grade, list(first.values()))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("part", range(6))
+async def test_every_pair_has_the_reward_that_the_confusion_table_counts(grade: Grade, part: int) -> None:
+    await assert_rewards(grade, read_pairs()[part::6])
+
+
+async def assert_rewards(grade: Grade, pairs: list[Pair]) -> None:
+    for start in range(0, len(pairs), 16):
+        batch = pairs[start : start + 16]
+        graded = [grade(pair.reply, pair.gold, relative_tolerance=pair.relative_tolerance) for pair in batch]
+        for pair, verdict in zip(batch, await asyncio.gather(*graded), strict=True):
+            assert verdict.reward == pair.reward, (pair, verdict.reason)
 
 
 CALCULATIONS = [

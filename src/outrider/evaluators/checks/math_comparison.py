@@ -15,17 +15,17 @@ from math_verify import verify
 from sympy import Expr, Set, Symbol
 
 from outrider.evaluators.checks.math_reading import (
+    Assigned,
     Based,
     Clock,
+    Coordinates,
     Equation,
     Grid,
     Halfspace,
-    Named,
     Quantity,
     Ratio,
     Region,
     Residue,
-    Row,
     Several,
     System,
     Value,
@@ -63,7 +63,7 @@ class Comparison:
                 and isinstance(answer, Words)
                 and plain_words(gold.text) == plain_words(answer.text) != ""
             )
-        if isinstance(gold, Named) or isinstance(answer, Named):
+        if isinstance(gold, Assigned) or isinstance(answer, Assigned):
             return self._same_named(gold, answer)
         if isinstance(gold, System) or isinstance(answer, System):
             return self._same_system(gold, answer)
@@ -74,7 +74,7 @@ class Comparison:
         match gold, answer:
             case Quantity(), Quantity():
                 return self._same_quantity(gold, answer)
-            case Row(), Row():
+            case Coordinates(), Coordinates():
                 flat = {"(": "p", "|": "p", "[": "l"}
                 return flat[gold.bracket] == flat[answer.bracket] and self._each(gold.items, answer.items)
             case Grid(), Grid():
@@ -92,7 +92,7 @@ class Comparison:
                 Quantity(value=value, unit=None),
                 Ratio(parts=(one, other)),
             ):
-                return other != 0 and self.equal(one / other, value)
+                return other != 0 and not value.is_Integer and self.equal(one / other, value)
             case Residue(), Residue():
                 names = {gold.name, answer.name} - {None}
                 away = (gold.written - answer.written) / gold.modulus
@@ -109,12 +109,13 @@ class Comparison:
         return len(gold) == len(answer) and all(map(self.same, gold, answer))
 
     def _same_named(self, gold: Value, answer: Value) -> bool:
-        if not isinstance(answer, Named):
-            assert isinstance(gold, Named)
+        if not isinstance(answer, Assigned):
+            assert isinstance(gold, Assigned)
             if isinstance(answer, Equation) and len(gold.sides) == 2:
                 return self._proportional(gold.sides[0] - gold.sides[1], answer.side, positive=False)
-            return not isinstance(answer, System | Equation) and self.same(gold.value, answer)
-        if not isinstance(gold, Named):
+            of_sum = re.match(r"\w+[+-]", gold.name) is not None  # x + y = 5 may be a line
+            return not of_sum and not isinstance(answer, System | Equation) and self.same(gold.value, answer)
+        if not isinstance(gold, Assigned):
             if isinstance(gold, Equation) and len(answer.sides) == 2:
                 return self._proportional(gold.side, answer.sides[0] - answer.sides[1], positive=False)
             if isinstance(gold, Several) and not isinstance(answer.value, Several):
@@ -131,7 +132,7 @@ class Comparison:
             return self.same(gold.value, replace(value, value=value.value.xreplace(bound)))
         if gold.name == answer.name or (of_gold and answer.name == "y") or (of_answer and gold.name == "y"):
             return self.same(gold.value, value)
-        if len(gold.sides) == len(answer.sides) == 2 and any(side.free_symbols for side in gold.sides[1:]):
+        if len(gold.sides) == len(answer.sides) == 2:
             return self._proportional(gold.sides[0] - gold.sides[1], answer.sides[0] - answer.sides[1], positive=False)
         return False
 
@@ -143,7 +144,7 @@ class Comparison:
         system, other = (gold, answer) if isinstance(gold, System) else (answer, gold)
         assert isinstance(system, System)
         values = tuple(value for _, value in system.values)
-        if isinstance(other, Row) and other.bracket != "[":
+        if isinstance(other, Coordinates) and other.bracket != "[":
             pairs = (values, other.items) if system is gold else (other.items, values)
             return self._each(*pairs)
         if isinstance(other, Several) and not other.braces and len({name[0] for name, _ in system.values}) == 1:
@@ -157,7 +158,7 @@ class Comparison:
         if isinstance(answer, Region) and isinstance(answer.points, sympy.FiniteSet):
             others = tuple(Quantity(point) for point in answer.points.args)
         for one, side in ((gold, ones), (answer, others)):
-            if not isinstance(one, Several | Quantity | Named | Region | Row):
+            if not isinstance(one, Several | Quantity | Assigned | Region | Coordinates):
                 return False
             if len(side) == 1 and isinstance(side[0], Several | Region):  # a set of a set is not the set
                 return False

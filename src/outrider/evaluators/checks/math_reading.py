@@ -82,7 +82,7 @@ class Several:
 
 
 @dataclass(frozen=True)
-class Row:
+class Coordinates:
     """Values in an order, between brackets (`(`, `[`, or `|` for a column vector)."""
 
     items: tuple[Value, ...]
@@ -111,7 +111,7 @@ class Halfspace:
 
 
 @dataclass(frozen=True)
-class Named:
+class Assigned:
     """A value that the text assigns to a name: `x = 3`, `f(x) = x^2`."""
 
     name: str
@@ -134,8 +134,8 @@ class Equation:
 
 
 Value = (
-    Words | Quantity | Based | Clock | Ratio | Residue | Several | Row | Grid | Region
-    | Halfspace | Named | System | Equation
+    Words | Quantity | Based | Clock | Ratio | Residue | Several | Coordinates | Grid | Region
+    | Halfspace | Assigned | System | Equation
 )  # fmt: skip
 CUP, CAP, MINUS, SIGN = "\N{UNION}", "\N{INTERSECTION}", "\N{SET MINUS}", "\N{LESS-THAN EQUAL TO OR GREATER-THAN}"
 """Characters that stand for commands while a text is split."""
@@ -149,62 +149,15 @@ ORDINALS = {word: number for number, word in enumerate(ORDERED, start=1)}
 NOTHING = ("no solution", "no solutions", "none", "no real solution", "no real solutions", "empty set", "no answer")
 EVERYTHING = ("all real numbers", "all reals", "all real", "real numbers", "the set of real numbers", "any real number")
 NOWHERE = ("dne", "does not exist", "doesnt exist", "undefined", "not defined")
+NUMBER_SETS = {"N": "natural numbers", "Z": "integers", "Q": "rational numbers", "C": "complex numbers"}
 SHORT_WORDS = ("yes", "no", "on", "odd", "even", "all", "any", "one", "two", "six", "ten", "not", "max", "min")
 """Short words that are no products of variables."""
-NO_NOUN = frozenset(
-    [
-        "and",
-        "or",
-        "not",
-        "no",
-        "nor",
-        "is",
-        "are",
-        "was",
-        "isnt",
-        "wrong",
-        "incorrect",
-        "right",
-        "correct",
-        "hence",
-        "so",
-        "then",
-        "than",
-        "if",
-        "but",
-        "else",
-        "between",
-        "maybe",
-        "to",
-        "because",
-        "since",
-        "therefore",
-        "thus",
-        "from",
-        "at",
-        "for",
-        "by",
-        "with",
-        "more",
-        "less",
-        "about",
-        "any",
-        "anything",
-        "all",
-        "none",
-        "either",
-        "never",
-        "given",
-        "mod",
-        "base",
-        "per",
-        "of",
-        "out",
-        "in",
-        "only",
-        "except",
-    ]
-)
+NO_NOUN = frozenset((
+    "and", "or", "not", "no", "nor", "is", "are", "was", "isnt", "wrong", "incorrect", "right", "correct",
+    "hence", "so", "then", "than", "if", "but", "else", "between", "maybe", "to", "because", "since", "therefore",
+    "thus", "from", "at", "for", "by", "with", "more", "less", "about", "any", "anything", "all", "none",
+    "either", "never", "given", "mod", "base", "per", "of", "out", "in", "only", "except",
+))  # fmt: skip
 """Words behind a number that do not say what is counted."""
 FUNCTIONS = r"sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp|pi|infinity|infty|theta|alpha|beta|phi"
 RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|sim|simeq)(?![a-zA-Z])|[=<>]")
@@ -214,15 +167,21 @@ RESIDUE = re.compile(r'(.+?)(?:\\pmod|\\mod|\\bmod|\(\s*"?\s*\\?mod\b\s*"?|"?\s*
 MONEY = re.compile(r'([-+]?)\s*"?\s*(\\\$|[€£¥₹])\s*"?\s*([-+]?[\d.].*)$', re.DOTALL)
 NAME = re.compile(
     r"""(?: "[^"]{1,40}" | \\?[A-Za-z] | [A-Z]{2,4} | [A-Za-z][a-z]{3,20} | \|[A-Z]{2}\| | \\overline\s*\{[A-Z]+\}
+          | \\vec\s*\{?\s*\w\s*\}?
           | \\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|sigma|rho|tau|epsilon)
-          | (?:m\s*)?\\(?:angle|triangle|measuredangle)\s*[A-Z]{1,3} )
-        (?:_\s*(?:\w|\{\w{1,8}\}))? '* \s* (?:\(\s*[\w,+\-\s]{1,20}\))? $""",
+          | [a-z](?:\s*[+-]\s*[a-z]){1,4} | (?:m\s*)?\\(?:angle|triangle|measuredangle)\s*[A-Z]{1,3} )
+        (?:_\s*(?:\w|\{\w{1,8}\}))? '* (?:\^\{?-1\}?)? \s* (?:\(\s*[\w,+\-\s]{1,20}\))? $""",
     re.VERBOSE,
 )
-"""The left side of an assignment: a variable, a function of an argument, a segment, an angle, or words."""
+"""The left side of an assignment: a variable, a sum of variables, a function of an argument, a segment, an angle, or
+words."""
+COMPOUND = re.compile(r'(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)\s*(\d[\d.]*\s*"?\s*[a-zA-Z]{1,8}\s*"?)$')
+"""A quantity in two units: `6 hours 30 minutes`."""
 RATIONAL = re.compile(
     r"([-+]?)\s*(?:(\d+)|(\d*)\.(\d+)|(\d+)\s*/\s*(\d+)|\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\})$"
 )
+UNREAD = ('"', "°", "%", "!!", "...", "\\ldots")
+"""Signs that are no part of an expression: words, units, what is left out, and double factorials."""
 SPELLING = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
@@ -237,7 +196,10 @@ def read(text: str, *, merge: bool = True, letters: bool = False) -> Value:
     text = clean(text)
     if not merge:
         text = re.sub(r"(?<=\d),(?=\d{3})", ", ", text)
-    return _Reader(letters).whole(text, 0)
+    try:
+        return _Reader(letters).whole(text, 0)
+    except Exception:  # sympy raises any type of exception; also for brackets that are nested too deep
+        return Words(text)
 
 
 def expression(text: str) -> Expr:
@@ -266,11 +228,10 @@ def rational(text: str) -> Expr | None:
 
 
 def _parsed(text: str) -> Expr:
-    if '"' in text or "°" in text or "\\ldots" in text or "..." in text or "!!" in text or RELATION.search(text):
+    if any(sign in text for sign in UNREAD) or _sides(text)[1]:
         raise Unreadable(text)
     if re.search(rf"(?<![\\a-zA-Z])(?!{FUNCTIONS})[a-zA-Z]{{4,}}", text):
         raise Unreadable(text)  # a word is no product of variables
-    text = text.replace("%", "\\%")
     text = re.sub(r"\\log_\s*(\w)\s+", r"\\log_{\1} ", text)
     text = re.sub(rf"(?<![\\a-zA-Z])({FUNCTIONS})(?![a-zA-Z])", r"\\\1 ", text).replace("\\infinity", "\\infty")
     text = re.sub(r"\\(exp|sin|cos|tan|ln|log)\s+\(", r"\\\1(", text)
@@ -284,8 +245,10 @@ def _parsed(text: str) -> Expr:
     text = re.sub(r"\^\s*(-?\d*\.\d+|-?\d{2,})", r"^{\1}", text)
     text = re.sub(r"(?<![\d.^_}a-zA-Z])(\d+)\s*\\frac\s*\{?\s*(\d+)\s*\}?\s*\{?\s*(\d+)\s*\}?(?![\d^])", _mixed, text)
     text = re.sub(r"(?<![\d.^_}a-zA-Z])(\d+) +(\d+)\s*/\s*(\d+)(?![\d.^a-zA-Z])", _mixed, text)
-    if re.search(r"\d\s+[\d.]|\d\.\d+\.|\d\s*,", text):
+    if re.search(r"\d\s+[\d.]|\d\.\d+\.", text) or split(text, ",;")[1:]:
         raise Unreadable(text)
+    if (number := rational(re.sub(r"^\(([^()]*)\)$", r"\1", text.strip()))) is not None:
+        return number  # a mixed number
     text = re.sub(r"(?<!\d)(\d*)\.(\d+)", lambda d: f"\\frac{{{int((d[1] or '') + d[2])}}}{{{10 ** len(d[2])}}}", text)
     text = re.sub(r"(\d)\.(?!\d)", r"\1", text)
     try:
@@ -362,7 +325,7 @@ class _Reader:
             return Words(text)
         items = [inner for item in items for inner in (item.items if _bare(item) else (item,))]
         regions = [_as_region(item) for item in items]
-        if all(region is not None for region in regions) and not all(isinstance(item, Row) for item in items):
+        if all(region is not None for region in regions) and not all(isinstance(item, Coordinates) for item in items):
             points = [region.points for region in regions if region is not None]
             names = {region.name for region in regions if region is not None} - {None}
             if len(names) > 1:
@@ -371,9 +334,9 @@ class _Reader:
             either = reduce(sympy.Union, points)
             together = joint == "and" or (joint == "," and both is not sympy.S.EmptySet)
             return Region(both if together else either, next(iter(names), None))
-        if all(isinstance(item, Row) and _endless(item) for item in items):
+        if all(isinstance(item, Coordinates) and _endless(item) for item in items):
             return Region(reduce(sympy.Union, [_as_region(item).points for item in items]))  # type: ignore[union-attr]
-        named = [item for item in items if isinstance(item, Named)]
+        named = [item for item in items if isinstance(item, Assigned)]
         if len(named) == len(items) and joint != "or" and len({item.name for item in named}) == len(named):
             return System(tuple(sorted(((item.name, item.value) for item in named), key=lambda pair: pair[0])))
         return Several(tuple(items))
@@ -484,7 +447,7 @@ class _Reader:
             if name is None or isinstance(inner, Words):
                 return Words(text)
             if isinstance(inner, Several):
-                return Several(tuple(Named(name, item) for item in inner.items))
+                return Several(tuple(Assigned(name, item) for item in inner.items))
             region = _as_region(inner)
             return Words(text) if region is None else Region(region.points, name)
         if all(sign in OPERATORS for sign in signs):
@@ -519,7 +482,7 @@ class _Reader:
         names = split(sides[0].strip()[1:-1], ",") if sides[0].strip().startswith("(") else []
         if len(names) > 1 and len(sides) == 2 and all(_name(part) for part in names):
             point = self.item(sides[1], depth + 1)
-            if isinstance(point, Row) and len(point.items) == len(names):
+            if isinstance(point, Coordinates) and len(point.items) == len(names):
                 pairs = zip((str(_name(part)) for part in names), point.items, strict=True)
                 return System(tuple(sorted(pairs, key=lambda pair: pair[0])))
             return Words(text)
@@ -528,7 +491,7 @@ class _Reader:
             inner = self.item(values[0], depth + 1)
             if isinstance(inner, Quantity) and any(symbol.name == name for symbol in inner.value.free_symbols):
                 return Equation(Symbol(name, real=True) - inner.value)
-            return inner if isinstance(inner, Words) else Named(name, inner, tuple(_expressions(sides)))
+            return inner if isinstance(inner, Words) else Assigned(name, inner, tuple(_expressions(sides)))
         read = [self._quantity(value, depth + 1) for value in values]
         numbers = [one for one in read if isinstance(one, Quantity)]
         if len(numbers) < len(read):
@@ -542,7 +505,7 @@ class _Reader:
         value = _of_chain(numbers)
         if value is None:
             return Words(text)
-        return value if name is None else Named(name, value)
+        return value if name is None else Assigned(name, value)
 
     def _bracketed(self, text: str, depth: int) -> Value | None:
         text = re.sub(r"(?<=[)\]])\s*\^\s*\{?\s*(?:T|\\top|\\intercal)\s*\}?$", "", text)
@@ -568,7 +531,7 @@ class _Reader:
             return Words(text)
         kind = text[0] + text[-1]
         if kind in ("()", "[]"):
-            row = Row(items, text[0])
+            row = Coordinates(items, text[0])
             return _as_region(row) if _endless(row) else row
         region = _interval(items, kind)
         return region or Words(text)
@@ -581,9 +544,9 @@ class _Reader:
             found = self.whole(condition[2].strip(), depth + 1)
             if isinstance(found, Region) and found.name == condition[1]:
                 return Region(found.points)
-            if isinstance(found, Several) and all(isinstance(item, Named) for item in found.items):
-                return Several(tuple(item.value for item in found.items if isinstance(item, Named)), braces=True)
-            if isinstance(found, Named):
+            if isinstance(found, Several) and all(isinstance(item, Assigned) for item in found.items):
+                return Several(tuple(item.value for item in found.items if isinstance(item, Assigned)), braces=True)
+            if isinstance(found, Assigned):
                 return Several((found.value,), braces=True)
             return Words(inner)
         parts, _ = alternatives(inner)
@@ -603,7 +566,7 @@ class _Reader:
         rows = tuple(tuple(self.item(cell, depth + 1) for cell in line.split("&")) for line in lines)
         if not rows or len({len(row) for row in rows}) != 1:
             return Words(text)
-        return Row(tuple(row[0] for row in rows), "|") if len(rows[0]) == 1 else Grid(rows)
+        return Coordinates(tuple(row[0] for row in rows), "|") if len(rows[0]) == 1 else Grid(rows)
 
     def _quantity(self, text: str, depth: int) -> Value:
         text = text.strip()
@@ -624,7 +587,11 @@ class _Reader:
         if "\\pm" in text:
             return self._plus_minus(text, depth)
         if (vector := _basis_vector(text)) is not None:
-            return Row(tuple(Quantity(part) for part in vector), "(")
+            return Coordinates(tuple(Quantity(part) for part in vector), "(")
+        if (compound := COMPOUND.match(text)) is not None:
+            parts = [self._quantity(part, depth + 1) for part in compound.groups()]
+            if (total := _total(parts)) is not None:
+                return total
         for head, tail in _tails(text):
             found = self._with_unit(head, tail)
             if found is not None:
@@ -675,6 +642,8 @@ def _special(text: str) -> Value | None:
         return Region(sympy.S.EmptySet)
     if text in ("\\mathbb{R}", "\\mathbb R", "\\R", "\\Reals") or words in EVERYTHING:
         return Region(sympy.S.Reals)
+    if (known := re.fullmatch(r"\\mathbb\s*\{?([NZQC])\}?", text)) is not None:
+        return Words(NUMBER_SETS[known[1]])
     if words in NOWHERE:
         return Words("does not exist")
     sign = "-" if re.match(r"-", text) else ""
@@ -752,6 +721,16 @@ def _of_chain(numbers: list[Quantity]) -> Quantity | None:
     return Quantity(first.value, first.unit, first.noun, rounded)
 
 
+def _total(parts: list[Value]) -> Quantity | None:
+    """Return the sum of two quantities of the same dimensions, the greater unit first, or None."""
+    match parts:
+        case [Quantity(value=great, unit=Unit() as unit), Quantity(value=small, unit=Unit() as less)]:
+            if unit.dimensions == less.dimensions and unit.factor > less.factor:
+                share = less.factor / unit.factor
+                return Quantity(great + small * sympy.Rational(share.numerator, share.denominator), unit)
+    return None
+
+
 def _decimals(value: Expr) -> int | None:
     """Return the number of decimals of a decimal number, at least 2. Returns None for other numbers."""
     if not isinstance(value, sympy.Rational):
@@ -781,7 +760,7 @@ def _ray(bound: Expr, sign: str) -> Set:
     return sympy.Interval(bound, sympy.oo, sign == ">", True)
 
 
-def _endless(row: Row) -> bool:
+def _endless(row: Coordinates) -> bool:
     return len(row.items) == 2 and any(
         isinstance(item, Quantity) and item.value in (sympy.oo, -sympy.oo) for item in row.items
     )
@@ -803,7 +782,7 @@ def _as_region(item: Value | None) -> Region | None:
     """Return the set of real numbers that the value is or may be, or None."""
     if isinstance(item, Region):
         return item
-    if isinstance(item, Row) and item.bracket in "([":
+    if isinstance(item, Coordinates) and item.bracket in "([":
         return _interval(item.items, "()" if item.bracket == "(" else "[]")
     if isinstance(item, Several) and item.braces and all(isinstance(one, Quantity) for one in item.items):
         return Region(sympy.FiniteSet(*(one.value for one in item.items if isinstance(one, Quantity))))

@@ -124,7 +124,9 @@ def _names() -> dict[str, Unit]:
 
 NAMES = _names()
 RAISED_BY = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
-PART = re.compile(r"(°\s?[CF](?![a-zA-Z])|[^\W\d_]+|[°%$€£¥¢₹])(?:\s*\^\s*\{?\s*(-?\d)\s*\}?|(\d))?")
+PART = re.compile(
+    r"(°\s?[CF](?![a-zA-Z])|[^\W\d_]+|[°%$€£¥¢₹])(?:\s*\^\s*\{?\s*(-?\d)\s*\}?|(?<=[a-zA-Z])([23])(?!\d))?"
+)
 SHARE = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
