@@ -129,7 +129,7 @@ async def test_a_failure_on_another_machine_is_not_this_ones(tmp_path: Path, mon
 async def test_a_full_disk_is_filled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.2)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(ImageStore, "import_", full)
@@ -146,7 +146,7 @@ async def test_a_cancelled_pull_ends_after_its_import(tmp_path: Path, monkeypatc
     importing, go_on = threading.Event(), threading.Event()
     import_ = ImageStore.import_
 
-    def slow(store: ImageStore, path: Path, name: str) -> RootImage:
+    def slow(store: ImageStore, path: Path, name: str, *, pulled: bool) -> RootImage:
         importing.set()
         assert go_on.wait(30)
         return import_(store, path, name)
