@@ -84,12 +84,6 @@ def test_a_template_that_is_wrong_is_named(sums: Path, old: str, new: str, says:
         tasks(sums)
 
 
-async def test_one_session_needs_one_task(cli: Cli, sums: Path) -> None:
-    ran = await cli("run", sums, "--url", "http://127.0.0.1:9")
-    assert ran.code == 2
-    assert "is a template for the tasks of its rows" in ran.err
-
-
 async def test_what_is_imported_is_the_same_without_what_it_came_from(cli: Cli, sums: Path, tmp_path: Path) -> None:
     harbor_task(tmp_path / "harbor" / "a")
     before = [*tasks(sums), *tasks(tmp_path / "harbor")]

@@ -494,7 +494,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"test_patch": None}, "options", "test_patch"),
     ({"test_patch": "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,9 +1 @@\n"}, "options", "no diff"),
     ({"test_seconds": 120}, "options.test_seconds", "must be below"),
-    ({"nonsense": 1}, "options.nonsense", "Extra"),
+    ({"nonsense": 1}, "options.nonsense", "unknown field"),
 ]
 
 

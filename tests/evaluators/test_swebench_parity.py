@@ -218,6 +218,26 @@ async def test_a_log_that_contradicts_itself_is_worth_nothing(checks: Checks, wh
         assert found["why"].startswith("the log contradicts itself: ")
 
 
+FORGED = {
+    "parse_log_pytest": ("t.py::a", "{status} t.py::a", "PASSED", "FAILED"),
+    "parse_log_gotest": ("TestA", "--- {status}: TestA (0.00s)", "PASS", "FAIL"),
+    "parse_log_cargo": ("shop::a", "test shop::a ... {status}", "ok", "FAILED"),
+    "parse_log_googletest": ("Shop.A", "[  {status} ] Shop.A (0 ms)", "     OK", "FAILED"),
+}
+"""By parser, a test, the line with its status, and the words for a pass and a failure."""
+
+
+@pytest.mark.parametrize("parser", FORGED)
+async def test_a_pass_before_and_after_the_true_failure_is_worth_nothing(checks: Checks, parser: str) -> None:
+    test, line, passes, fails = FORGED[parser]
+    for order in ((passes,), (passes, passes), (passes, fails, passes), (fails, passes), (passes, fails), (fails,)):
+        log = "".join(line.format(status=status) + "\n" for status in order)
+        found = await judged(checks, log_parser=parser, fail_to_pass=[test], log=written(log, code=0), pytest=False)
+        assert found["resolved"] is (fails not in order), (order, found)
+        if {*order} == {passes, fails}:
+            assert found["why"].startswith(f"the log contradicts itself: {test} is ")
+
+
 @pytest.mark.parametrize(
     "log",
     [
