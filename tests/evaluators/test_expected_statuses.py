@@ -35,6 +35,7 @@ def test_the_same_statuses_are_a_solution() -> None:
         ((LINES[0].replace("PASSED", "FAILED"), LINES[1], CUT), "test_a (FAILED, not PASSED)"),
         ((LINES[0], LINES[1].replace("FAILED", "PASSED"), CUT), "T.test_b (PASSED, not FAILED)"),
         ((), "test_a (not run, not PASSED)"),
+        ((LINES[0], LINES[0].replace("PASSED", "FAILED"), *LINES, CUT), "test_a (PASSED and FAILED, not PASSED)"),
     ],
 )
 def test_any_other_status_is_none(lines: tuple[str, ...], why: str) -> None:
@@ -53,3 +54,11 @@ def test_a_printed_status_needs_the_second_witness() -> None:
 def test_only_the_summary_is_read() -> None:
     assert statuses_of("PASSED a.py::test_a\n") == {}
     assert statuses_of(f"FAILED a.py::test_a\n{HEAD}PASSED a.py::test_a\n") == {"test_a": "PASSED"}
+
+
+def test_what_pytest_itself_lists_twice_is_believed() -> None:
+    """Tests of two files have one name here; and a test passes, and its end fails."""
+    other_file = "FAILED r2e_tests/test_0.py::test_a"
+    assert judged(other_file, *LINES, CUT)["resolved"]
+    end = "ERROR r2e_tests/test_1.py::test_a"
+    assert judged(*LINES, CUT, end, expected={**EXPECTED, "test_a": "ERROR"})["resolved"]

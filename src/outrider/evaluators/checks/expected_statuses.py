@@ -15,6 +15,8 @@ from typing import Any
 COLOUR = re.compile(r"\x1b\[[0-9;]*m|\r")
 SUMMARY = "short test summary info"
 STATUSES = ("PASSED", "FAILED", "ERROR")
+CONTRADICTED = "PASSED and FAILED"
+"""The status of a test that the summary lists as passed and as failed, as pytest never does."""
 NAMED = 5
 """Maximum number of tests named in a reason."""
 
@@ -25,14 +27,23 @@ def name_of_test(test: str) -> str:
 
 
 def statuses_of(log: str) -> dict[str, str]:
-    """Return the statuses of the tests in pytest's summary. The last status of a test counts."""
+    """Return the statuses of the tests in pytest's summary. The last status of a name counts, because tests of several
+    files may have one name. A test of one file that passes and fails has the status CONTRADICTED."""
     _, found, summary = COLOUR.sub("", log).partition(SUMMARY)
     statuses: dict[str, str] = {}
+    decided: dict[str, str] = {}
+    contradicted: set[str] = set()
     for line in summary.partition(SUMMARY)[0].strip().split("\n") if found else ():
         status = next((status for status in STATUSES if status in line), None)
-        if status is not None:
-            statuses[name_of_test(line)] = status
-    return statuses
+        if status is None:
+            continue
+        name = name_of_test(line)
+        statuses[name] = status
+        test = line.split(" - ")[0].replace(status, "", 1).strip()
+        # A test that passes and whose end then fails is listed twice by pytest itself, as PASSED and as ERROR.
+        if status != "ERROR" and decided.setdefault(test, status) != status:
+            contradicted.add(name)
+    return statuses | dict.fromkeys(contradicted, CONTRADICTED)
 
 
 def compare(expected: Mapping[str, str], log: str, reported: Iterable[str] | None, canary: str) -> dict[str, Any]:
