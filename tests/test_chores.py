@@ -217,6 +217,7 @@ OTHER_TASKS = {
     "wire/resumable.py": "one connection",
     "nodes/service_proxy.py": "one connection to the service",
     "relay/worker.py": "the trainer's process",
+    "sandbox/build_proxy.py": "one connection of a build",
     "sandbox/runtimes/tool_server/archive_download.py": "one download",
     "client/sampling.py": "the trainer's process",
     "service/service.py": "the scheduler, which is the one that may end the service, and those that hold chores",

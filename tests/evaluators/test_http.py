@@ -165,5 +165,5 @@ async def test_an_unknown_certificate_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"grader": "nobody"}, {"grader": "one", "contract": "other"}])
 async def test_what_is_wrong_is_named_at_submission(options: Any) -> None:
     async with a_grader(lambda body: 500) as grader:
-        with pytest.raises(InvalidField, match=r"required|no grader 'nobody'|should be"):
+        with pytest.raises(InvalidField, match=r"required|no grader 'nobody'|must be 'outrider' or 'nemo_gym'"):
             make_evaluator(EvaluatorSpec(kind="http", options=options), grader.endpoints)
