@@ -296,6 +296,7 @@ class Rollout:
                 assert line.parent < turn.index
         # The one that does the task's work may have been cut off, and be gone on with by a fork.
         begun = any(line.rule == "main" or (line.kind is BranchKind.ABORTED and not line.depth) for line in lines)
+        begun = begun or any(turn.declared is BranchKind.MAIN for turn in self.turns)
         assert begun or not any(line.kind is BranchKind.MAIN for line in lines)
 
     def _checked_sample(self, sample: Sample) -> list[int]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
+import msgspec
+
 from outrider.messages import Message, Role
+from outrider.tokens.branches.classify import lineages
 from outrider.tokens.branches.segments import SegmentedSession
 from outrider.trajectory import BranchKind
 
@@ -311,3 +316,47 @@ def test_the_second_summary_is_one_though_its_request_has_not_the_opening() -> N
     told = harness.told()
     assert [line[3] for line in told] == [*("", "", "summary"), *(["continued"] * 2 + ["summary"]) * 2, "continued"]
     assert [line[1] for line in told][-1] == 8
+
+
+def test_a_turn_that_is_declared_main_is_in_the_transcript_and_has_depth_0() -> None:
+    harness = Harness()
+    main = a_main(harness, steps=1)
+    sub = [system("You help."), TASK]
+    reply = harness.call(sub, "I take over.", declared="subagent")
+    harness.call([*sub, reply, user("Go on.")], "It is done.", declared="main")
+    main.end()
+    assert [(line.kind.value, line.depth, line.main_line) for line in harness.lines()][1:3] == [
+        ("subagent", 1, False),
+        ("main", 0, True),
+    ]
+    harness = Harness()
+    main = a_main(harness, steps=2)
+    harness.call([CODER, user("Another beginning."), *main.history[2:]], "A summary.", CODING, declared="compaction")
+    harness.call([CODER, user("A third one."), *main.history[2:]], "Done.", CODING, declared="main")
+    assert [line.depth for line in harness.lines() if line.kind is BranchKind.MAIN] == [0, 0, 0]
+
+
+def test_a_question_that_was_cut_off_and_asked_anew_is_work_if_its_answer_is_used() -> None:
+    harness = Harness()
+    main = Agent(harness, [CODER, TASK], CODING)
+    main.step("ask", found="later")
+    for question, answer in (("Which topic?", "It is about parsers."), ("Which one?", "The second one of them.")):
+        harness.call([user("Find it."), assistant("Hm."), user(question)], "cut", cut=True)
+        harness.call([user("Find it."), assistant("Well."), user(question)], answer)
+        main.history.append(user(f"The helper says: {answer}"))
+    main.end()
+    assert [line.kind.value for line in harness.lines()][1:] == ["aborted", "subagent"] * 2 + ["main"]
+
+
+def test_a_reply_of_many_tags_fences_or_lines_takes_no_time() -> None:
+    """As a policy writes that is stuck."""
+    harness = Harness()
+    main = a_main(harness, steps=1)
+    turns = harness.rollout.turns
+    lines = "\n".join(f"This is line {number} of them." for number in range(50_000))
+    for text in ("<summary>" * 30_000, "```json\n" * 30_000, "```" + "\n" * 100_000, lines):
+        turns[-1] = msgspec.structs.replace(turns[-1], reply=assistant(text), messages=(user("x" * 1_000_000),))
+        began = time.process_time()
+        lineages([*turns, msgspec.structs.replace(turns[0], index=len(turns), messages=(user("Hello."),))])
+        assert time.process_time() - began < 2
+    main.end()

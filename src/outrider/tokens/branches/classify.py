@@ -161,12 +161,13 @@ class Signals:
 
     def _main_rank(self, segment: Segment) -> tuple[int, ...]:
         """Sort key that puts the most likely main conversation first. These segments are ranked lower, the strongest
-        criterion first: segments that the client declares to be of another kind; continuations of a summary or a cut
-        history; single questions without tools; segments of an agent that the client names; segments that a tool call
-        started; segments whose last reply an earlier conversation then quotes; segments without a follow-up; segments
-        without tools; segments with the words of a side call; single questions whose answer is quoted; single questions
-        with a shorter answer; later segments. The order of arrival is last, because a session often begins with a
-        request for a quota, a topic or a title."""
+        criterion first: segments that the client declares to be of another kind; segments that it does not declare to
+        be main; continuations of a summary or a cut history; segments other than a last call that joins the answers of
+        several conversations; single questions without tools; segments of an agent that the client names; segments that
+        a tool call started; segments whose last reply an earlier conversation then quotes; segments without a
+        follow-up; segments without tools; segments with the words of a side call; single questions whose answer is
+        quoted; single questions with a shorter answer; later segments. The order of arrival is last, because a session
+        often begins with a request for a quota, a topic or a title."""
         first = segment.first
         followed_up = self.session.is_followed_up(first.conversation)
         can_work = followed_up or bool(first.tools)
@@ -272,7 +273,7 @@ class Signals:
         elif decision.rule == "continued" and continued is not None:
             before_at = continued.old.index
         before = None if before_at is None else self.lineages[self.session.segment_of(before_at).number]
-        stays = decision.rule == "forked" or decision.kind is BranchKind.MAIN
+        deeper = 0 if decision.rule == "forked" else 1
         replaces = decision.rule in ("continued", "forked")
         main_line = (
             segment is self.main(segment)
@@ -282,7 +283,7 @@ class Signals:
         self.lineages[segment.number] = Lineage(
             kind=decision.kind,
             parent=decision.parent,
-            depth=(before.depth if before else 0) + (0 if stays else 1),
+            depth=0 if decision.kind is BranchKind.MAIN else (before.depth if before else 0) + deeper,
             label=decision.label,
             rule=decision.rule,
             main_line=main_line,
@@ -367,7 +368,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
                 depth=0 if decision.kind is BranchKind.MAIN else lineage.depth + (decision.kind not in UNUSED_KINDS),
                 label=decision.label or lineage.label,
                 rule=decision.rule,
-                main_line=False,
+                main_line=decision.kind is BranchKind.MAIN,
             )
         )
     return found
@@ -402,11 +403,14 @@ def _guess(signals: Signals, segment: Segment) -> Decision:
     origin = signals.origin(segment)
     if origin is not None:
         before = signals.lineages[signals.session.segment_of(origin).number]
-        # the parent of a side call is its caller, even if the call is a repetition
-        if before.kind is BranchKind.AUXILIARY:
+        may_be_side_call = before.kind in (BranchKind.AUXILIARY, BranchKind.UNSURE)
+        if not may_be_side_call:
+            return Decision("forked", before.kind, origin, before.label)
+        # The question may have been asked anew, and the new answer used: then the other rules decide.
+        if not signals.is_quoted(segment):
+            # the parent of a side call is its caller, even if the call is a repetition
             label = signals.label(segment) or before.label
             return Decision("forked", before.kind, signals.caller(segment), label)
-        return Decision("forked", before.kind, origin, before.label)
 
     purpose = (first.purpose or "").lower()
     kind = PURPOSES.get(purpose)

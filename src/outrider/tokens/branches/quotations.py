@@ -7,6 +7,7 @@ reply that is quoted is part of the task's work, whatever the request for the re
 
 from __future__ import annotations
 
+import heapq
 import json
 import re
 from collections import deque
@@ -18,6 +19,8 @@ from outrider.trajectory import Turn
 
 MAX_PARTS = 8
 """Maximum number of parts of a reply, the longest ones, that are searched for."""
+MAX_COMPARED_PARTS = 4 * MAX_PARTS
+"""Maximum number of parts of a reply that are compared with the request for the reply."""
 MAX_WAITING = 100
 """Maximum number of replies, the newest ones, that are searched for in a request. Without this limit, the time for a
 session with many unquoted replies would be quadratic in their number."""
@@ -25,7 +28,7 @@ MAX_COMPARED = 10**9
 """Maximum number of characters that one search reads, about a second's work. Replies that are left then count as
 quoted, because tokens that were used must not be dropped."""
 
-_FENCED_JSON = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?[ \t]*\n")
 
 
 class _Answer:
@@ -34,12 +37,13 @@ class _Answer:
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
         assert turn.reply is not None
-        self._text = turn.reply.content.strip()
-        asked = "\n".join(message.content for message in turn.messages)
+        self._text = turn.reply.content.strip().lower()
+        asked = "\n".join(message.content for message in turn.messages).lower()
+        parts = {part.lower() for part in parts_of_reply(turn.reply)}
         # A part that the request itself has may come from elsewhere: it is no evidence that the reply was used.
-        parts = {part for part in parts_of_reply(turn.reply) if part not in asked}
-        longest = sorted(parts, key=lambda part: (-len(part), part))[:MAX_PARTS]
-        self.parts = list(dict.fromkeys(form for part in longest for form in (part, json.dumps(part)[1:-1])))
+        longest = heapq.nlargest(MAX_COMPARED_PARTS, parts, key=lambda part: (len(part), part))
+        new = [part for part in longest if part not in asked][:MAX_PARTS]
+        self.parts = list(dict.fromkeys(form for part in new for form in (part, json.dumps(part)[1:-1])))
 
     def is_quoted(self, texts: Collection[str], joined: str) -> bool:
         """Return True if the reply is one of the texts, or one of its parts is in their concatenation `joined`."""
@@ -53,12 +57,13 @@ def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[i
     """Return, for those of the turns `replies` whose reply is in a message of a later request, the first turn with such
     a request. The message is the whole reply, or has a part of the reply (a line, or a text in a JSON reply or in a
     tool call's arguments) that was not in the request for the reply. A part has at least QUOTE_LENGTH characters. A
-    message that a turn of the session sampled does not count."""
+    message that a turn of the session sampled does not count. The letters' case does not matter."""
     found: dict[int, int] = {}
     waiting: deque[_Answer] = deque(maxlen=MAX_WAITING)
     compared = 0
     for turn in session.turns:
-        texts = {message.content.strip() for message in session.new_messages(turn) if not session.was_sampled(message)}
+        new = (message.content for message in session.new_messages(turn) if not session.was_sampled(message))
+        texts = {text.strip().lower() for text in new} if waiting else set()
         joined = "\n".join(texts)
         for answer in list(waiting) if texts else ():
             compared += len(joined) * len(answer.parts)
@@ -80,8 +85,10 @@ def parts_of_reply(reply: Message) -> Iterator[str]:
 
 def _parts(text: str) -> Iterator[str]:
     """Yield the parts of a reply of at least QUOTE_LENGTH characters: its lines; for JSON, the texts in it."""
-    fenced = _FENCED_JSON.search(text)
-    body = fenced[1] if fenced else text
+    body = text
+    if (fence := _FENCE.search(text)) is not None:
+        inside, end, _ = text[fence.end() :].partition("```")
+        body = inside if end else text
     leaves: list[str] = []
     if body.lstrip()[:1] in ("{", "["):
         try:

@@ -12,7 +12,6 @@ of turns.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 
@@ -44,7 +43,7 @@ MAX_ENDS = 20
 """Maximum number of earlier conversations, those with the newest last replies, that are compared with the opening of a
 conversation."""
 
-_SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
+_SUMMARY = ("<summary>", "</summary>")
 _WITHOUT_IDS_AND_NAMES = PrintedFields(call_ids=False, names=False)
 
 
@@ -185,7 +184,8 @@ class SegmentedSession:
         return (
             before is not None
             and same_head
-            and len(end.reply.content) >= QUOTE_LENGTH <= len(before.content)
+            and len(end.reply.content) >= QUOTE_LENGTH
+            and len(before.content) >= QUOTE_LENGTH
             and end.reply.content in asked
             and before.content in asked
         )
@@ -302,8 +302,10 @@ class SegmentedSession:
         if lines is None:
             lines = []
             if turn.reply is not None and not turn.reply.tool_calls:
-                wrapped = _SUMMARY.search(turn.reply.content)
-                text = wrapped[1] if wrapped else turn.reply.content
+                # Not a regular expression, because its time would be quadratic in the number of opening tags.
+                _, _, wrapped = turn.reply.content.partition(_SUMMARY[0])
+                inner, end, _ = wrapped.partition(_SUMMARY[1])
+                text = inner if end else turn.reply.content
                 lines = [line for line in map(str.strip, text.splitlines()) if line]
             self._answers[turn.index] = lines
         return lines
