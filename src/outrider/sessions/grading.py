@@ -46,7 +46,7 @@ from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.patches import apply_patch, carried_paths, make_patch, place_of
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
-from outrider.spec import RUNTIME, DiffSpec, RuntimeSpec
+from outrider.spec import RUNTIME, DiffSpec, Resources, RuntimeSpec
 from outrider.store.artifacts import CARRIED, PATCH
 from outrider.trajectory import Verdict
 
@@ -364,10 +364,13 @@ class Grading:
             yield runtime
 
     @asynccontextmanager
-    async def _beside(self) -> AsyncIterator[Runtime]:
+    async def _beside(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
         """See `Outcome.beside`. The sandbox starts without waiting for resources, and none are set aside for the
         sandbox, but its limits apply. The sandbox has no GPUs, because the graded sandbox uses the session's GPUs."""
-        async with started(self._start(self._graders)) as runtime:
+        place = self._graders
+        if resources is not None:
+            place = msgspec.structs.replace(place, runtime=place.runtime.model_copy(update={"resources": resources}))
+        async with started(self._start(place)) as runtime:
             yield runtime
 
     def _start(self, place: Origin, layer: Path | None = None, gpus: tuple[str, ...] = ()) -> GraderSandbox:
