@@ -31,6 +31,8 @@ class Bench:
         self.sandbox = sandbox
         self.fields = fields
         self.others = 0
+        self.log = bytearray()
+        """What graders have printed."""
 
     @asynccontextmanager
     async def beside(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
@@ -62,6 +64,7 @@ class Bench:
             transcript=(Message(role=Role.USER, content="x"), reply) if said else (),
             turns=1,
             beside=self.beside,
+            log=self.log.extend,
         )
         return await make_evaluator(spec).evaluate(outcome)
 

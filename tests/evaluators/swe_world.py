@@ -91,6 +91,7 @@ class Repository:
     def __init__(self, world: World, *, git: bool, mounts: Sequence[Mapping[str, str]]) -> None:
         self._world = world
         self._git = git
+        self.log = bytearray()
         self._fields = {**FIELDS, "named": list(mounts)}
 
     @asynccontextmanager
@@ -125,6 +126,7 @@ class Repository:
                 transcript=(),
                 turns=1,
                 beside=self.sandbox,
+                log=self.log.extend,
                 host=self._world.host,
             )
             return await make_evaluator(spec).evaluate(outcome)

@@ -361,6 +361,12 @@ async def test_a_sandbox_that_breaks_is_the_programs_doing_only_if_it_broke_from
     assert graded.reason == "case 1 of 3: the program broke its sandbox: it is gone"
 
 
+async def test_each_run_is_logged(bench: Bench) -> None:
+    assert (await bench.grade(spec(**TEXTS), fenced("import sys\nprint('no')\nsys.exit('why')\n"))).reward == 0.0
+    assert bench.log.startswith(b"[exit code 1 after ")
+    assert bench.log.endswith(b" s]\nno\nwhy\n")
+
+
 class Holds:
     """A sandbox that does not end a program in time, as one that a fork bomb leaves no processor time."""
 

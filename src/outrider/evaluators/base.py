@@ -56,6 +56,10 @@ def no_sandbox(resources: Resources | None = None) -> AbstractAsyncContextManage
     raise EvaluatorError("there is no second sandbox here")
 
 
+def not_kept(output: bytes) -> None:
+    """Discard a part of the grading's log."""
+
+
 class NothingKept:
     """The runtime of a regraded outcome without kept files. Every operation except `broken_inside` raises
     EvaluatorError."""
@@ -86,6 +90,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     `bucket` is the session's bucket in the queue (see store/queue.py). In queues of evaluations, tenants take turns,
     and the buckets of each tenant take turns as well. `off_the_clock()` is for long waits in such queues: during the
     block, the evaluation holds no eval slot, and the time does not count towards the evaluation's time limit.
+
+    `log(output)` adds the output of a grader to the log of the session's grading, which is kept as an artifact.
     """
 
     task: TaskSpec
@@ -101,6 +107,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     host: Host | None = None
     bucket: str = ""
     off_the_clock: OffTheClock = nullcontext
+    log: Callable[[bytes], None] = not_kept
 
 
 class Evaluator(Protocol):

@@ -169,6 +169,7 @@ class CandidateProgram:
     def __init__(self, outcome: Outcome, program: str, options: CodeOptions, seconds: float) -> None:
         self._outcome = outcome
         self._runtime = outcome.runtime
+        self._log = outcome.log
         self._program = program
         self._options = options
         self._env = {name: few for name, few in FEW_THREADS.items() if name not in outcome.task.runtime.env}
@@ -226,6 +227,9 @@ class CandidateProgram:
                 raise
             await self._confirm_broken()
             raise WrongAnswer(f"the program broke its sandbox: {error.message}") from error
+        self._log(f"[exit code {done.exit_code} after {done.seconds:.2f} s]\n".encode())
+        self._log(done.stdout)
+        self._log(done.stderr)
         if done.timed_out:
             raise WrongAnswer(f"the program did not end within {seconds:.3g} s")
         if done.exit_code != 0:
