@@ -8,6 +8,19 @@ from cli.world import REPLIES, Cli, write_task
 from support.service import running_service
 
 
+async def test_what_a_grader_prints_can_be_fetched(cli: Cli, tmp_path: Path) -> None:
+    task = write_task(tmp_path)
+    evaluator = '[evaluator]\nrun = "echo because; exit 1"\n'
+    task.write_text(task.read_text().partition("[evaluator]")[0] + evaluator)
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url):
+        ran = await cli("run", str(task), "--url", url, "--json")
+        session = ran.document["sessions"][0]["id"]
+        shown = await cli("show", session, "--url", url)
+        printed = await cli("artifacts", session, "outrider:grading.log", "--url", url)
+    assert printed.out == "because\n"
+    assert f"outrider artifacts {session}" in shown.out
+
+
 async def test_listed_and_fetched(cli: Cli, tmp_path: Path) -> None:
     task = write_task(tmp_path)
     task.write_text('artifacts = ["*.txt", "none"]\n' + task.read_text())

@@ -15,7 +15,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import Message, Role
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.spec import EvaluatorSpec, HarnessSpec, TaskSpec
+from outrider.spec import EvaluatorSpec, HarnessSpec, Resources, RuntimeSpec, TaskSpec
 from outrider.trajectory import Verdict
 from runtimes.world import World
 
@@ -29,13 +29,16 @@ class Bench:
     def __init__(self, world: World, sandbox: Runtime, fields: dict[str, Any]) -> None:
         self._world = world
         self.sandbox = sandbox
-        self._fields = fields
+        self.fields = fields
         self.others = 0
+        self.log = bytearray()
+        """What graders have printed."""
 
     @asynccontextmanager
-    async def beside(self) -> AsyncIterator[Runtime]:
+    async def beside(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
         self.others += 1
-        other = await self._world.start("namespace", **self._fields)
+        fields = self.fields if resources is None else self.fields | {"resources": resources.model_dump()}
+        other = await self._world.start("namespace", **fields)
         try:
             yield other
         finally:
@@ -44,18 +47,24 @@ class Bench:
     async def renew(self) -> None:
         """Another sandbox for the next evaluation."""
         await self.sandbox.stop()
-        self.sandbox = await self._world.start("namespace", **self._fields)
+        self.sandbox = await self._world.start("namespace", **self.fields)
 
     async def grade(self, spec: EvaluatorSpec, said: str = "") -> Verdict:
         reply = Message(role=Role.ASSISTANT, content=said)
         outcome = Outcome(
-            task=TaskSpec(instruction="x", harness=HarnessSpec(command=["true"]), evaluator=spec),
+            task=TaskSpec(
+                instruction="x",
+                harness=HarnessSpec(command=["true"]),
+                runtime=RuntimeSpec.model_validate(self.fields),
+                evaluator=spec,
+            ),
             runtime=self.sandbox,
             stop_reason=StopReason.COMPLETED,
             harness=HarnessOutcome(),
             transcript=(Message(role=Role.USER, content="x"), reply) if said else (),
             turns=1,
             beside=self.beside,
+            log=self.log.extend,
         )
         return await make_evaluator(spec).evaluate(outcome)
 

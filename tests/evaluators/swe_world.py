@@ -15,7 +15,7 @@ from outrider.harnesses.base import HarnessOutcome
 from outrider.lifecycle import StopReason
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.spec import EvaluatorSpec, HarnessSpec, TaskSpec
+from outrider.spec import EvaluatorSpec, HarnessSpec, Resources, TaskSpec
 from outrider.trajectory import Verdict
 from runtimes.world import World
 
@@ -91,12 +91,14 @@ class Repository:
     def __init__(self, world: World, *, git: bool, mounts: Sequence[Mapping[str, str]]) -> None:
         self._world = world
         self._git = git
+        self.log = bytearray()
         self._fields = {**FIELDS, "named": list(mounts)}
 
     @asynccontextmanager
-    async def sandbox(self) -> AsyncIterator[Runtime]:
+    async def sandbox(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
         """A sandbox as its prepare steps leave it."""
-        runtime = await self._world.start("namespace", **self._fields)
+        fields = self._fields if resources is None else self._fields | {"resources": resources}
+        runtime = await self._world.start("namespace", **fields)
         try:
             for path, text in BASE.items():
                 await runtime.write(path, text.encode())
@@ -124,6 +126,7 @@ class Repository:
                 transcript=(),
                 turns=1,
                 beside=self.sandbox,
+                log=self.log.extend,
                 host=self._world.host,
             )
             return await make_evaluator(spec).evaluate(outcome)

@@ -10,13 +10,14 @@ from typing import Any, cast
 import pytest
 
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
+from outrider.evaluators.code import evaluator
 from outrider.evaluators.code.cases import json_value
 from outrider.evaluators.factory import make_evaluator
 from outrider.sandbox.runtimes.base import Runtime
-from outrider.spec import EvaluatorSpec
+from outrider.spec import EvaluatorSpec, Resources
 from outrider.trajectory import Verdict
 
-from .bench import Bench, a_bench
+from .bench import PIDS, Bench, a_bench
 
 SUM = "print(sum(int(word) for word in input().split()))\n"
 ADD = "def add(a, b):\n    return a + b\n"
@@ -58,7 +59,7 @@ async def test_a_right_program_passes(bench: Bench, form: str, place: str) -> No
         graded = await bench.grade(spec(**FORMS[form]), fenced(GOLD[form]))
     metrics = {"passed": 1.0, "cases": 1.0, "calls": 4.0} if form == "check" else {"passed": 3.0, "cases": 3.0}
     assert graded == Verdict(reward=1.0, metrics=metrics)
-    assert bench.others == (form == "check")
+    assert bench.others == (form == "check") + (place == "reply")
 
 
 async def test_a_completion_goes_on_where_the_prompt_ends(bench: Bench) -> None:
@@ -302,8 +303,8 @@ async def test_a_second_sandbox_that_starts_slowly_costs_the_candidate_nothing(
     quick = bench.beside
 
     @asynccontextmanager
-    async def slow() -> AsyncIterator[Runtime]:
-        async with quick() as other:
+    async def slow(resources: Resources | None = None) -> AsyncIterator[Runtime]:
+        async with quick(resources) as other:
             await asyncio.sleep(2.5)
             yield other
 
@@ -330,31 +331,147 @@ async def test_a_python_that_hangs_is_the_agents_doing_where_another_one_works(
 ) -> None:
     bench.sandbox = cast(Runtime, Hangs(bench.sandbox))
     with pytest.raises(EvaluatorError, match="does not run in the sandbox") as caught:
-        await bench.grade(spec(**TEXTS), fenced(SUM))
+        await bench.grade(spec(file="solution.py", **TEXTS))
     assert (caught.value.inside, bench.others) == (True, 1)
 
     @asynccontextmanager
-    async def hanging() -> AsyncIterator[Runtime]:
+    async def hanging(resources: Resources | None = None) -> AsyncIterator[Runtime]:
         yield bench.sandbox
 
     monkeypatch.setattr(bench, "beside", hanging)
-    with pytest.raises(EvaluatorError, match="does not run in the sandbox") as caught:
-        await bench.grade(spec(**TEXTS), fenced(SUM))
-    assert not caught.value.inside
+    for options, said in (({"file": "solution.py"}, ""), ({}, fenced(SUM))):
+        with pytest.raises(EvaluatorError, match="does not run in the sandbox") as caught:
+            await bench.grade(spec(**options, **TEXTS), said)
+        assert not caught.value.inside
 
 
 @pytest.mark.parametrize("inside", [True, False])
 async def test_a_sandbox_that_breaks_is_the_programs_doing_only_if_it_broke_from_inside(
     bench: Bench, inside: bool
 ) -> None:
+    await bench.sandbox.write("solution.py", SUM.encode())
     bench.sandbox = cast(Runtime, Breaks(bench.sandbox, 2, inside=inside))  # the probe, and the first case
+    options = spec(file="solution.py", reward="share", **TEXTS)
     if not inside:
         with pytest.raises(RuntimeFailure, match="it is gone"):
-            await bench.grade(spec(reward="share", **TEXTS), fenced(SUM))
+            await bench.grade(options)
         return
-    graded = await bench.grade(spec(reward="share", **TEXTS), fenced(SUM))
+    graded = await bench.grade(options)
     assert (graded.reward, bench.others) == (1 / 3, 1)
     assert graded.reason == "case 1 of 3: the program broke its sandbox: it is gone"
+
+
+async def test_each_run_is_logged(bench: Bench) -> None:
+    assert (await bench.grade(spec(**TEXTS), fenced("import sys\nprint('no')\nsys.exit('why')\n"))).reward == 0.0
+    assert bench.log.startswith(b"[exit code 1 after ")
+    assert bench.log.endswith(b" s]\nno\nwhy\n")
+
+
+class Holds:
+    """A sandbox that does not end a program in time, as one that a fork bomb leaves no processor time."""
+
+    def __init__(self, sandbox: Runtime) -> None:
+        self._sandbox = sandbox
+
+    async def exec(self, command: Any, **options: Any) -> Any:
+        if "solution.py" in command:
+            await asyncio.sleep(60)
+        return await self._sandbox.exec(command, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sandbox, name)
+
+
+@pytest.mark.parametrize("another", [True, False])
+async def test_a_sandbox_that_ends_no_program_is_the_programs_doing_where_another_one_works(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    monkeypatch.setattr(evaluator, "LATE_SECONDS", 0.1)
+    bench.sandbox = cast(Runtime, Holds(bench.sandbox))
+    options = spec(file="solution.py", reward="share", case_seconds=0.2, **TEXTS)
+    if another:
+        graded = await bench.grade(options)
+        assert (graded.reward, graded.reason) == (0.0, "case 0 of 3: the program could not be ended after 0.2 s")
+        return
+
+    def none(resources: Resources | None = None) -> Any:
+        raise RuntimeFailure("no sandbox starts")
+
+    monkeypatch.setattr(bench, "beside", none)
+    with pytest.raises(RuntimeFailure, match="no sandbox starts"):
+        await bench.grade(options)
+
+
+COUNTS = """
+import os, time
+forked = 0
+try:
+    while os.fork(): forked += 1
+    time.sleep(9)
+except OSError: print("forked", forked)
+"""
+
+
+async def test_a_program_of_the_reply_has_a_small_sandbox_of_its_own(bench: Bench) -> None:
+    """A file of the agent's sandbox has the limits of that sandbox."""
+    await bench.sandbox.write("secret", b"x")
+    await bench.sandbox.write("solution.py", COUNTS.encode())
+    forked = {}
+    for place, options, said in (("reply", {}, fenced(COUNTS)), ("file", {"file": "solution.py"}, "")):
+        graded = await bench.grade(spec(inputs=[""], outputs=["none"], **options), said)
+        forked[place] = int(str(graded.reason).rsplit(" ", 1)[-1].rstrip("']"))
+    assert 8 < forked["reply"] < 64 < forked["file"] < PIDS
+    look = "import os\nprint(os.path.exists('/work/secret'))\n"
+    assert (await bench.grade(spec(inputs=[""], outputs=["False"]), fenced(look))).reward == 1.0
+
+
+@pytest.mark.parametrize("field", ["carry", "prepare"])
+async def test_a_program_of_the_reply_finds_the_files_that_its_task_gives(bench: Bench, field: str) -> None:
+    await bench.sandbox.write("given", b"42")
+    given = EvaluatorSpec(kind="code", options={"inputs": [""], "outputs": ["42"]}, seconds=60)
+    if field == "carry":
+        given = given.model_copy(update={"carry": ["given"]})
+    else:
+        bench.fields["prepare"] = [{"write": "42", "to": "given"}]
+    assert (await bench.grade(given, fenced("print(open('/work/given').read())\n"))).reward == 1.0
+    assert bench.others == 0
+
+
+LINGERS = {
+    "sleeps for ever": "import time\ntime.sleep(1e6)\n",
+    "leaves a child that ignores signals and holds the output": """
+import os, signal, time
+if os.fork() == 0:
+    for number in range(1, 65):
+        try: signal.signal(number, signal.SIG_IGN)
+        except (OSError, ValueError): pass
+    while True: time.sleep(1)
+""",
+    "leaves a daemon that holds the output": """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(1e6)
+    os._exit(0)
+""",
+    "fills the disk": "file = open('/work/full', 'wb')\nwhile True: file.write(bytes(1 << 20))\n",
+    "writes to its output for ever": "import os\nos.fork()\nwhile True: os.write(1, b'x' * 65536)\n",
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("place", ["reply", "file"])
+@pytest.mark.parametrize("what", LINGERS)
+async def test_what_a_program_leaves_behind_holds_up_no_verdict(bench: Bench, what: str, place: str) -> None:
+    options: dict[str, Any] = {"case_seconds": 1.5, "total_seconds": 20, **TEXTS}
+    await bench.sandbox.write("solution.py", LINGERS[what].encode())
+    async with asyncio.timeout(15):
+        if place == "file":
+            graded = await bench.grade(spec(file="solution.py", **options))
+        else:
+            graded = await bench.grade(spec(**options), fenced(LINGERS[what]))
+    assert graded.reward == 0.0
+    assert graded.reason
 
 
 async def test_a_program_of_several_files(bench: Bench) -> None:

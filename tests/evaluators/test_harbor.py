@@ -57,6 +57,15 @@ ERRORS: dict[str, str] = {
 }
 
 
+async def test_the_output_of_the_tests_is_logged(bench: Bench) -> None:
+    """Also if it has no reward."""
+    assert (await bench.grade(spec(f"echo looked; echo why >&2; echo 0 > {TEXT}"))).reward == 0.0
+    assert bench.log == b"looked\nwhy\n"
+    with pytest.raises(EvaluatorError, match="wrote neither"):
+        await bench.grade(spec("echo again"))
+    assert bench.log == b"looked\nwhy\nagain\n"
+
+
 async def test_what_grades_and_what_does_not(bench: Bench) -> None:
     for test, (reward, metrics) in GRADED.items():
         verdict = await bench.grade(spec(test, env={"MODE": "it's"}))

@@ -50,6 +50,8 @@ async def test_a_fix_is_resolved_and_nothing_is_not(repository: Repository) -> N
     assert [fixed.metrics[name] for name in counts] == [1, 1, 2, 2]
     nothing = await repository.grade({})
     assert nothing.reward == 0.0
+    assert f"PASSED {NAME}" in repository.log.decode()
+    assert f"FAILED {NAME}" in repository.log.decode()
     assert nothing.reason.startswith(f"these do not pass: {NAME} (")
     assert [nothing.metrics[name] for name in counts] == [0, 1, 2, 2]
     broken = await repository.grade({"src/shop/prices.py": "def total(prices):\n    return 3\n"})

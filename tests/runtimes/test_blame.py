@@ -85,6 +85,23 @@ async def test_a_tool_server_that_is_stopped_inside(world: World, kind: str) -> 
     os.kill(server, signal.SIGCONT)
 
 
+@pytest.mark.parametrize("pids", [64, 16])
+async def test_a_tool_server_that_a_fork_bomb_leaves_no_time(world: World, pids: int) -> None:
+    """A tool server that does not respond is the programs' doing where they have reached the limit of processes."""
+    if "pids" not in find().folders:
+        pytest.skip("this process can set no limits of processes by control groups")
+    before = children()
+    sandbox = await world.start("namespace", resources=Resources(pids=pids))
+    (zygote,) = children() - before
+    (first,) = below(zygote)
+    forks = "import os, time\nfor _ in range(20):\n  if os.fork() == 0: time.sleep(9); os._exit(0)"
+    assert ((await sandbox.exec(["python3", "-c", forks], seconds=20)).exit_code == 0) == (pids == 64)
+    os.kill(first, signal.SIGSTOP)
+    await hangs(sandbox)
+    assert await blamed(sandbox) == (pids == 16)
+    os.kill(first, signal.SIGCONT)
+
+
 @pytest.mark.parametrize("kind", EVERY)
 async def test_the_end_of_its_lifetime_is_nobodys_doing(world: World, kind: str) -> None:
     sandbox = await world.start(kind, lifetime_seconds=0.3)

@@ -88,6 +88,18 @@ async def test_a_fork_bomb_ends_with_its_time(world: World, kind: str) -> None:
 
 
 @pytest.mark.deep
+async def test_a_fork_bomb_that_fills_its_own_gaps_is_killed_at_once(world: World) -> None:
+    """Each process that is killed makes room for another: killing one by one took 8 s."""
+    needs("namespace", "pids")
+    sandbox = await world.start("namespace", resources=Resources(pids=200))
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
+    for _ in range(4):
+        done = await sandbox.exec(["python3", "-c", bomb], seconds=1)
+        assert done.timed_out
+        assert done.seconds < 5
+
+
+@pytest.mark.deep
 async def test_a_sandbox_whose_first_process_has_to_wait_for_all_others_is_stopped_in_time(world: World) -> None:
     needs("namespace", "cpu")
     sandbox = await world.start("namespace", resources=Resources(cpus=0.1, pids=1000))

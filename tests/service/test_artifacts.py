@@ -11,6 +11,8 @@ import pytest
 
 from outrider.lifecycle import StopReason
 from outrider.schemas import Artifact, ArtifactList, LeftOut
+from outrider.sessions.artifacts import LOG_BYTES, GradingLog
+from outrider.store.artifacts import GRADING_LOG
 
 from .conftest import MakeWorld
 from .stage import StagedRuntime
@@ -154,4 +156,40 @@ async def test_what_collects_the_outcome_runs_before_it_is_kept_and_graded(world
         session = await w.run("ask", "run echo hi > said", artifacts=["coll*"], collect=hooks, evaluator=evaluator)
         result = result_of(session)
         assert (result.stop_reason, result.verdict and result.verdict.reward) == (StopReason.COMPLETED, 1.0)
-        assert kept(w, session.id).artifacts == (artifact("/work/collected", b"hi\nlast\n"),)
+        assert kept(w, session.id).artifacts == (
+            artifact("/work/collected", b"hi\nlast\n"),
+            artifact(GRADING_LOG, b"hi\nlast\n"),
+        )
+
+
+@pytest.mark.parametrize(("code", "reward"), [(0, 1.0), (1, 0.0), (3, None)])
+async def test_what_graders_print_is_kept(world: MakeWorld, code: int, reward: float | None) -> None:
+    """Also if the grader fails: it is tried again, and then in an untouched sandbox."""
+    async with world(http=True) as w:
+        run = f"echo looked; echo why >&2; exit {code}"
+        session = await w.run(
+            "ask", runtime={"kind": "process"}, evaluator={"kind": "command", "run": run}, max_attempts=1
+        )
+        result = result_of(session)
+        assert (result.verdict.reward if result.verdict else None) == reward
+        listed = kept(w, session.id)
+        said = b"looked\nwhy\n"
+        whole = said if code < 3 else b"%b[evaluation 2]\n%b[evaluation 3]\n%b" % (said, said, said)
+        assert listed.artifacts == (artifact(GRADING_LOG, whole),)
+        assert result.artifact_bytes == len(whole)
+
+
+async def test_a_grader_that_prints_nothing_leaves_no_log(world: MakeWorld) -> None:
+    async with world(http=True) as w:
+        session = await w.run("ask", runtime={"kind": "process"}, evaluator={"kind": "command", "run": "true"})
+        assert kept(w, session.id).artifacts == ()
+
+
+def test_of_a_long_log_the_middle_is_cut() -> None:
+    whole = b"".join(b"%07d\n" % number for number in range(100_000))
+    log = GradingLog()
+    for start in range(0, len(whole), 70_001):
+        log.add(whole[start : start + 70_001])
+    half = LOG_BYTES // 2
+    note = b"\n[... %d bytes cut ...]\n" % (len(whole) - LOG_BYTES)
+    assert log.content() == whole[:half] + note + whole[-half:]

@@ -21,7 +21,7 @@ from outrider.nodes.processes import setup_of
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.service.allow_lists import AllowLists
 from outrider.sessions.resources import Capacity
-from outrider.spec import OPERATOR_TENANT, EngineSpec, EvaluatorSpec
+from outrider.spec import OPERATOR_TENANT, EngineSpec, EvaluatorSpec, Resources
 from outrider.store.queue import bucket_of
 from outrider.trajectory import Verdict
 from support.service import call, running_service, say
@@ -41,6 +41,8 @@ async def looks_beside(outcome: Outcome) -> Any:
         limits = cast(Any, other)._spec.resources
         assert (limits.cpus, limits.memory_mb) == (1.0, 64)
         await other.write("mark", b"x")
+    async with outcome.beside(Resources(pids=64)) as small:
+        assert cast(Any, small)._spec.resources == Resources(pids=64)
     async with outcome.beside() as another:
         assert "mark" not in (await another.exec("ls", seconds=5)).stdout.decode()
     return {"reward": 1.0, "reason": listing.stdout.decode()}
@@ -74,7 +76,7 @@ async def test_a_second_sandbox_is_untouched_and_sets_nothing_aside(world: MakeW
         assert verdict is not None, result_of(session).error
         assert verdict.reason is not None
         assert verdict.reason.split() == ["given"]
-        assert {name.removeprefix(session.id) for name, _ in w.stage.ledger.started} == {"", "-g0", "-g1"}
+        assert {name.removeprefix(session.id) for name, _ in w.stage.ledger.started} == {"", "-g0", "-g1", "-g2"}
         w.assert_quiet()
 
 

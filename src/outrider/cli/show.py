@@ -142,6 +142,9 @@ def _ending(result: SessionResult) -> Iterator[Text]:
         metrics = "".join(f" · {name} {number(value)}" for name, value in sorted(verdict.metrics.items()))
         reason = f" · {verdict.reason}" if verdict.reason else ""
         yield Text(printable(f"reward {number(verdict.reward)}{metrics}{reason}"), style="bold")
+    if result.artifact_bytes:
+        kept = f"kept: {result.artifact_bytes:,} bytes of files and of the graders' output"
+        yield Text(f"{kept}; see: outrider artifacts {result.session_id}", style="dim")
     if (ended := result.harness_exit) is not None:
         yield Text(f"the agent's program exited with code {ended.code}; the end of its output:", style="yellow")
         yield from _block(ended.log_tail, CONTEXT, "dim")

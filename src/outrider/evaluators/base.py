@@ -18,7 +18,7 @@ from outrider.lifecycle import StopReason
 from outrider.messages import Message
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.node_host import Host
-from outrider.spec import TaskSpec
+from outrider.spec import Resources, TaskSpec
 from outrider.trajectory import GradedTurn, Verdict
 
 OffTheClock = Callable[[], AbstractAsyncContextManager[None]]
@@ -46,8 +46,18 @@ async def no_model(model: str, *_: object, **__: object) -> FrozenReply:
     raise EvaluatorError(f"there is no frozen model {model!r} here")
 
 
-def no_sandbox() -> AbstractAsyncContextManager[Runtime]:
+class OpenSandbox(Protocol):
+    """Opens another sandbox, with `resources` as its limits, or else with those of its runtime."""
+
+    def __call__(self, resources: Resources | None = None) -> AbstractAsyncContextManager[Runtime]: ...
+
+
+def no_sandbox(resources: Resources | None = None) -> AbstractAsyncContextManager[Runtime]:
     raise EvaluatorError("there is no second sandbox here")
+
+
+def not_kept(output: bytes) -> None:
+    """Discard a part of the grading's log."""
 
 
 class NothingKept:
@@ -73,12 +83,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     `beside()` opens another sandbox of the task's runtime, or of the evaluator's own runtime, for the duration of the
     block. The new sandbox is prepared, untouched by agents, unreachable for programs in `runtime`, and reserves no
-    resources. Raises RuntimeFailure. `call_frozen` calls a frozen model. `host` is the host of the node, whose parts
+    resources. `beside(resources)` gives the new sandbox these limits in place of the runtime's. Raises RuntimeFailure.
+    `call_frozen` calls a frozen model. `host` is the host of the node, whose parts
     are shared by evaluators.
 
     `bucket` is the session's bucket in the queue (see store/queue.py). In queues of evaluations, tenants take turns,
     and the buckets of each tenant take turns as well. `off_the_clock()` is for long waits in such queues: during the
     block, the evaluation holds no eval slot, and the time does not count towards the evaluation's time limit.
+
+    `log(output)` adds the output of a grader to the log of the session's grading, which is kept as an artifact.
     """
 
     task: TaskSpec
@@ -89,11 +102,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     calls: tuple[GradedTurn, ...] = ()
     patch: bytes | None = None
-    beside: Callable[[], AbstractAsyncContextManager[Runtime]] = no_sandbox
+    beside: OpenSandbox = no_sandbox
     call_frozen: CallFrozen = no_model
     host: Host | None = None
     bucket: str = ""
     off_the_clock: OffTheClock = nullcontext
+    log: Callable[[bytes], None] = not_kept
 
 
 class Evaluator(Protocol):

@@ -66,6 +66,8 @@ class CommandEvaluator:
                 message = f"the file for the verdict cannot be created: {error}"
                 raise EvaluatorError(message, hint=FULL, inside=error.inside) from error
             result = await runtime.exec(self._run, env=variables, seconds=self._seconds)
+            outcome.log(result.stdout)
+            outcome.log(result.stderr)
             return await self._verdict(runtime, path, result)
         finally:
             with suppress(RuntimeFailure):  # the sandbox broke, so its files are gone; the verdict stays valid

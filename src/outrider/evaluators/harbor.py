@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from outrider.errors import EvaluatorError
-from outrider.evaluators.base import Outcome
+from outrider.errors import EvaluatorError, RuntimeFailure
+from outrider.evaluators.base import Outcome, not_kept
 from outrider.evaluators.options import read_options
 from outrider.evaluators.verdict import finite
 from outrider.sandbox.runtimes.base import ExecResult, Runtime
@@ -35,6 +36,7 @@ STEP_SECONDS = 60.0
 BEFORE = f"rm -rf {REWARD_JSON} {REWARD_TEXT} {OUTPUT} && mkdir -p {LOGS}"
 CLEAR = "mkdir -p /tests && find /tests -mindepth 1 -delete"
 RUN = f"chmod +x {TEST} && ({TEST}) > {OUTPUT} 2>&1"
+WHOLE = f"test -f {OUTPUT} && cat {OUTPUT}"
 TAIL = f"tail -c 4000 {OUTPUT}"
 
 
@@ -71,14 +73,21 @@ class HarborEvaluator:
             done = await outcome.runtime.exec(CLEAR, seconds=STEP_SECONDS)
             if done.exit_code != 0:
                 raise EvaluatorError("/tests cannot be cleared", log_tail=done.log_tail(), inside=True)
-        rewards = await verify(outcome.runtime, self._options.tests, self._options.env, seconds=self._seconds)
+        tests, env = self._options.tests, self._options.env
+        rewards = await verify(outcome.runtime, tests, env, seconds=self._seconds, log=outcome.log)
         return verdict_of(rewards)
 
 
 async def verify(
-    runtime: Runtime, tests: Sequence[Write], env: Mapping[str, str], *, seconds: float
+    runtime: Runtime,
+    tests: Sequence[Write],
+    env: Mapping[str, str],
+    *,
+    seconds: float,
+    log: Callable[[bytes], None] = not_kept,
 ) -> dict[str, float]:
-    """Run test.sh and read its rewards. Raises EvaluatorError if test.sh writes no valid rewards."""
+    """Run test.sh, pass its output to `log`, and read its rewards. Raises EvaluatorError if test.sh writes no valid
+    rewards."""
     done = await runtime.exec(BEFORE, seconds=STEP_SECONDS)
     if done.exit_code != 0:
         raise EvaluatorError(f"{LOGS} cannot be made ready", log_tail=done.log_tail(), inside=True)
@@ -87,6 +96,8 @@ async def verify(
     for file in tests:
         await runtime.write(file.to, file.data(), executable=file.executable)
     done = await runtime.exec(RUN, env=env, seconds=seconds)
+    with suppress(RuntimeFailure):  # the rewards can be read all the same, or the next step raises
+        log((await runtime.exec(WHOLE, seconds=STEP_SECONDS)).stdout)
     if done.exit_code is None:
         raise EvaluatorError(f"test.sh did not end within {seconds:g} s", log_tail=await output(runtime, done))
     for path, parse in ((REWARD_JSON, parse_json), (REWARD_TEXT, parse_text)):

@@ -46,7 +46,8 @@ MAX_METRICS = 10_000
 MAX_LINES = 256
 """Maximum number of entries in a table of a result, such as forks by cause."""
 LIMITS = ArtifactLimits()
-MAX_KEPT_BYTES = LIMITS.total_bytes + len(KEPT) * LIMITS.file_bytes
+MAX_KEPT_BYTES = LIMITS.total_bytes + len(KEPT) * LIMITS.file_bytes + (1 << 20)
+"""The last MiB is for the grading log, of LOG_BYTES and a note."""
 
 GRADED = frozenset(
     {

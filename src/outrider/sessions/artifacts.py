@@ -1,4 +1,5 @@
-"""Keeps the files of the agent's sandbox that a task names as its artifacts, after the agent's run has ended.
+"""Keeps the files of the agent's sandbox that a task names as its artifacts, after the agent's run has ended, and the
+output of the graders.
 
 Invariant: keeping files raises nothing but a cancellation. A file that is not kept is listed with the reason, or the
 log has the reason.
@@ -19,12 +20,52 @@ from outrider.errors import RuntimeFailure, ServiceError, storable
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
-from outrider.store.artifacts import KeepsArtifacts
+from outrider.store.artifacts import GRADING_LOG, KeepsArtifacts
 
 log = logging.getLogger("outrider.session")
 
 MAX_FILES_IN_MEMORY = 8
 """Maximum number of artifacts in memory, over all sessions of a node."""
+
+
+LOG_BYTES = 256 << 10
+"""Maximum bytes of a grading log, apart from the note on what was cut."""
+
+
+class GradingLog:
+    """The output of the graders of an attempt: the beginning and the end, LOG_BYTES / 2 each. From the second one on,
+    the output of an evaluation has a heading."""
+
+    def __init__(self) -> None:
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._cut = 0
+        self._evaluations = 0
+        self._heading = b""
+
+    def begin(self) -> None:
+        """Begin the output of another evaluation: of a step, or of a repetition."""
+        self._evaluations += 1
+        if self._evaluations > 1:
+            self._heading = b"[evaluation %d]\n" % self._evaluations
+
+    def add(self, output: bytes) -> None:
+        if output:
+            self._add(self._heading)
+            self._heading = b""
+            self._add(output)
+
+    def _add(self, output: bytes) -> None:
+        room = LOG_BYTES // 2 - len(self._head)
+        self._head += output[:room]
+        self._tail += output[room:]
+        extra = max(0, len(self._tail) - LOG_BYTES // 2)
+        del self._tail[:extra]
+        self._cut += extra
+
+    def content(self) -> bytes:
+        note = b"\n[... %d bytes cut ...]\n" % self._cut if self._cut else b""
+        return bytes(self._head + note + self._tail)
 
 
 class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +123,23 @@ class ArtifactCollector:
         except Exception as error:  # as in `collect`
             log.warning("what session %s attempt %d carries is not kept: %r", session_id, attempt, error)
         return listed
+
+    async def keep_log(self, log_of_grading: GradingLog, listed: ArtifactList) -> ArtifactList:
+        """Keep the output of the graders, if there is any, and add it to the list. Returns the new list."""
+        data = log_of_grading.content()
+        if not data:
+            return listed
+        session_id, attempt = listed.session_id, listed.attempt
+        assert attempt is not None
+        try:
+            digest = await self._store.keep(session_id, attempt, data)
+            kept = Artifact(path=GRADING_LOG, size=len(data), sha256=digest)
+            longer = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
+            await self._store.keep_index(longer)
+        except Exception as error:  # as in `collect`
+            log.warning("the grading log of session %s attempt %d is not kept: %r", session_id, attempt, error)
+            return listed
+        return longer
 
     async def fetch_carried(self, session_id: str, attempt: int, file: Path) -> None:
         """Write the data that `keep_carried` kept for an attempt into the local file `file`. Raises OutriderError and

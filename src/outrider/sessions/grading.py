@@ -39,6 +39,7 @@ from outrider.plugins import plugin_code
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.runtimes.base import NoShell, Runtime, SavesLayers, ShellKind, TellsCause
 from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
+from outrider.sessions.artifacts import GradingLog
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.blame import Blame, Facts, Stage, decide, end_of
 from outrider.sessions.clock import Stopwatch
@@ -46,7 +47,7 @@ from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.patches import apply_patch, carried_paths, make_patch, place_of
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
-from outrider.spec import RUNTIME, DiffSpec, RuntimeSpec
+from outrider.spec import RUNTIME, DiffSpec, Resources, RuntimeSpec
 from outrider.store.artifacts import CARRIED, PATCH
 from outrider.trajectory import Verdict
 
@@ -85,10 +86,10 @@ class Grading:
     begins, and `grade` once, when the run has ended; or call only `grade_again`. Leaving the block stops all sandboxes
     that the grading has started and not yet stopped.
 
-    `keep` stores a file of carried data as an artifact of the given name. `numbers` yields a new number for each of the
-    session's sandboxes for grading. `field` is the evaluator's field in the task. `goes_on`: another step follows in
-    the agent's sandbox. Then this sandbox is stopped only if the agent is to be blamed, and the session's resources are
-    enough for a second sandbox beside the agent's.
+    `keep` stores a file of carried data as an artifact of the given name. `log` takes the output of the evaluator.
+    `numbers` yields a new number for each of the session's sandboxes for grading. `field` is the evaluator's field in
+    the task. `goes_on`: another step follows in the agent's sandbox. Then this sandbox is stopped only if the agent is
+    to be blamed, and the session's resources are enough for a second sandbox beside the agent's.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Grading:
         mounts: tuple[Path, ...],
         stopwatch: Stopwatch,
         keep: Callable[[Path, str], Awaitable[None]],
+        log: GradingLog,
         numbers: Iterator[int],
         field: str,
         goes_on: bool,
@@ -120,6 +122,7 @@ class Grading:
         self._goes_on = goes_on
         self._stopwatch = stopwatch
         self._keep = keep
+        self._log = log
         self._carry = attempt.task.evaluator.carry
         workdir = self._task.runtime.workdir
         self._repository = place_of(self._carry, workdir) if isinstance(self._carry, DiffSpec) else ""
@@ -364,10 +367,13 @@ class Grading:
             yield runtime
 
     @asynccontextmanager
-    async def _beside(self) -> AsyncIterator[Runtime]:
+    async def _beside(self, resources: Resources | None = None) -> AsyncIterator[Runtime]:
         """See `Outcome.beside`. The sandbox starts without waiting for resources, and none are set aside for the
         sandbox, but its limits apply. The sandbox has no GPUs, because the graded sandbox uses the session's GPUs."""
-        async with started(self._start(self._graders)) as runtime:
+        place = self._graders
+        if resources is not None:
+            place = msgspec.structs.replace(place, runtime=place.runtime.model_copy(update={"resources": resources}))
+        async with started(self._start(place)) as runtime:
             yield runtime
 
     def _start(self, place: Origin, layer: Path | None = None, gpus: tuple[str, ...] = ()) -> GraderSandbox:
@@ -398,6 +404,7 @@ class Grading:
 
     async def _evaluate(self, outcome: Outcome) -> Verdict:
         """Evaluate once. Raises EvaluatorError, or any OutriderError that the evaluator itself raises."""
+        self._log.begin()
         seconds = self._task.evaluator.seconds
         clock = asyncio.timeout(seconds)
         off_the_clock = partial(_off_the_clock, clock, outcome.off_the_clock)
@@ -405,7 +412,9 @@ class Grading:
             async with clock:
                 with plugin_code():
                     verdict = await self._evaluator.evaluate(
-                        msgspec.structs.replace(outcome, beside=self._beside, off_the_clock=off_the_clock)
+                        msgspec.structs.replace(
+                            outcome, beside=self._beside, off_the_clock=off_the_clock, log=self._log.add
+                        )
                     )
         except TimeoutError as error:
             raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error

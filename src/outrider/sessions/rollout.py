@@ -53,7 +53,7 @@ from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
-from outrider.sessions.artifacts import ArtifactCollector
+from outrider.sessions.artifacts import ArtifactCollector, GradingLog
 from outrider.sessions.attempt import Attempt, AttemptStore, session_result
 from outrider.sessions.blame import Blame, Cause, End, Facts, Stage, decide, end_of
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
@@ -152,6 +152,7 @@ class Rollout:
         self._artifacts = ArtifactList(
             session_id=attempt.session.id, attempt=attempt.session.attempt, artifacts=(), left_out=()
         )
+        self._grading_log = GradingLog()
         self._graded: AgentRun | None = None
         """The agent's run, set once its grading begins."""
         self._gpus: tuple[str, ...] = ()
@@ -197,6 +198,7 @@ class Rollout:
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
             if (run := self._graded) is not None and run.failure is None:
                 ending = msgspec.structs.replace(ending, run_reason=run.reason, harness_exit=run.failed_exit)
+        self._artifacts = await self._node.artifacts.keep_log(self._grading_log, self._artifacts)
         self._stopwatch.lap("stop")
         session, store, stored = self._session, self._node.store, self._attempt.stored
         turns, verdict, at_most = await self._turns(), ending.verdict, BranchPolicy.TRAIN
@@ -299,6 +301,7 @@ class Rollout:
             mounts=mounts,
             stopwatch=self._stopwatch,
             keep=self._keep_carried,
+            log=self._grading_log,
             numbers=self._grading_sandboxes,
             field=f"{step_field(number)}.evaluator",
             goes_on=number + 1 < len(self._steps),

@@ -29,6 +29,8 @@ CARRIED = "outrider:carried"
 of every file of a sandbox."""
 PATCH = "outrider:patch.diff"
 """Name of the artifact that holds a repository's diff, if the diff was carried to the grading."""
+GRADING_LOG = "outrider:grading.log"
+"""Name of the artifact that holds the output of the graders."""
 KEPT = (CARRIED, PATCH)
 """Names of the artifacts that hold data carried to the grading. An attempt has at most one of these artifacts."""
 

@@ -1,4 +1,7 @@
-"""The code evaluator: runs a candidate program in the evaluation's sandbox and compares its results in the service.
+"""The code evaluator: runs a candidate program in a sandbox and compares its results in the service.
+
+A program of the agent's last reply runs in a sandbox of its own with small limits, and a file in the sandbox where it
+lies.
 
 The candidate may have changed everything in its sandbox, including the interpreter. So the service sends only inputs to
 the sandbox, receives outputs, and never sends expected results. A hidden `check(candidate)` is Python code of the
@@ -14,10 +17,13 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from outrider.errors import EvaluatorError, InvalidField, RuntimeFailure
 from outrider.evaluators.answers import last_reply
@@ -26,7 +32,7 @@ from outrider.evaluators.code.cases import CodeOptions, cases_of, json_value, li
 from outrider.evaluators.code.guest import MARK, encode
 from outrider.evaluators.options import read_options
 from outrider.sandbox.runtimes.base import ExecResult, NoShell, Runtime, Shell, ShellResult, TellsCause
-from outrider.spec import EvaluatorSpec
+from outrider.spec import EvaluatorSpec, Resources
 from outrider.trajectory import Verdict
 
 FENCED = re.compile(r"^ {0,3}```[^\n`]*\n(.*?)^ {0,3}```", re.DOTALL | re.MULTILINE)
@@ -36,6 +42,16 @@ QUOTED = 200
 """Maximum characters of a wrong answer in a verdict's reason."""
 RUN_SECONDS = 0.05
 """Minimum duration of one run of a program, in seconds."""
+
+
+LATE_SECONDS = 10.0
+"""Maximum seconds after the time limit of a run in which the sandbox must have ended the program. A fork bomb of
+thousands of processes leaves the sandbox's own process no processor time to do so."""
+SMALL = Resources(memory_mb=1024, disk_mb=256, pids=64)
+"""Limits of a sandbox for a program of the last reply. A fork bomb of 64 processes leaves the sandbox's own process
+enough processor time to kill the bomb."""
+FEW_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "4")
+"""Variables for programs: numerical libraries start a thread per processor of the machine, which may exceed SMALL."""
 
 
 class WrongAnswer(Exception):
@@ -65,13 +81,17 @@ class CodeEvaluator:
             )
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
-        program = self._options.file
-        if program is None:
-            found: list[str] = FENCED.findall(last_reply(outcome))
-            if not found or not found[-1].strip():
-                return self._verdict(0, "there is no block of code in the last reply")
-            program = f"{outcome.runtime.scratch}/outrider-code-{secrets.token_hex(8)}.py"
-            await outcome.runtime.write(program, found[-1].encode("utf-8", "replace"))
+        if self._options.file is not None:
+            return await self._graded(outcome, self._options.file)
+        found: list[str] = FENCED.findall(last_reply(outcome))
+        if not found or not found[-1].strip():
+            return self._verdict(0, "there is no block of code in the last reply")
+        async with place_of_reply(outcome) as runtime:
+            program = f"{runtime.scratch}/outrider-code-{secrets.token_hex(8)}.py"
+            await runtime.write(program, found[-1].encode("utf-8", "replace"))
+            return await self._graded(msgspec.structs.replace(outcome, runtime=runtime), program)
+
+    async def _graded(self, outcome: Outcome, program: str) -> Verdict:
         try:
             await probe(outcome.runtime, self._options.python)
         except EvaluatorError as error:
@@ -149,10 +169,13 @@ class CandidateProgram:
     def __init__(self, outcome: Outcome, program: str, options: CodeOptions, seconds: float) -> None:
         self._outcome = outcome
         self._runtime = outcome.runtime
+        self._log = outcome.log
         self._program = program
         self._options = options
+        self._env = {name: few for name, few in FEW_THREADS.items() if name not in outcome.task.runtime.env}
         self._clock: Callable[[], float] = asyncio.get_running_loop().time
         self._deadline = self._clock() + seconds
+        self._late = min(LATE_SECONDS, (outcome.task.evaluator.seconds - seconds) / 3)
         self.broke_sandbox = False
 
     @property
@@ -193,17 +216,20 @@ class CandidateProgram:
             raise WrongAnswer("no time is left")
         seconds = min(self._options.case_seconds, self.left)
         try:
-            done = await self._runtime.exec(command, stdin=given, seconds=seconds)
+            async with asyncio.timeout(seconds + self._late):
+                done = await self._runtime.exec(command, env=self._env, stdin=given, seconds=seconds)
+        except TimeoutError as error:
+            await self._confirm_broken()
+            raise WrongAnswer(f"the program could not be ended after {seconds:.3g} s") from error
         except RuntimeFailure as error:
-            # The candidate has broken its sandbox if the runtime confirms a cause inside the sandbox and another
-            # sandbox works at the same time.
             inside = error.inside or (isinstance(self._runtime, TellsCause) and await self._runtime.broken_inside())
             if not inside:
                 raise
-            async with self._outcome.beside() as other:
-                await probe(other, self._options.python)
-            self.broke_sandbox = True
+            await self._confirm_broken()
             raise WrongAnswer(f"the program broke its sandbox: {error.message}") from error
+        self._log(f"[exit code {done.exit_code} after {done.seconds:.2f} s]\n".encode())
+        self._log(done.stdout)
+        self._log(done.stderr)
         if done.timed_out:
             raise WrongAnswer(f"the program did not end within {seconds:.3g} s")
         if done.exit_code != 0:
@@ -211,6 +237,34 @@ class CandidateProgram:
         if len(done.stdout) > self._options.output_bytes:
             raise WrongAnswer(f"the program printed more than {self._options.output_bytes} bytes")
         return done
+
+    async def _confirm_broken(self) -> None:
+        """Set `broke_sandbox`. Raises the failure of another sandbox if that does not work either: the candidate is
+        then not the cause."""
+        async with self._outcome.beside(small(self._outcome.task.runtime.resources)) as other:
+            await probe(other, self._options.python)
+        self.broke_sandbox = True
+
+
+@asynccontextmanager
+async def place_of_reply(outcome: Outcome) -> AsyncIterator[Runtime]:
+    """Yield the sandbox for a program of the last reply: a new one with small limits. Where the task carries or
+    prepares files, which the program may need, the sandbox is the outcome's."""
+    if outcome.task.evaluator.carry is not None or outcome.task.runtime.prepare:
+        yield outcome.runtime
+        return
+    async with outcome.beside(small(outcome.task.runtime.resources)) as own:
+        yield own
+
+
+def small(resources: Resources) -> Resources:
+    """Return the limits of a sandbox for one program, none above those of `resources`."""
+    return Resources(
+        cpus=resources.cpus,
+        memory_mb=min(resources.most_memory_mb, SMALL.most_memory_mb),
+        disk_mb=min(resources.disk_mb, SMALL.disk_mb),
+        pids=min(resources.pids, SMALL.pids),
+    )
 
 
 def told(answer: bytes) -> dict[str, Any]:

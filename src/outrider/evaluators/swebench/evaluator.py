@@ -92,6 +92,7 @@ class SwebenchEvaluator:
         done = await runtime.exec(
             f". {shlex.quote(place)}/run.sh", cwd=options.folder, merged=True, seconds=self._seconds
         )
+        outcome.log(done.stdout)
         alive = await runtime.exec(["true"], seconds=FILE_SECONDS)  # raises if the whole sandbox is broken
         if alive.exit_code != 0:
             raise EvaluatorError("the sandbox runs no program after the tests", log_tail=alive.log_tail(), inside=True)

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 else:
     import _signal  # importing `signal` would lengthen the start-up by half
 
-SIGINT, SIGKILL = _signal.SIGINT, _signal.SIGKILL
+SIGINT, SIGKILL, SIGSTOP = _signal.SIGINT, _signal.SIGKILL, _signal.SIGSTOP
 OTHER_ERROR = 255
 """Exit code of a `fork_with_pipe` child after an error without a number."""
+SWIFT_LOOKS = 3
+"""Number of scans in one `kill_tree` that kill at once what they find. Later scans stop a new process first."""
 LOOKS = 200
 """Maximum number of scans in one `kill_tree`. A process that forks faster than it is killed would otherwise keep
 `kill_tree` busy forever."""
@@ -148,17 +150,24 @@ def send_signal(pid: int, number: int) -> bool:
 def kill_tree(roots: set[int], mark: bytes | None = None) -> set[int]:
     """Send SIGKILL to `roots`, to adopted orphans with `mark`, and to all processes below these, until a scan of /proc
     finds none alive. Returns the processes still alive after LOOKS scans: the kernel holds them, or they fork too
-    fast."""
+    fast.
+
+    A fork bomb outlives the first scans: each killed process makes room for the fork of another. A stopped process
+    makes no room, so the later scans send SIGSTOP until all are stopped, and then SIGKILL."""
     victims: set[int] = set()
+    stopped: set[int] = set()
     for attempt in range(LOOKS):
         table = processes()
         start = roots | (adopted_orphans(table, mark) if mark else set())
         victims = descendants(table, start) - {posix.getpid()}
         if not victims:
             break
+        number = SIGSTOP if SWIFT_LOOKS <= attempt < LOOKS // 2 and not victims <= stopped else SIGKILL
+        if number == SIGSTOP:
+            stopped |= victims
         for pid in victims:
-            send_signal(pid, SIGKILL)
-        time.sleep(0 if attempt < 3 else 0.002)  # most victims have exited by the second scan
+            send_signal(pid, number)
+        time.sleep(0 if attempt < SWIFT_LOOKS else 0.002)  # most victims have exited by the second scan
     return victims
 
 

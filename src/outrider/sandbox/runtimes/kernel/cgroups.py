@@ -137,6 +137,10 @@ class ControlGroup:
         the host, or an enclosing group, had no more memory."""
         return any(_short_of_memory(folder) and not _was_full(folder) for folder in self.folders)
 
+    def was_crowded(self) -> bool:
+        """Return whether the kernel has refused a fork because the group reached its own limit of processes."""
+        return any(_number(folder / "pids.events", "max") > 0 for folder in self.folders)
+
     def add(self, pid: int) -> None:
         for entrance in self.entrances:
             Path(entrance).write_text(str(pid))

@@ -73,6 +73,11 @@ class RunningServer:
         memory."""
         return self.group is not None and self.group.starved()
 
+    def crowded(self) -> bool:
+        """Return whether programs in this sandbox have reached its limit of processes, as a fork bomb does. So many
+        processes leave the tool server too little processor time to respond."""
+        return self.group is not None and self.group.was_crowded()
+
 
 Launch = Callable[[RuntimeSpec, SandboxContext], AbstractAsyncContextManager[RunningServer]]
 

@@ -191,7 +191,7 @@ class ToolServerSandbox:
                 in_time = asyncio.get_running_loop().time() < self._lifetime_end
                 return in_time and await self._server.ended_inside()
             case "stuck":
-                return self._server.stopped_inside()
+                return self._server.stopped_inside() or self._server.crowded()
             case _:
                 return False
 
