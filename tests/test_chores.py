@@ -204,6 +204,7 @@ OTHER_TASKS = {
     "trainers/shared_client.py": "the trainer's process",
     "trainers/trl.py": "the trainer's process",
     "lab/certify/gateway_tap.py": "one connection of a check",
+    "cli/waiting.py": "the notes of one command, which takes errors out of their group",
     "cli/node_process.py": "the parts of a process of its own, which its starter starts again",
     "lab/demo/train.py": "a demo",
     "engines/relay/engine.py": "one connection of a relay worker, or one question to all",

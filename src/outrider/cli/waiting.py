@@ -18,13 +18,12 @@ QUIET_SECONDS = 10.0
 @asynccontextmanager
 async def waits_noted(terminal: Terminal, client: AsyncClient, *, every: float = QUIET_SECONDS) -> AsyncIterator[None]:
     """While the block runs, write a note if the service makes no progress, and another one if the reason changes."""
-    # No TaskGroup: it would wrap the block's error in a group.
-    looking = asyncio.create_task(_look(terminal, client, every))
-    try:
-        yield
-    finally:
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)
+    async with asyncio.TaskGroup() as tasks:
+        looking = tasks.create_task(_look(terminal, client, every))
+        try:
+            yield
+        finally:
+            looking.cancel()
 
 
 async def _look(terminal: Terminal, client: AsyncClient, every: float) -> None:
