@@ -37,8 +37,8 @@ def session_progress(terminal: Terminal, first: str = "submitting") -> Iterator[
 
 @contextmanager
 def run_progress(terminal: Terminal) -> Iterator[Callable[[RunProgress], None]]:
-    """Show one bar for the sessions of a run, with the states of those that are waited for. Without a terminal, write a
-    line at each tenth of the sessions."""
+    """Show one bar for the sessions of a run, and the number of unfinished sessions in each state. Without a terminal,
+    write a line at each tenth of the sessions."""
     with _progress(terminal, transient=False) as progress:
         bar = progress.add_task("submitting", total=None)
         tenth = 0

@@ -203,10 +203,10 @@ class AsyncClient:
         samples: bool = False,
         evaluations: bool = False,
     ) -> AsyncIterator[GroupView]:
-        """Yield groups as they finish, without end. Like `results`, the first groups are those that finished long ago,
-        unless `after` or `consumer` excludes them: to wait for groups of your own, use `wait`. Groups of evaluations
-        are left out, so that nothing held out is trained on, unless `evaluations` is given. For the other arguments see
-        `results`.
+        """Yield groups as they finish, without end. The first groups may have finished long ago, unless `after` or
+        `consumer` excludes these groups: to wait for groups of your own, use `wait`. Groups of evaluations are left
+        out unless `evaluations` is True, so that a trainer does not train on held-out tasks. For the other arguments,
+        see `results`.
 
         For a consumer, a group is acknowledged when the next group is requested. So if the caller's loop ends before
         that, for any reason, the next call of `follow` yields the group again."""

@@ -2,8 +2,8 @@
 
     done = await roll_out(client, tasks, run="first", samples=4)
 
-A run that was interrupted goes on with the same call. Invariant: the same task, for as many sessions, is submitted once
-in a run, whatever becomes of the tasks before and after it in the data set.
+A run that was interrupted goes on with the same call. Invariant: a run submits each task of the data set once for its
+number of sessions, also if other rows are added, moved or removed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ WAIT_SECONDS = 1.0
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run is, in sessions: all, those submitted, and those that ended. `states` counts the sessions of the
-    groups that are waited for, by state."""
+    """The progress of a run: the number of all its sessions, of submitted sessions and of ended sessions. `states`
+    counts, by state, the sessions of the groups that have not ended."""
 
     sessions: int
     submitted: int

@@ -84,8 +84,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     `beside()` opens another sandbox of the task's runtime, or of the evaluator's own runtime, for the duration of the
     block. The new sandbox is prepared, untouched by agents, unreachable for programs in `runtime`, and reserves no
     resources. `beside(resources)` gives the new sandbox these limits in place of the runtime's. Raises RuntimeFailure.
-    `call_frozen` calls a frozen model. `host` is the host of the node, whose parts
-    are shared by evaluators.
+    `call_frozen` calls a frozen model. `host` is the host of the node, whose parts are shared by evaluators.
 
     `bucket` is the session's bucket in the queue (see store/queue.py). In queues of evaluations, tenants take turns,
     and the buckets of each tenant take turns as well. `off_the_clock()` is for long waits in such queues: during the

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from outrider.errors import LOG_TAIL, InvalidField, NotFound, RuntimeUnavailable
 from outrider.sandbox.rootfs.archives import digest_of
@@ -34,12 +35,11 @@ class BuildEngine(StrEnum):
     DOCKER = "docker"
 
 
-class BuiltImage:
-    """The image that a task's Dockerfile has: its name in the store, and the check of its HEALTHCHECK."""
+class BuiltImage(NamedTuple):
+    """The image of a task's Dockerfile: its name in the store, and the check of its HEALTHCHECK."""
 
-    def __init__(self, name: str, health: Health | None) -> None:
-        self.name = name
-        self.health = health
+    name: str
+    health: Health | None
 
 
 def built_image(context: Path, store: ImageStore) -> BuiltImage:

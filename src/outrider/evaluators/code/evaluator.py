@@ -42,8 +42,6 @@ QUOTED = 200
 """Maximum characters of a wrong answer in a verdict's reason."""
 RUN_SECONDS = 0.05
 """Minimum duration of one run of a program, in seconds."""
-
-
 LATE_SECONDS = 10.0
 """Maximum seconds after the time limit of a run in which the sandbox must have ended the program. A fork bomb of
 thousands of processes leaves the sandbox's own process no processor time to do so."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -125,8 +126,8 @@ class SegmentedSession:
             segment.turns.append(turn)
             self._segment_of.append(segment)
         self._sampled = sampled
-        self.continued = self._continued_turns()
         self._find_hand_overs()
+        self.continued = self._continued_turns()
         self._replies = [
             self.replies_among([*turn.messages, turn.reply] if turn.reply is not None else turn.messages)
             for turn in turns
@@ -149,6 +150,7 @@ class SegmentedSession:
         messages (`handed_over`). Nobody continues the earlier conversation's last reply, and either the reply calls a
         tool and the new conversation begins with the opening of the earlier one; or the new conversation has the same
         tools and system prompt and begins with the text of the last two replies."""
+        continued = self._continued_turns()
         openings: dict[int, str] = {}
         ends: dict[int, Turn] = {}
         for turn in self.turns:
@@ -157,7 +159,7 @@ class SegmentedSession:
                 openings[turn.conversation] = opening_text(turn.messages)
                 if turn.index not in self._sources:
                     asked = "\n".join(message.content for message in turn.messages if message.role is not Role.SYSTEM)
-                    newest = list(ends.values())[:-MAX_ENDS:-1]
+                    newest = islice(reversed(ends.values()), MAX_ENDS)
                     fitting = (
                         end for end in newest if self._passes_on(end, segment, openings[end.conversation], asked)
                     )
@@ -166,9 +168,9 @@ class SegmentedSession:
                         self.handed_over.add(segment.number)
                         self._sources[turn.index] = source.index
                         self.taken_over.setdefault(source.index, []).append(segment)
-                        self.continued.add(source.index)
+                        continued.add(source.index)
             ends.pop(turn.conversation, None)
-            if turn.reply is not None and turn.index not in self.continued:
+            if turn.reply is not None and turn.index not in continued:
                 ends[turn.conversation] = turn
 
     def _passes_on(self, end: Turn, segment: Segment, opening: str, asked: str) -> bool:
