@@ -48,7 +48,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo train test test-deep check test-real test-trainers fuzz campaign bench policy clean
+.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers fuzz campaign bench policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,8 +66,14 @@ test: $(STAMPS)/dev ## the fast tests
 	$(ONE_THREAD) $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
 test-deep: $(STAMPS)/dev ## what takes long: storms, fuzzers, PostgreSQL, restarts
-	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "(deep or hypothesis) and not real" \
-		--hypothesis-profile deep --timeout 600 --durations 25 --durations-min 5 $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "deep and not real and not nightly" \
+		--timeout 600 --durations 25 --durations-min 5 $(ARGS)
+
+test-nightly: $(STAMPS)/real ## what .ci/run leaves out: hundreds of random examples, every pair and variant, a campaign, a soak
+	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "(nightly or hypothesis) and not real" \
+		--hypothesis-profile nightly --timeout 600 --durations 25 --durations-min 5 $(ARGS)
+	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m "nightly and real" \
+		--durations 25 --durations-min 5 tests/real tests/runtimes $(ARGS)
 
 check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff format --check
@@ -75,11 +81,14 @@ check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/mypy
 
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents, Helm (installs them; 4 GB), container engines that are there
-	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m real --durations 25 --durations-min 5 \
+	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m "real and not nightly" --durations 25 --durations-min 5 \
 		tests/real tests/bench tests/evaluators tests/runtimes tests/rootfs tests/deploy $(ARGS)
 
-# Each trainer has packages of its own, and an environment of its own. The imports of verl warn of much that is not ours.
-test-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev ## tests with the packages of real trainers (installs them)
+# Each trainer has packages of its own, and an environment of its own.
+trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev
+
+# The imports of verl warn of much that is not ours.
+test-trainers: trainers ## tests with the packages of real trainers (installs them)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest tests/relay $(ARGS)
 	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/trainers/verl tests/fleet $(ARGS)

@@ -32,10 +32,10 @@ ALWAYS: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-# `make test`: the same few examples on every machine. `make test-deep`: many, and others each time; a failure prints
-# how to try its example again.
+# The same few examples on every machine. `make test-nightly`: many, and others each time; a failure prints how to try
+# its example again.
 settings.register_profile("fast", max_examples=25, derandomize=True, **ALWAYS)
-settings.register_profile("deep", max_examples=200, print_blob=True, **ALWAYS)
+settings.register_profile("nightly", max_examples=200, print_blob=True, **ALWAYS)
 settings.load_profile("fast")  # unless --hypothesis-profile names the other
 
 

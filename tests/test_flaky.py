@@ -35,6 +35,7 @@ def run(folder: Path, *, flaky: int, broken: int) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("flaky", "broken", "code", "reported"), [(0, 0, 0, 0), (2, 0, 0, 2), (1, 1, 1, 1), (4, 0, 1, 0), (0, 1, 1, 0)]
 )

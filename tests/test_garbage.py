@@ -10,6 +10,8 @@ import json
 import sys
 from typing import Any
 
+import pytest
+
 from outrider.concurrency.garbage import GROWN_IDLE, GROWN_MOST
 
 PROGRAM = """
@@ -49,6 +51,7 @@ async def ran(body: str) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.deep
 async def test_while_somebody_waits_only_young_objects_are_looked_at() -> None:
     found = await ran("""
 size = 100 << 20

@@ -317,6 +317,7 @@ async def a_crowd(connections: int) -> AsyncIterator[Crowd]:
         yield Crowd(url, state, held)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "sent",
     [

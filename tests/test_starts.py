@@ -91,11 +91,13 @@ def test_a_start_imports_nothing_that_the_process_does_not_need(process: str) ->
     assert not unneeded & modules_after(code)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("words", MODULES)
 def test_a_command_of_the_first_hour_starts_at_once(words: str) -> None:
     assert len(modules_after(running(words))) < MODULES[words]
 
 
+@pytest.mark.deep
 async def test_a_service_and_its_nodes_import_nothing_that_they_do_not_need(tmp_path: Path) -> None:
     """All are real processes, which have threads, and with these `outrider.tokens.rendering` imports more."""
     process = await program(

@@ -109,6 +109,7 @@ def test_a_bomb_of_rows_is_one_error(tmp_path: Path, bomb: str, suffix: str) -> 
         list(read_rows(path))
 
 
+@pytest.mark.deep
 def test_rows_that_unpack_to_more_than_rows_do(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(bytes(1 << 20)) * 200)

@@ -108,6 +108,7 @@ async def test_the_openai_sdk_calls_both(tmp_path: Path) -> None:
         assert {turn.dialect for turn in pair.turns["judge"]} == {"chat", "responses"}
 
 
+@pytest.mark.deep
 async def test_the_anthropic_sdk_calls_both(tmp_path: Path) -> None:
     async with (
         a_pair(tmp_path) as pair,
@@ -126,6 +127,7 @@ async def test_the_anthropic_sdk_calls_both(tmp_path: Path) -> None:
         assert pair.names() == {"policy": 2, "judge": 2}
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 async def test_the_google_sdk_calls_both(tmp_path: Path) -> None:
     text = USER[0]["content"]

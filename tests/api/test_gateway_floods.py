@@ -48,6 +48,7 @@ async def refusal(reader: asyncio.StreamReader) -> tuple[int, Any]:
     return int(head.split()[1]), json.loads(await reader.readexactly(size))["error"]
 
 
+@pytest.mark.deep
 async def test_bodies_that_arrive_side_by_side_share_one_bound(tmp_path: Path) -> None:
     size = MAX_TEXT_BODY - 1
     async with (
@@ -97,6 +98,7 @@ def asking(characters: int) -> dict[str, Any]:
     return {"model": "any", "max_tokens": 5, "messages": [{"role": "user", "content": words[:characters]}]}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("path", [CHAT, COUNT, COUNT.removesuffix("/count_tokens")])
 async def test_others_are_answered_while_a_long_prompt_is_encoded(tmp_path: Path, path: str) -> None:
     async with a_gateway(tmp_path, "hi<|im_end|>", context_tokens=1 << 20) as (_, http):

@@ -1,5 +1,5 @@
-"""The gateway under odd, broken and ordinary requests, a few sessions of each dialect; `make test-deep` and `make fuzz`
-throw many more.
+"""The gateway under odd, broken and ordinary requests, a few sessions of each dialect; `make test-nightly` and `make
+fuzz` throw many more.
 
 `python scripts/fuzz_gateway.py --dialect chat --seed 1 --session 7` plays one session of a failing run again. The other
 tests here are of the fuzzer: that it sees what is wrong.
@@ -32,7 +32,7 @@ REQUEST = Request(method="POST", path="/v1/chat/completions")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("requests", [250, pytest.param(3_000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("requests", [250, pytest.param(3_000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("dialect", SPEAKERS)
 async def test_no_request_breaks_the_gateway_or_loses_a_token(tmp_path: Path, dialect: str, requests: int) -> None:
     tally = await Campaign(SPEAKERS[dialect](), Ground(tmp_path), SEED).run(requests)

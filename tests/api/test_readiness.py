@@ -35,6 +35,7 @@ async def until_ready(url: str, *, ready: bool) -> str:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.deep
 async def test_it_is_not_ready_without_its_file(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (service, url):
         assert await readiness(url) == (200, "ok\n")

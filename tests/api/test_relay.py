@@ -61,6 +61,7 @@ async def test_sessions_run_on_a_worker_token_by_token(tmp_path: Path) -> None:
         assert (engine.kind, engine.name, engine.ok, engine.model) == ("relay", "trainer", True, "scripted")
 
 
+@pytest.mark.deep
 async def test_sessions_survive_cut_connections(tmp_path: Path) -> None:
     fake = scripted_engine(tmp_path, [call("ls"), call("ls"), say("hello")])
     async with running_service(tmp_path=tmp_path, engines=()) as (service, url), AsyncClient(url) as client:
@@ -242,6 +243,7 @@ async def test_a_worker_that_dies_is_replaced_without_losing_a_session(tmp_path:
         assert len(spare.requests) >= 3
 
 
+@pytest.mark.deep
 async def test_a_restarted_service_has_its_workers_back(tmp_path: Path) -> None:
     fake = scripted_engine(tmp_path, [say("hello")])
     async with AsyncExitStack() as held:

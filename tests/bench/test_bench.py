@@ -1,7 +1,7 @@
 """Every benchmark runs in its smallest form, so that none of them rots. What they measure is not judged here.
 
 Those that start processes of their own run with the real programs (`make test-real`), the other slow ones with `make
-test-deep`.
+test-nightly`.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ async def test_a_process_that_has_just_gone_has_used_nothing_more() -> None:
     assert processor_time.cpu_seconds() > 0
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes")
 async def test_processor_time_of_a_sandbox_is_counted_while_it_lives_and_when_it_has_ended(tmp_path: Path) -> None:
     async with Host(tmp_path) as host:
@@ -208,7 +209,7 @@ async def test_processor_time_of_a_sandbox_is_counted_while_it_lives_and_when_it
     assert [living - before, ended - before] == pytest.approx([0.5, 0.5], rel=0.2)
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 @pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes")
 async def test_sessions_count_what_their_sandboxes_spend() -> None:
     ways = [f"echo {sessions.SAID}", f"python3 -c '{BURN}' && echo {sessions.SAID}"]
@@ -228,7 +229,7 @@ async def test_tool_calls_are_answered_whichever_way_is_here(monkeypatch: pytest
     check_shown("tools", found)
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 async def test_graders_of_each_kind_that_is_here_are_timed_beside_their_floors() -> None:
     found = await graders.measure(graders.Plan(8, 2))
 
@@ -259,7 +260,7 @@ async def test_the_sampler_is_compared_with_those_that_wait() -> None:
     check_shown("sampling", found)
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 async def test_a_killed_service_has_its_sessions_running_again() -> None:
     found = await service.measure(service.Plan(finished=16, live=16, submitted=8, pages=1))
     assert found["stores"].keys() == {"SQLite"} | ({"PostgreSQL"} if programs() else set())
@@ -268,7 +269,7 @@ async def test_a_killed_service_has_its_sessions_running_again() -> None:
     check_shown("service", found)
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 async def test_sessions_in_two_processes_are_counted() -> None:
     found = await scaling.measure(scaling.Plan(processes=(1, 2), waves=1), seconds=0.01)
 
@@ -295,7 +296,7 @@ async def test_the_store_takes_turns() -> None:
     check_shown("store", found)
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     command = [sys.executable, "-m", "bench", "store", "--quick", "--json", str(file)]

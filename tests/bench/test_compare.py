@@ -110,7 +110,7 @@ def test_every_figure_of_a_kept_run_can_be_a_median_with_a_range() -> None:
     ] == []
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 def test_the_command_runs_rounds_beside_another_checkout(tmp_path: Path) -> None:
     (tmp_path / ".venv").symlink_to(sys.prefix)
     for folder in ("bench", "tests", "src"):

@@ -51,6 +51,7 @@ async def test_every_token_is_cached_or_read_and_every_session_ends(policy: str)
     assert min(played.first_token) > 0
 
 
+@pytest.mark.deep
 async def test_the_same_seed_gives_the_same_figures_in_any_process() -> None:
     plan = routing.Plan(groups=GROUPS, cases=(TINY,), policies=("Outrider", "cache_aware, 4 / 1.1"))
     code = (
@@ -77,6 +78,7 @@ async def test_the_same_seed_gives_the_same_figures_in_any_process() -> None:
     assert other["rows"][0] != here["rows"][0]
 
 
+@pytest.mark.deep
 async def test_it_is_shown() -> None:
     found = await routing.measure(routing.Plan(groups=GROUPS, cases=(TINY,)))
     made = report.Report(

@@ -14,7 +14,7 @@ from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 SOAK = Path(__file__).parent.parent.parent / "scripts" / "soak.py"
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 @pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="no namespace sandboxes here")
 def test_a_short_soak_ends_with_its_figures() -> None:
     command = [sys.executable, str(SOAK), "--minutes", "0.2", "--peak-seconds", "4"]

@@ -13,7 +13,7 @@ from campaign.fleet import MACHINES, Fleet
 from campaign.processes import program_starter
 from campaign.run import GROUPS, RunReport
 
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 SEEDS = (3, 4, 5)
 """A fault can miss: sessions may not run when their leases lapse. It does not miss three times."""

@@ -89,6 +89,7 @@ async def test_a_program_that_ends_with_an_error_fails_with_its_log() -> None:
     assert "exited with code 3" in row.reason
 
 
+@pytest.mark.deep
 async def test_a_call_that_is_not_run_fails_the_row() -> None:
     certificate = await certified("lazy", rows=("three-turns", "parallel-calls"))
     assert [row.verdict for row in certificate.rows] == ["holds", "does not hold"]
@@ -107,6 +108,7 @@ async def test_a_shell_that_takes_a_list_of_words_is_a_shell() -> None:
     assert (row.verdict, row.reason) == ("holds", "")
 
 
+@pytest.mark.deep
 async def test_what_cannot_be_tried_does_not_hold() -> None:
     certificate = await certified("toolless", rows=("three-turns", "sub-agent"))
     assert not certificate.ok

@@ -66,6 +66,7 @@ def examples(kind: str, folder: Path, *rows: Any, faults: bool = False) -> list[
     return examples_in(f"{kind}:{written(folder, *rows)}", limit=None, image=None, faults=faults)
 
 
+@pytest.mark.deep
 @needs_math
 @needs_namespaces
 async def test_the_right_answer_of_a_row_earns_1(cli: Cli, tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ async def test_the_right_answer_of_a_row_earns_1(cli: Cli, tmp_path: Path) -> No
     assert ran.document == {"tasks": 2, "ok": 2, "bad": []}
 
 
+@pytest.mark.deep
 @needs_namespaces
 @pytest.mark.parametrize(("kind", "row"), [("verl", EURUS), ("nemo-gym", NEMO_CODE)])
 async def test_a_program_that_passes_the_cases_of_a_row_earns_1(

@@ -23,6 +23,7 @@ def write_tasks(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.deep
 async def test_a_source_is_evaluated(cli: Cli, tmp_path: Path) -> None:
     source = write_tasks(tmp_path / "tasks")
     async with running_service(tmp_path=tmp_path, replies=list(REPLIES)) as (_, url):

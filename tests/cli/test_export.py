@@ -25,6 +25,7 @@ from support.pictures import ADDRESS, PNG, picture_service, task
 from support.service import RENDERER, running_service, scripted_engine
 
 
+@pytest.mark.deep
 async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: Path) -> None:
     spec = load_group(write_task(tmp_path), n=1, priority=0)
     async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:

@@ -67,8 +67,9 @@ def long_poll(token: str) -> bytes:
     return f"{call}{token}\r\n\r\n".encode()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
-    ("descriptors", "number"), [(FEW, 3 * CONNECTIONS), pytest.param(20_000, 3200, marks=pytest.mark.deep)]
+    ("descriptors", "number"), [(FEW, 3 * CONNECTIONS), pytest.param(20_000, 3200, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("with_token", [False, True], ids=["unread replies", "long polls"])
 async def test_no_client_keeps_the_others_out(tmp_path: Path, descriptors: int, number: int, with_token: bool) -> None:
@@ -84,6 +85,7 @@ async def test_no_client_keeps_the_others_out(tmp_path: Path, descriptors: int, 
         await is_served(url)
 
 
+@pytest.mark.deep
 async def test_calls_with_one_token_are_bounded(tmp_path: Path) -> None:
     """Long polls and streams of events alike; other tokens are not affected, and the client is told to come back."""
     async with serving(tmp_path, FEW) as (url, _), AsyncExitStack() as held:
@@ -118,7 +120,8 @@ def peak_mib(pid: int) -> float:
     return int(lines["VmHWM"].split()[0]) / 1024
 
 
-@pytest.mark.parametrize(("descriptors", "number"), [(FEW, 12), pytest.param(20_000, 40, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize(("descriptors", "number"), [(FEW, 12), pytest.param(20_000, 40, marks=pytest.mark.nightly)])
 async def test_large_bodies_wait_for_each_other(tmp_path: Path, descriptors: int, number: int) -> None:
     """None is refused for the others' sake, and all together take little memory. (With few descriptors, 40 connections
     of one address at once are more than may come before their token is known.)"""

@@ -41,6 +41,7 @@ def test_a_program_of_ones_own_is_certified(cli: Cli) -> None:
     assert "three-turns: holds" in ran.err
 
 
+@pytest.mark.deep
 def test_a_row_that_does_not_hold_makes_it_end_with_1(cli: Cli) -> None:
     ran = check(cli, "--row", "three-turns", "--row", "parallel-calls", habits=("lazy",))
     assert ran.code == 1

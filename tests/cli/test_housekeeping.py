@@ -87,6 +87,7 @@ def names(status: ServiceStatus) -> Sequence[str]:
     return [each.name for each in status.failing]
 
 
+@pytest.mark.deep
 async def test_a_cleaner_that_removes_the_nodes_folder_ends_nothing(tmp_path: Path, cli: Cli) -> None:
     async with running(tmp_path) as service:
         [folder] = service.temporary.glob("outrider-*")
@@ -106,6 +107,7 @@ async def test_a_cleaner_that_removes_the_nodes_folder_ends_nothing(tmp_path: Pa
     assert "Traceback" not in log
 
 
+@pytest.mark.deep
 async def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         assert await service.rewards() == [1.0, 1.0]
@@ -119,6 +121,7 @@ async def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.deep
 async def test_without_descriptors_it_goes_on(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         assert await service.rewards() == [1.0, 1.0]
@@ -164,6 +167,7 @@ CANNOT_START = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("data", "variables", "code", "error", "hint"), CANNOT_START.values(), ids=CANNOT_START.keys())
 async def test_what_cannot_start_is_one_error_and_a_hint(
     tmp_path: Path, data: str, variables: dict[str, str], code: int, error: str, hint: str
@@ -179,6 +183,7 @@ async def test_what_cannot_start_is_one_error_and_a_hint(
     assert hint in second
 
 
+@pytest.mark.deep
 async def test_too_few_descriptors_are_one_error(tmp_path: Path) -> None:
     def few() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))

@@ -33,6 +33,7 @@ def test_doctor_looks_at_everything(cli: Cli) -> None:
     assert found.versions["outrider"]
 
 
+@pytest.mark.deep
 def test_doctor_says_what_to_do(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
     missing = named(diagnosis(cli).harnesses)["mini-swe-agent"]

@@ -15,6 +15,7 @@ from support.service import running_service
 KEPT = TASK.replace('path = "cli.world:grade"', 'path = "cli.world:grade"\ncarry = ["out.txt"]\nkeep = true')
 
 
+@pytest.mark.deep
 async def test_a_session_and_a_group_are_graded_again(tmp_path: Path, cli: Cli) -> None:
     async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
         ran = await cli("run", write_task(tmp_path, KEPT), "-n", "2", "--url", url, "--json")

@@ -8,6 +8,8 @@ import shlex
 import signal
 from pathlib import Path
 
+import pytest
+
 from cli.world import PROGRAM, REPLIES, STALLED, TASK, Cli, write_task
 from outrider.client.client import AsyncClient
 from outrider.client.rollout import RUN_LABEL, roll_out
@@ -44,6 +46,7 @@ async def test_a_data_set_is_rolled_out_and_its_rows_exported_by_the_command_it_
     assert f"{ROWS * 4} of {ROWS * 4} sessions ended" in ran.err
 
 
+@pytest.mark.deep
 async def test_a_run_of_a_data_set_goes_on_after_it_was_killed(cli: Cli, tmp_path: Path) -> None:
     words = ("run", str(write_set(tmp_path, 6)), "-n", "2", "--resume", "first", "--url")
     async with running_service(tmp_path=tmp_path, replies=[STALLED]) as (_, url), AsyncClient(url) as client:
@@ -67,6 +70,7 @@ async def test_a_run_of_a_data_set_goes_on_after_it_was_killed(cli: Cli, tmp_pat
     assert "error: resume: the run 'first' has this task with another number of sessions" in other.err
 
 
+@pytest.mark.deep
 async def test_ctrl_c_leaves_a_data_set_to_the_service(tmp_path: Path) -> None:
     words = ("run", str(write_set(tmp_path, 3)), "--resume", "first", "--url")
     async with running_service(tmp_path=tmp_path, replies=[STALLED]) as (_, url), AsyncClient(url) as client:

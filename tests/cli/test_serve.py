@@ -36,7 +36,8 @@ def flags(folder: Path, replies: Sequence[Any] = REPLIES) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_it_serves_until_a_signal_comes(cli: Cli, tmp_path: Path, number: signal.Signals) -> None:
     process = await program("serve", *flags(tmp_path))
     assert process.stdout is not None

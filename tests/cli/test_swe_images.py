@@ -39,6 +39,9 @@ IMAGES = {
     "swebench-pro": f"jefzda/sweap-images:{PRO['dockerhub_tag']}",
 }
 
+OF_EACH_FORM = ("swebench", "r2e-gym")
+"""A set whose rows say which tests must pass, and a set whose rows say the outcome of each test."""
+
 
 def root_with_python(folder: Path) -> Path:
     root = small_root(folder)
@@ -89,7 +92,9 @@ def repository(root: Path, kind: str) -> None:
         (place / "run_tests.sh").write_text("pytest -rA r2e_tests\n")
 
 
-@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in OF_EACH_FORM else pytest.mark.nightly) for kind in IMAGES]
+)
 async def test_one_command_checks_the_rows_of_a_set(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

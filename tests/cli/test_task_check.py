@@ -60,6 +60,7 @@ TASKS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.deep
 async def test_what_is_wrong_with_a_task_is_told(cli: Cli, tmp_path: Path) -> None:
     for name, (text, _) in TASKS.items():
         (tmp_path / f"{name}.toml").write_text(text)
@@ -102,6 +103,7 @@ async def test_a_folder_of_both_kinds_is_one_of_its_own_files(cli: Cli, tmp_path
     assert ran.document == {"tasks": 1, "ok": 1, "bad": []}
 
 
+@pytest.mark.deep
 @needs_namespaces
 async def test_a_harbor_folder(cli: Cli, tmp_path: Path) -> None:
     test = "if [ -e made ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt"

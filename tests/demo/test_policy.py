@@ -69,6 +69,7 @@ def test_result_and_answer_hold_the_zone_as_the_same_token(zone: str) -> None:
     assert token in ids_of([answer])
 
 
+@pytest.mark.deep
 def test_transformers_renders_a_conversation_to_the_same_ids() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(POLICY)
@@ -95,6 +96,7 @@ def test_two_results_share_one_user_turn_as_in_qwen3() -> None:
     assert renderer.render([*asked, *results], []) == before + output + list(bridged)
 
 
+@pytest.mark.deep
 def test_the_policy_is_right_some_of_the_time_and_its_logprobs_are_its_own() -> None:
     from outrider.engines.embedded.weights import load_model
     from outrider.lab.demo.simulate import Simulator

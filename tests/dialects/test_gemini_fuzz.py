@@ -1,6 +1,6 @@
 """A grammar of Google requests, and ways to go wrong in it: whatever comes out is read or refused, never anything else.
 
-A few requests are tried each time, from a fixed seed, and many by `make test-deep`.
+A few requests are tried each time, from a fixed seed, and many by `make test-nightly`.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def tried(body: bytes, call: Any, memory: Memory) -> bool:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("budget", [300, pytest.param(20_000, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("budget", [300, pytest.param(20_000, marks=pytest.mark.nightly)])
 def test_every_request_is_read_or_refused(budget: int) -> None:
     dice = random.Random(SEED)
     memory: Memory = {}

@@ -1,7 +1,7 @@
 """A fuzzer with the grammar of Anthropic Messages: requests nearly right, then bent, cut and misspelt.
 
 Every request either is read or is refused as the caller's fault; what is read is always read alike, and can be
-answered. A few are tried each time, and many by `make test-deep`: a failure names the request's seed.
+answered. A few are tried each time, and many by `make test-nightly`: a failure names the request's seed.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Reader:
         return read
 
 
-@pytest.mark.parametrize("chunk", [0, *(pytest.param(chunk, marks=pytest.mark.deep) for chunk in range(1, CHUNKS))])
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(chunk, marks=pytest.mark.nightly) for chunk in range(1, CHUNKS))])
 def test_odd_requests(chunk: int) -> None:
     reader = Reader()
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):

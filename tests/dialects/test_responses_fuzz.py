@@ -1,7 +1,7 @@
 """Odd Responses requests from a grammar of their JSON text: each is answered or refused, and none breaks anything.
 
 The grammar knows the wire's words and spells them oddly: keys twice, escapes, white space, wrong types, deep nests.
-A few are tried each time, and many by `make test-deep`; a case is found again by its number.
+A few are tried each time, and many by `make test-nightly`; a case is found again by its number.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def outcome(body: bytes, memory: Memory) -> str:
     return "answered"
 
 
-@pytest.mark.parametrize("chunk", [0, *(pytest.param(chunk, marks=pytest.mark.deep) for chunk in range(1, CHUNKS))])
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(chunk, marks=pytest.mark.nightly) for chunk in range(1, CHUNKS))])
 def test_odd_requests_are_answered_or_refused(chunk: int) -> None:
     memory: Memory = {}
     seen: dict[str, int] = {}

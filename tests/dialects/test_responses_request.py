@@ -220,6 +220,7 @@ def test_additional_tools_are_part_of_a_stored_conversation() -> None:
     assert [tool["function"]["name"] for tool in later.tools] == ["f", "g"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("whole", [True, False], ids=["whole histories", "previous responses"])
 def test_stored_responses_cost_their_new_items_only(whole: bool) -> None:
     def bytes_of(rounds: int) -> int:

@@ -47,6 +47,7 @@ async def run(tmp_path: Path, task: dict[str, Any]) -> tuple[SessionView, list[t
         return group.sessions[0], [(turn.model, turn.sampled) for turn in turns]
 
 
+@pytest.mark.deep
 async def test_a_simulated_customer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "helpdesk.py").write_text(BLOCKS["python agent"])
     monkeypatch.syspath_prepend(tmp_path)

@@ -65,6 +65,7 @@ def test_an_agent_in_a_virtual_environment(tmp_path: Path, capsys: pytest.Captur
     assert list((tmp_path / "project").rglob("my_agent.*.pyc")), "it was compiled on the node"
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not os.path.realpath(shutil.which("node") or "").startswith("/usr/"), reason="no node in /usr here")
 def test_an_agent_in_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "node-agent").mkdir()

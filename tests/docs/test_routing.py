@@ -59,7 +59,7 @@ def test_few_sessions_all_go_to_one_engine_with_cache_aware() -> None:
     assert counts == {"cache_aware, 32 / 1.5": 1, "sticky, fewest": 4}
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 async def test_the_page_says_what_a_run_gives() -> None:
     (table,) = PAGE.tables("policy")
     cells = {(case, row[0]): cell for row in table.rows for case, cell in zip(table.columns[1:], row[1:], strict=True)}

@@ -36,6 +36,7 @@ def reference() -> ReferenceLlama:
     return ReferenceLlama(POLICY)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("check", [*CHECKS, tokenizes], ids=lambda check: check.__name__)
 async def test_contract(check: Callable[[Factory], Awaitable[None]], reference: ReferenceLlama) -> None:
     @asynccontextmanager
@@ -111,6 +112,7 @@ async def test_logprobs_of_eight_at_once_and_of_long_prompts(reference: Referenc
             assert got.logprobs == pytest.approx(reference.logprobs(prompt, got.ids), abs=EXACT)
 
 
+@pytest.mark.deep
 async def test_logprobs_equal_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
@@ -182,6 +184,7 @@ async def test_bad_requests_are_rejected(prompt: list[int], sampling: dict[str, 
         assert caught.value.field == field
 
 
+@pytest.mark.deep
 async def test_an_update_in_flight_with_the_same_weights_changes_no_logprob(reference: ReferenceLlama) -> None:
     """Eight run, ten prefixes are kept, and two long prompts arrive with the update."""
     same = {name: tensor.float() for name, tensor in reference.state.items()}
@@ -339,6 +342,7 @@ async def test_penalties_change_what_a_greedy_generation_says() -> None:
             await everything(engine.generate(request(logit_bias={1 << 20: 1.0})))
 
 
+@pytest.mark.deep
 async def test_a_generation_that_an_update_cuts_is_exact_in_both_parts(
     reference: ReferenceLlama, tmp_path: Path
 ) -> None:

@@ -152,7 +152,7 @@ async def test_a_hundred_cut_connections_lose_double_and_mix_up_nothing() -> Non
     await cut_a_hundred_times(seed=11, most=6000, window=8)
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 @pytest.mark.parametrize("window", [1, 3, 64])
 @pytest.mark.parametrize("most", [2000, 6000, 100_000])
 async def test_connections_cut_in_many_ways_lose_double_and_mix_up_nothing(most: int, window: int) -> None:

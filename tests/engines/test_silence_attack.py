@@ -116,6 +116,7 @@ async def test_a_cut_swallows_no_cancellation(order: tuple[str, ...]) -> None:
         assert consumer.result() == 0
 
 
+@pytest.mark.deep
 async def test_calls_that_queue_for_minutes_keep_their_place() -> None:
     a = engine_of("a", OneSlot)
     await a.start()
@@ -131,6 +132,7 @@ async def test_calls_that_queue_for_minutes_keep_their_place() -> None:
         assert pool.status()[0].failures == 0
 
 
+@pytest.mark.deep
 async def test_a_relay_whose_workers_take_minutes_to_begin_keeps_its_calls() -> None:
     a = engine_of("a", Relay)
     async with EnginePool(probing=SOON) as pool:
@@ -141,6 +143,7 @@ async def test_a_relay_whose_workers_take_minutes_to_begin_keeps_its_calls() -> 
         assert (len(a.requests), pool.status()[0].failures) == (1, 0)
 
 
+@pytest.mark.deep
 async def test_such_a_relay_keeps_the_calls_of_other_processes_too() -> None:
     class Service:
         calls = 0
@@ -179,6 +182,7 @@ async def test_a_call_given_up_on_a_relay_that_hangs_is_doubted_though_its_worke
             await settled
 
 
+@pytest.mark.deep
 async def test_an_engine_that_compiles_for_minutes_at_first_keeps_its_call() -> None:
     a = engine_of("a", Slow)
     await a.start()

@@ -62,6 +62,7 @@ async def test_a_right_program_passes(bench: Bench, form: str, place: str) -> No
     assert bench.others == (form == "check") + (place == "reply")
 
 
+@pytest.mark.deep
 async def test_a_completion_goes_on_where_the_prompt_ends(bench: Bench) -> None:
     assert (await bench.grade(spec(**CHECK), fenced("    return floor(a) + b\n"))).reward == 1.0
     assert (await bench.grade(spec(**CHECK), fenced("    return floor(a) - b\n"))).reward == 0.0
@@ -196,6 +197,7 @@ async def test_what_a_program_does_instead_earns_nothing(bench: Bench, form: str
         await bench.renew()
 
 
+@pytest.mark.deep
 async def test_a_share_of_an_attack_is_what_it_answers(bench: Bench) -> None:
     """Where each case counts, printing one case's output is worth that case; a program that kills all gets no more."""
     always = await bench.grade(spec(reward="share", **TEXTS), fenced("print(42)\n"))
@@ -521,6 +523,7 @@ async def test_a_program_ends_no_loop_of_its_check(bench: Bench, name: str) -> N
     assert (await bench.grade(spec(**CHECK | {"test": test}), fenced(ADD))).reward == 1.0
 
 
+@pytest.mark.deep
 async def test_values_cross_as_they_are(bench: Bench) -> None:
     test = """
 def check(candidate):

@@ -114,6 +114,7 @@ async def test_right_and_wrong_answers(grade: Grade) -> None:
         assert (await grade(reply, gold)).reward == 0.0, (reply, gold)
 
 
+@pytest.mark.deep
 async def test_an_agent_in_python_says_what_its_answer_is(
     outcome: Callable[[EvaluatorSpec], Outcome], host: Host
 ) -> None:
@@ -137,13 +138,15 @@ async def test_an_agent_in_python_says_what_its_answer_is(
         assert (await make_evaluator(spec).evaluate(graded)).reward == worth
 
 
+@pytest.mark.deep
 async def test_a_right_and_a_wrong_answer_of_each_family(grade: Grade) -> None:
     first = {(pair.family, pair.right): pair for pair in reversed(read_pairs())}
     await assert_rewards(grade, list(first.values()))
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.nightly if part else pytest.mark.deep) for part in range(6)]
+)
 async def test_every_pair_has_the_reward_that_the_confusion_table_counts(grade: Grade, part: int) -> None:
     await assert_rewards(grade, read_pairs()[part::6])
 
@@ -233,8 +236,9 @@ def hanging(number: int) -> str:
     )[number % 3]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
-    ("number", "right", "seconds"), [(4, 1, 0.3), pytest.param(12, 4, 0.5, marks=pytest.mark.deep)]
+    ("number", "right", "seconds"), [(4, 1, 0.3), pytest.param(12, 4, 0.5, marks=pytest.mark.nightly)]
 )
 async def test_answers_that_hang_neither_hold_up_nor_outlive_others(
     grade: Grade, host: Host, number: int, right: int, seconds: float
@@ -278,6 +282,7 @@ def seconds_of_checks(zygote: int) -> float:
     return (int(fields[13]) + int(fields[14])) / TICKS
 
 
+@pytest.mark.deep
 async def test_the_wait_of_an_answer_is_spent_aside(outcome: Callable[[EvaluatorSpec], Outcome], host: Host) -> None:
     """An evaluation that waits for others' checks holds no eval slot; one that is checked at once never steps aside."""
     begun = list[str]()
@@ -375,7 +380,7 @@ async def test_a_whole_session_is_graded(tmp_path: Path, processes: int) -> None
     assert done.sessions[0].result.verdict.reward == 1.0
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 async def test_a_run_whose_answers_hang_keeps_another_one_waiting_for_a_few_of_them(tmp_path: Path) -> None:
     """Though they fill all places of the node, and its slots for evaluations, before the others come."""
 

@@ -58,6 +58,7 @@ async def test_a_fix_is_resolved_and_nothing_is_not(repository: Repository) -> N
     assert (broken.reward, broken.metrics["fail_to_pass"], broken.metrics["pass_to_pass"]) == (0.0, 1, 1)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("module", ["parse_log_pytest", "parse_log_pytest_options", "parse_log_pytest_v2"])
 async def test_rows_of_4x_have_lists_as_json_and_a_repository(repository: Repository, module: str) -> None:
     repo = {"parse_log_pytest": "pallets/flask", "parse_log_pytest_options": "psf/requests"}.get(

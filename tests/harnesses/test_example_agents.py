@@ -147,6 +147,7 @@ async def test_ipython_has_what_the_sandboxes_own_python_has(tmp_path: Path) -> 
     assert "<tool_response>\n{317: 1}\n</tool_response>" in seen
 
 
+@pytest.mark.deep
 async def test_a_sandbox_without_ipython_is_an_error_that_says_how_to_get_it(tmp_path: Path) -> None:
     """It is not what the model did, although the model's call met it: there is no reward."""
     pytest.importorskip("math_verify")
@@ -203,6 +204,7 @@ def program(text: str) -> str:
     return say(f"Here it is:\n```python\n{text}```")
 
 
+@pytest.mark.deep
 @needs_namespaces
 @pytest.mark.usefixtures("own_agents")
 @pytest.mark.parametrize(("last", "worth"), [(BEST, 1.0), ("print(max(6, 6) if input()[0] == '3' else -1)\n", 0.0)])
@@ -220,6 +222,7 @@ async def test_a_program_is_run_on_the_public_examples(tmp_path: Path, last: str
     assert "the program printed:\n4\n\nIt must print:\n6\n" in seen
 
 
+@pytest.mark.deep
 @needs_namespaces
 @pytest.mark.usefixtures("own_agents")
 async def test_a_program_that_is_never_right_is_submitted_all_the_same(tmp_path: Path) -> None:
@@ -230,7 +233,8 @@ async def test_a_program_that_is_never_right_is_submitted_all_the_same(tmp_path:
 
 @needs_namespaces
 @pytest.mark.usefixtures("own_agents")
-@pytest.mark.parametrize(("answer", "worth"), [("200", 1.0), pytest.param("400", 0.0, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize(("answer", "worth"), [("200", 1.0), ("400", 0.0)])
 async def test_a_search_is_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, worth: float) -> None:
     pytest.importorskip("math_verify")
     page = {"title": "Caesium-137", "url": "https://a.example/cs", "content": "half-life: 30.05 years"}
@@ -248,6 +252,7 @@ async def test_a_search_is_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "Caesium-137\nhttps://a.example/cs\nhalf-life: 30.05 years" in seen
 
 
+@pytest.mark.deep
 @needs_namespaces
 @pytest.mark.usefixtures("own_agents")
 async def test_a_search_that_fails_is_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -591,6 +591,7 @@ async def test_a_node_that_reports_another_name_keeps_its_own(start: Starts) -> 
         assert (node.name, node.drained) == ("bad", False)
 
 
+@pytest.mark.deep
 async def test_a_node_that_does_not_wait_for_answers_is_read_no_further(start: Starts) -> None:
     """What it asks is answered in order, however much it sends ahead."""
     number = 3 * calls.MAX_CALLS

@@ -468,6 +468,7 @@ async def test_a_name_is_one_machine_s(start: Starts, tokenizer: Path, tmp_path:
     assert node_processes() == set()
 
 
+@pytest.mark.deep
 async def test_a_node_checks_paths_with_its_own_links(
     start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,6 +502,7 @@ async def test_a_node_checks_paths_with_its_own_links(
             assert ends(late) == {StopReason.COMPLETED: 1}
 
 
+@pytest.mark.deep
 async def test_a_machine_does_not_join_with_a_folder_that_holds_its_own_files(
     start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,7 +168,8 @@ async def test_updates_in_the_middle_of_sessions(
             assert [(cache.stale, len(set(cache.salts))) for cache in caches] == [(0, 3)] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_the_sessions_of_a_process_that_dies_or_hangs_run_again(
     start: Starts, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

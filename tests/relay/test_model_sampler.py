@@ -84,6 +84,7 @@ async def together(sampler: ModelSampler, asked: Sequence[GenerateRequest]) -> l
     return [task.result() for task in tasks]
 
 
+@pytest.mark.deep
 async def test_log_probabilities_are_the_models_own(model: Any, sampler: ModelSampler) -> None:
     """Twenty prompts of all lengths at once, in eight rows: some wait, some join and leave in between."""
     prompts = [list(range(3, 4 + (n * 13) % 50)) for n in range(20)]
@@ -95,6 +96,7 @@ async def test_log_probabilities_are_the_models_own(model: Any, sampler: ModelSa
     assert model.training, "the trainer's mode is left as it was"
 
 
+@pytest.mark.deep
 async def test_company_changes_nothing(sampler: ModelSampler) -> None:
     asked = [request([9] * (1 + 5 * n), seed=n, temperature=0.8, top_p=0.9) for n in range(6)]
     alone = [await collect(sampler.engine.generate(each)) for each in asked]
@@ -103,6 +105,7 @@ async def test_company_changes_nothing(sampler: ModelSampler) -> None:
         assert single.logprobs == pytest.approx(shared.logprobs, abs=TOLERANCE)
 
 
+@pytest.mark.deep
 async def test_a_generation_goes_on_under_new_weights(model: Any, sampler: ModelSampler) -> None:
     """Each token's log-probability is that of the weights of its version, over all tokens before it."""
     prompts = [[3] * n for n in (1, 9, 30)]
@@ -134,6 +137,7 @@ async def test_a_generation_goes_on_under_new_weights(model: Any, sampler: Model
         assert max(abs(a - b) for a, b in zip(by_old, by_new, strict=True)) > 0.01, "the weights did change"
 
 
+@pytest.mark.deep
 async def test_trainer_and_sampler_take_turns(model: Any, sampler: ModelSampler) -> None:
     """The trainer comes in between two steps although the sampler always has work, and no step runs meanwhile."""
     stream = sampler.engine.generate(request(max_tokens=200))
@@ -202,6 +206,7 @@ async def test_a_model_that_fails_is_unavailable(model: Any) -> None:
             await collect(sampler.engine.generate(request()))
 
 
+@pytest.mark.deep
 async def test_it_serves_through_the_relay_while_a_trainer_updates(model: Any, sampler: ModelSampler) -> None:
     relay = RelayEngine(EngineOptions(name="trainer"))
     stop = threading.Event()

@@ -411,6 +411,7 @@ BOMBS: dict[str, str] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_dockerfile_that_grows_is_refused(context: Path, store: ImageStore, bomb: str) -> None:

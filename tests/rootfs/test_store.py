@@ -199,6 +199,7 @@ def test_a_sif_without_a_root_as_squashfs_is_refused(tmp_path: Path, fields: dic
         root_partition(path)
 
 
+@pytest.mark.deep
 def test_a_sif_is_unpacked(store: ImageStore, tmp_path: Path) -> None:
     if not (shutil.which("mksquashfs") and shutil.which("unsquashfs")):
         (tmp_path / "x.sif").write_bytes(sif(tmp_path / "y.sif", b"hsqs").read_bytes())

@@ -63,6 +63,7 @@ class Paused(ToolClient):
         self.paused.set()
 
 
+@pytest.mark.deep
 async def test_a_slow_disk_makes_the_server_wait() -> None:
     ours, theirs = socket.socketpair()
     client, peer = Paused(ours), Peer(theirs)

@@ -51,6 +51,7 @@ async def test_sandboxes_work(tmp_path: Path, form: str) -> None:
     await run_in(form, tmp_path, pytest_again(str(BEGIN.with_name("inside_below_usr.py"))), 170)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("form", DEEP_FORMS)
 async def test_doctor_says_what_a_session_would_find(tmp_path: Path, form: str) -> None:
@@ -61,6 +62,7 @@ async def test_doctor_says_what_a_session_would_find(tmp_path: Path, form: str) 
     assert ("read-only" in found["detail"]) == (form != "plain")
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_doctor_sees_that_no_sandbox_starts(tmp_path: Path) -> None:
     """Namespaces can be made, but not a root: TMPDIR is on as many overlays as the kernel stacks."""
@@ -77,7 +79,7 @@ async def test_doctor_sees_that_no_sandbox_starts(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*(pytest.param(form, marks=pytest.mark.nightly) for form in FORMS[:2]), FORMS[2]])
 @pytest.mark.parametrize("name", ["test_contract.py", "test_escapes.py"])
 async def test_contract_and_escapes(tmp_path: Path, name: str, form: str) -> None:
     await run_in(form, tmp_path, pytest_again("-k", "namespace", str(BEGIN.with_name(name))), 590)

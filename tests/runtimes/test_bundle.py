@@ -79,6 +79,7 @@ def test_no_usable_interpreter() -> None:
     assert compiled((), sys.executable, ())
 
 
+@pytest.mark.deep
 def test_threads_that_ask_at_once_get_the_same_bytecode() -> None:
     with ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(compiled, (), sys.executable, (at // 8,)) for at in range(16)]

@@ -61,6 +61,7 @@ async def test_merged_output_is_in_order(sandbox: Runtime) -> None:
 # IPython.
 
 
+@pytest.mark.deep
 async def test_ipython_keeps_state_and_echoes(real: Runtime) -> None:
     shell = await real.open_shell("ipython")
     assert (await shell.run("x = 20\nprint('hi')\nx + 1", seconds=30)).output == "hi\n21\n"

@@ -249,6 +249,7 @@ def test_available_says_how_limits_are_kept() -> None:
     assert "limits by" in NamespaceRuntime.available().detail
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can cover a part of /proc")
 def test_a_masked_proc_is_seen_before_any_sandbox_fails() -> None:
     probe = "from outrider.sandbox.runtimes.namespace.runtime import probe_user_namespaces; probe_user_namespaces()"

@@ -78,6 +78,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.deep
 async def test_twenty_at_once(world: World, kind: str) -> None:
     await (await world.start(kind)).stop()  # what is opened once and kept
     before = Traces()

@@ -40,6 +40,7 @@ def test_the_kernels_table_is_added_up() -> None:
     assert netlink_watch.held_bytes(b"") == 0
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ISOLATING)
 async def test_whoever_lets_the_kernel_keep_answers_is_ended(world: World, kind: str) -> None:
     sandbox = await world.start(kind, resources=Resources(memory_mb=128))

@@ -137,6 +137,7 @@ EVIL = {
 }
 
 
+@pytest.mark.deep
 async def test_nothing_gets_out_of_the_carried_paths(world: World, kind: str) -> None:
     sandbox = await world.start(kind)
     for name, evil in EVIL.items():

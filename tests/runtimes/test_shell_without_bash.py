@@ -68,6 +68,7 @@ async def test_a_time_limit_kills_the_foreground_job_only(bare: Runtime) -> None
     await shell.close()
 
 
+@pytest.mark.deep
 async def test_a_time_limit_ends_what_the_shell_itself_does(bare: Runtime, request: pytest.FixtureRequest) -> None:
     """The state is kept. The sh of busybox, one time in 150, leaves its memory allocator by a jump out of its signal
     handler, and then waits for the allocator's lock for ever: it is started anew, and the input's result says so."""

@@ -61,6 +61,7 @@ async def test_much_output_takes_no_more_memory_than_is_kept(sandbox: Runtime, s
     assert (await shell.run("echo fine", seconds=30)).output == "fine\n"
 
 
+@pytest.mark.deep
 async def test_a_flood_ends_at_its_time_limit(sandbox: Runtime) -> None:
     for kind, text in (("bash", "cat /dev/zero"), ("python", "while True: print('x' * 1000)")):
         shell = await sandbox.open_shell(kind)  # type: ignore[arg-type]  # one of the literals

@@ -55,6 +55,7 @@ async def test_a_deep_tree_is_carried(world: World, kind: str) -> None:
         await sandbox.exec("rm -rf t", seconds=60)
 
 
+@pytest.mark.deep
 async def test_a_deep_layer_is_carried(world: World, folder: Path) -> None:
     agent = await world.start("namespace")
     await run(agent, MAKE, "/var/tmp")

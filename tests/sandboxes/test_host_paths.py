@@ -106,6 +106,7 @@ def test_a_key_in_the_certificates_file_is_one(folder: Path) -> None:
         HostPaths.checked(config(folder, "files", folder / "keys", tls=tls))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("mounted", "on"), [("state", "uploads/deep"), (".", "uploads"), ("outrider.toml", "uploads/x")]
 )

@@ -74,6 +74,7 @@ COPY --chmod=700 in.txt /bin/tool
 """
 
 
+@pytest.mark.deep
 def test_an_image_is_what_its_steps_left(store: ImageStore, context: Path) -> None:
     base = store.root(store.image("small"))
     before = (base / "etc/passwd").read_bytes()
@@ -121,6 +122,7 @@ RUN if false | true; then exit 1; fi && test -s $APT_CONFIG
 """
 
 
+@pytest.mark.deep
 def test_the_files_of_other_stages(store: ImageStore, context: Path) -> None:
     (context / ".dockerignore").write_text("sub/deep\n**/*.log\nDockerfile\n.dockerignore\n")
     (context / "noise.log").touch()

@@ -308,6 +308,7 @@ def body(path: str, value: Any) -> bytes:
     return json.dumps(changed(path, value)).encode()
 
 
+@pytest.mark.deep
 async def test_over_http_nothing_is_stored(world: MakeWorld, tmp_path: Path) -> None:
     async with world(http=True) as w, aiohttp.ClientSession(w.url) as http:
         fill(tmp_path / "files")

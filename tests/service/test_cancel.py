@@ -187,6 +187,7 @@ async def test_a_group_with_enough_rewards_waits_for_nobody(world: MakeWorld, la
         w.assert_quiet()
 
 
+@pytest.mark.deep
 async def test_cancelled_at_any_step_of_its_start(world: MakeWorld) -> None:
     """However many turns the event loop has taken since: between lease and first step, too."""
     async with world() as w, asyncio.timeout(30):

@@ -336,6 +336,7 @@ async def test_a_clock_that_is_set_back_puts_nothing_off(tokenizer: Path) -> Non
         assert receiver.keys == ["g"]
 
 
+@pytest.mark.deep
 async def test_a_receiver_that_hangs_holds_up_nobody_else(tokenizer: Path) -> None:
     """Not even when far more is due to it than is looked at."""
     async with receiving() as hanging, receiving() as other, in_memory() as store:

@@ -109,6 +109,7 @@ async def test_a_loop_of_calls_and_one_that_cannot_be_read(world: MakeWorld) -> 
         assert (verdict.reward, verdict.metrics) == (0.0, {"filter_malformed_calls": 1.0})
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_a_run_that_changed_nothing_also_when_it_is_graded_again(world: MakeWorld, temporary: Path) -> None:
     evaluator = {"run": "true", "carry": {"diff": "repo"}}

@@ -23,6 +23,7 @@ def of_ours(thing: object) -> str | None:
     return f"{kind.__module__}.{kind.__qualname__}" if kind.__module__.startswith("outrider.") else None
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("do", "fields"),
     [

@@ -50,6 +50,7 @@ async def test_a_group_with_large_files_is_read_beside_the_loop(world: MakeWorld
     assert watchdog.stalls.held < HELD
 
 
+@pytest.mark.deep
 async def test_a_group_of_many_small_parts_is_read_beside_the_loop(world: MakeWorld) -> None:
     spec: dict[str, Any] = group("ask").model_dump(mode="json", exclude_none=True)
     spec["task"]["harness"]["options"]["do"] = [["note"] for _ in range(30_000)]
@@ -58,6 +59,7 @@ async def test_a_group_of_many_small_parts_is_read_beside_the_loop(world: MakeWo
     assert watchdog.stalls.held < HELD
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "path", ["/v1/groups", "/v1/groups/g-1/regrade", "/v1/sessions/s-1/regrade", "/v1/consumers/x/ack"]
 )
@@ -73,6 +75,7 @@ async def test_no_body_of_any_call_is_read_on_the_loop(world: MakeWorld, path: s
     assert watchdog.stalls.held < HELD
 
 
+@pytest.mark.deep
 async def test_one_tenant_reads_one_body_at_a_time(world: MakeWorld) -> None:
     spec: dict[str, Any] = group("ask").model_dump(mode="json", exclude_none=True)
     small = json.dumps(spec).encode()
@@ -87,6 +90,7 @@ async def test_one_tenant_reads_one_body_at_a_time(world: MakeWorld) -> None:
         await asyncio.gather(*flood)
 
 
+@pytest.mark.deep
 async def test_a_sessions_evaluator_is_made_beside_the_loop(world: MakeWorld) -> None:
     spec: dict[str, Any] = group("ask").model_dump(mode="json", exclude_none=True)
     options = {"inputs": ["x"], "outputs": ["a" + "\n" * 1_500_000]}

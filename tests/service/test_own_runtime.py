@@ -347,6 +347,7 @@ def test_the_spec_is_stored_whole() -> None:
     assert TaskSpec.model_validate_json(task.model_dump_json()) == task
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_real_sandboxes_of_a_step_between_and_of_the_last(world: MakeWorld, temporary: Path) -> None:
     """What the agent left running goes on to the next step; links and its other files do not come to the grader."""

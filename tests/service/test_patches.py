@@ -93,6 +93,7 @@ async def test_the_repository_has_the_changes_and_nothing_else(world: MakeWorld,
         w.assert_quiet()
 
 
+@pytest.mark.deep
 async def test_bytes_and_names_of_all_kinds_survive_and_the_patch_is_one_of_git(
     world: MakeWorld, temporary: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ async def test_bytes_and_names_of_all_kinds_survive_and_the_patch_is_one_of_git(
     assert (tmp_path / "src" / "c.bin").stat().st_size == 3000
 
 
+@pytest.mark.deep
 async def test_what_is_excluded_stays_as_it_was(world: MakeWorld, temporary: Path) -> None:
     agent = "cd repo; echo easy > tests/test_a.py; echo x > tests/new.py; echo x > conftest.py; echo three >> src/a.py"
     async with world(http=True) as w:
@@ -124,6 +126,7 @@ git config --global core.fsmonitor 'touch /tmp/ran'
 ln -s / src/root; ln -s ../../tests src/out; cp /bin/true git 2>/dev/null; echo x > src/new.py"""
 
 
+@pytest.mark.deep
 async def test_nothing_of_the_agents_runs_and_no_link_is_followed(world: MakeWorld, temporary: Path) -> None:
     """The grader's sandbox has its tests, and no trace of a hook, filter or driver."""
     look = "test ! -e /tmp/ran && test -e repo/src/new.py && grep -qx right repo/tests/test_a.py || exit 1"

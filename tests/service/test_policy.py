@@ -116,6 +116,7 @@ async def test_updates_in_the_middle_of_64_sessions(
         assert [(each.in_flight, each.sessions) for each in world.service.pool.status()] == [(0, 0)] * 2
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["finish", "abort"])
 async def test_no_agent_runs_out_of_time_while_paused(tmp_path: Path, tokenizer: Path, mode: Any) -> None:
     """The pause is longer than all the time of the agent and of the session together."""

@@ -211,6 +211,7 @@ async def test_what_cannot_be_graded_again_is_refused(world: MakeWorld) -> None:
             assert refused.value.field == field
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 async def test_a_command_grades_the_files_of_a_program_in_a_real_sandbox(world: MakeWorld, temporary: Path) -> None:
     """Modes, links, owners and names come back with them, and nothing else of the agent's sandbox."""
@@ -272,6 +273,7 @@ async def test_it_can_be_cancelled(world: MakeWorld) -> None:
         w.assert_quiet()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 async def test_the_service_dies_while_it_is_graded(
     world: MakeWorld, kind: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -188,6 +188,7 @@ async def test_a_kind_that_cannot_keep_gpus_apart_is_refused(world: MakeWorld, t
             assert "'docker', 'podman'" in str(refused.value.hint)
 
 
+@pytest.mark.deep
 async def test_a_gpu_that_another_service_of_this_machine_uses_is_not_used(
     world: MakeWorld, three: SandboxesConfig
 ) -> None:

@@ -150,6 +150,7 @@ async def test_artifacts_that_cannot_be_removed_keep_their_session(tmp_path: Pat
         assert artifacts.sessions() == []
 
 
+@pytest.mark.deep
 async def test_pages_that_are_read_meanwhile_are_whole_or_lack_a_group(world: MakeWorld) -> None:
     """A reader never gets a group without its rows, nor an empty page before the last."""
     async with world() as w, asyncio.timeout(60):

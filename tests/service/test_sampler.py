@@ -44,6 +44,7 @@ async def test_batches_of_informative_groups_with_their_tokens(tmp_path: Path) -
                 assert all(sum(sample.loss_mask) and sample.reward is not None for sample in batch.samples)
 
 
+@pytest.mark.deep
 async def test_what_is_not_needed_is_stopped(tmp_path: Path) -> None:
     def slow(number: int) -> dict[str, Any]:
         return coin_task(number, teaches=True, seconds=0.0 if number < 2 else 60.0)

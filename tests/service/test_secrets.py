@@ -14,6 +14,7 @@ from support.service import running_service, say
 PRINT = "echo key $OPENAI_API_KEY; echo $OPENAI_BASE_URL; echo mine $GITHUB_TOKEN $PREPARED; exit 3"
 
 
+@pytest.mark.deep
 async def test_what_a_failing_agent_prints_is_shown_without_secrets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -154,7 +154,7 @@ class Silence:
 @pytest.mark.parametrize(
     ("client", "kind", "seconds"),
     [
-        pytest.param(client, kind, seconds, marks=[] if seconds == 5 and client in QUICK else [pytest.mark.deep])
+        pytest.param(client, kind, seconds, marks=pytest.mark.deep if client in QUICK else pytest.mark.nightly)
         for seconds in (5, 45)
         for kind in SILENCES
         for client in CLIENTS
@@ -226,6 +226,7 @@ def drip(engine: Any, seconds: float) -> None:
     engine.generate = generate if seconds else partial(usual, engine)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("client", CLIENTS)
 async def test_a_silence_before_the_pace_is_known(world: MakeWorld, client: str) -> None:
     """It is not learned as usual by the many calls that end with it: the next one is a silence, too."""
@@ -247,6 +248,7 @@ async def test_a_silence_before_the_pace_is_known(world: MakeWorld, client: str)
         w.assert_quiet()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("earlier", "client"), [(True, "waits"), *((False, client) for client in CLIENTS)])
 async def test_an_engine_that_drips_when_the_service_starts(world: MakeWorld, earlier: bool, client: str) -> None:
     """Of its own calls the service learns that the engine is slow. It remembers, or assumes, that it should not be."""

@@ -83,6 +83,7 @@ async def first_answer(w: World, asked: int) -> None:
     await some_time(0.5, times=UNHURRIED)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["abort", "finish"])
 async def test_a_pause_of_the_policy_is_charged_to_no_agent(world: MakeWorld, mode: Any) -> None:
     async with world([SAY], http=True) as w:
@@ -98,6 +99,7 @@ async def test_a_pause_of_the_policy_is_charged_to_no_agent(world: MakeWorld, mo
         w.assert_quiet()
 
 
+@pytest.mark.deep
 async def test_a_large_request_that_is_given_up_before_it_was_read_is_no_grade(world: MakeWorld) -> None:
     async with world([SAY], script={"context_tokens": 4_000_000}, http=True) as w:
         await warm(w)
@@ -113,6 +115,7 @@ async def test_a_large_request_that_is_given_up_before_it_was_read_is_no_grade(w
         w.assert_quiet()
 
 
+@pytest.mark.deep
 async def test_large_turns_side_by_side_do_not_make_the_store_look_slow(world: MakeWorld) -> None:
     """What an agent sends takes the store its time, and is no reason to try a bad run again."""
     async with world([SAY], script={"context_tokens": 4_000_000}) as w:

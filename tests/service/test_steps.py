@@ -214,6 +214,7 @@ async def test_an_agent_is_installed_anew_for_each_step(world: MakeWorld, tempor
         assert verdict.metrics["step2.reward"] == 1.0
 
 
+@pytest.mark.deep
 async def test_a_step_that_can_never_be_prepared_is_the_tasks_fault(world: MakeWorld, temporary: Path) -> None:
     async with world(http=True) as w:
         result = result_of(await in_sandbox(w, "true", {"prepare": [{"run": "echo so; exit 3"}]}))
@@ -244,6 +245,7 @@ async def test_an_agent_that_keeps_the_next_step_from_being_prepared_earns_nothi
         w.assert_quiet()
 
 
+@pytest.mark.deep
 async def test_what_a_step_leaves_running_makes_no_call_between_the_steps(world: MakeWorld, temporary: Path) -> None:
     """A process of the first step asks all the time: its calls between the steps are refused, and every turn counts in
     the step in which it was made."""

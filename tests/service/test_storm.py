@@ -148,7 +148,8 @@ ENDINGS = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("sessions", "seed"), [(200, 1), pytest.param(1000, 0, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize(("sessions", "seed"), [(1000, 0)])
 async def test_many_sessions(world: MakeWorld, tokenizer: Path, sessions: int, seed: int) -> None:
     rng = random.Random(seed)
     async with world(lanes=LANES) as w:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import msgspec
+import pytest
 
 from outrider.errors import (
     ContextOverflow,
@@ -234,6 +235,7 @@ def decisions(rules: tuple[BlameRule, ...] = RULES) -> list[Ruling | None]:
     return found
 
 
+@pytest.mark.deep
 def test_an_example_fails_for_every_mutant() -> None:
     meant = decisions()
     assert not [name for name, rules in mutants() if decisions(rules) == meant]

@@ -156,6 +156,7 @@ async def test_a_session_holds_no_more_than_its_share_until_its_calls_end() -> N
     assert bodies.size == 0
 
 
+@pytest.mark.deep
 async def test_the_room_of_a_body_that_arrives_slowly_goes_to_others() -> None:
     shared = Intake()
     never, begun = asyncio.Event(), asyncio.Semaphore(0)

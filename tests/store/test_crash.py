@@ -134,6 +134,7 @@ def test_nothing_acknowledged_is_lost_by_kill_9(place: Place) -> None:
     assert told.turns
 
 
+@pytest.mark.deep
 def test_a_loss_of_power_undoes_nothing_but_turns_of_sessions_that_run_again(disk: Disk) -> None:
     place, told = SqliteFile(disk.folder / "outrider.db"), Acknowledged()
     history: dict[str, list[Any]] = {"events": [], "results": []}

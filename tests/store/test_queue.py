@@ -237,6 +237,7 @@ async def test_paces_of_engines_are_remembered(tmp_path: Path, monkeypatch: pyte
         assert await store.engine_paces() == {"b": "2", "c": "3"}  # the newest
 
 
+@pytest.mark.deep
 async def test_a_placement_reads_little_however_long_the_queue_and_many_the_buckets() -> None:
     """Counted in steps of SQLite's machine, which depend on no clock."""
     steps = {}

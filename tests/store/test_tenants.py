@@ -188,6 +188,7 @@ async def test_a_new_tenant_is_no_earlier_one(store: Store) -> None:
     assert [(each.name, each.tenant) for each in await store.tokens()] == [("alice", "team"), ("team", "team")]
 
 
+@pytest.mark.deep
 async def test_what_a_tenant_reads_costs_nothing_for_what_others_have() -> None:
     """Counted in steps of SQLite's machine, which depend on no clock."""
     steps: dict[int, dict[str, int]] = {}

@@ -10,6 +10,7 @@ from . import test_branches, test_compactions
 from .harnesses import Harness
 
 
+@pytest.mark.deep
 def test_every_rule_decides_in_some_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the sessions of the neighbouring files again: a rule that never decides would be superfluous."""
     seen: set[str] = set()

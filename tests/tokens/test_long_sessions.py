@@ -111,6 +111,7 @@ def other_heads(record: Record, turns: int) -> None:
         record.add(None, *about, cause=ForkCause.SYSTEM_CHANGED, forked_from=0)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("shape", [sub_agents, questions, edits, steps_back, retries, other_heads])
 def test_twice_the_turns_take_twice_the_work(shape: Callable[[Record, int], None]) -> None:
     """Counted in function calls, which are the same on a busy machine."""

@@ -233,6 +233,7 @@ def test_what_follows_the_stop_token_is_not_part_of_the_reply() -> None:
     assert read([[*hello, IM_END, *hello]]).message.content == "Hello"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "inside",
     ['{"name": "read_file", "arguments": ' + "1" * 6000 + "}", "[" * 30_000, '{"name": ' + '{"a":' * 30_000],

@@ -37,6 +37,7 @@ async def submitted(watcher: AsyncClient, count: int) -> None:
             return
 
 
+@pytest.mark.deep
 async def test_rollouts_that_run_at_once_share_one_client_and_each_gets_its_own_group(tmp_path: Path) -> None:
     seen: set[int] = set()
 

@@ -228,6 +228,7 @@ async def test_the_reward_key_names_a_metric(tmp_path: Path) -> None:
             await train(args, DataSource(args, [prompt("slime key c"), prompt("slime key d")]))
 
 
+@pytest.mark.deep
 async def test_groups_run_on_between_asynchronous_rollouts(tmp_path: Path) -> None:
     engine = scripted_engine(
         tmp_path, [{"when": "slime long", "reply": say("late"), "stall": 1}, {"when": "say", "reply": say("hello")}]
@@ -281,6 +282,7 @@ async def test_a_partial_rollout_goes_on_after_a_pause(tmp_path: Path) -> None:
     assert {tuple(sample.weight_versions) for sample in samples} == {("0", "1")}
 
 
+@pytest.mark.deep
 async def test_old_groups_are_dropped_and_rolled_out_again(tmp_path: Path) -> None:
     engine = scripted_engine(tmp_path, [say("hello")])
     async with running_service(tmp_path=tmp_path, engine=engine) as (_, url):
@@ -367,6 +369,7 @@ async def test_what_slimes_own_loops_cannot_do_is_named(options: dict[str, Any],
     assert message in caught.value.message
 
 
+@pytest.mark.deep
 async def test_pass_rates_are_of_whole_groups(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
         tasks = {
@@ -424,6 +427,7 @@ async def test_an_evaluation_that_cannot_be_followed_is_named(
     assert message in caught.value.message
 
 
+@pytest.mark.deep
 async def test_a_filter_may_keep_what_it_cannot_spare(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
         args = slime_args(
