@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -218,3 +219,18 @@ async def test_sglang_version_updates_abort_unless_told_otherwise(tokenizer_fold
         assert '"type":"abort"' in text
         async with session.get("/model_info") as answer:
             assert (await answer.json())["weight_version"] == "4"
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_connection_that_is_accepted_as_the_server_ends_is_cut(tokenizer_folder: Path, turns: int) -> None:
+    async with serving(engine_app(scripted(tokenizer_folder))) as url:
+        client = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    with client:
+        client.setblocking(False)
+        async with asyncio.timeout(5):
+            try:
+                assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+            except ConnectionResetError:
+                pass

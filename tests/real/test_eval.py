@@ -63,7 +63,7 @@ def figures(document: str) -> dict[str, Any]:
     return {name: found[name] for name in ("name", "reward", "metrics", "graded", "failures", "versions")}
 
 
-@pytest.mark.parametrize("model", [perfect, policy])
+@pytest.mark.parametrize("model", [perfect, pytest.param(policy, marks=pytest.mark.nightly)])
 async def test_a_run_that_was_killed_half_way_ends_with_the_table_of_one_that_was_not(
     tmp_path: Path, model: Any
 ) -> None:

@@ -28,6 +28,8 @@ PROTOCOLS: dict[EngineProtocol, Callable[[Engine, ServeSettings], Served]] = {
     "sglang": ServedSGLang,
 }
 DEFAULT_SETTINGS = ServeSettings()
+TURNS_OF_ACCEPT = 4
+"""Turns of the event loop until asyncio has a transport for a connection that it has accepted."""
 
 
 def engine_app(
@@ -85,6 +87,10 @@ async def serving(
 
 async def _stop(server: uvicorn.Server, listener: socket.socket) -> None:
     """Shut the server down as uvicorn does, but without pauses: open connections are cut."""
+    # asyncio loses a connection that it has accepted and that has no transport yet when the server is closed.
+    asyncio.get_running_loop().remove_reader(listener)
+    for _ in range(TURNS_OF_ACCEPT):
+        await asyncio.sleep(0)
     for listening in server.servers:
         listening.close()
     listener.close()
