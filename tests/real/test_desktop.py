@@ -159,6 +159,7 @@ async def test_a_page_is_evaluated_by_the_programs(tmp_path: Path) -> None:
             assert [size_of(png) for png in shown] == [(WIDTH, HEIGHT)] * 2
 
 
+@pytest.mark.nightly
 def test_it_as_an_ordinary_user() -> None:
     with ordinary_user() as user, python_of(user) as python:
         told = run_tests(

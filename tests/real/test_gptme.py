@@ -14,7 +14,7 @@ from outrider.cli import main
 from outrider.environment import cache_home
 from outrider.harnesses.build_in_place import BuildInputs, build_in_place
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
 PACKAGES = ("gptme==0.35.1",)
 [TASK] = [block.text for block in page("docs/bring-your-own-agent.md").blocks if '"gptme"' in block.text]

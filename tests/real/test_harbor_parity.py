@@ -13,7 +13,7 @@ import pytest
 
 from support.environments import environment_with
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENT = ROOT / ".venv-harbor"

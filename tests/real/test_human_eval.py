@@ -14,7 +14,7 @@ from evaluators.bench import a_bench
 from outrider.spec import EvaluatorSpec
 from outrider.tasks.datasets import human_eval_examples
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
 QUARTERS = 4
 

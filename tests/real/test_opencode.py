@@ -51,9 +51,9 @@ async def test_its_title_is_a_side_call_that_goes_where_the_task_says(
     ("dialect", "rows"),
     [
         ("chat", (*STREAMED, SUB_AGENT)),
-        ("responses", OTHER_DIALECT),
-        ("messages", OTHER_DIALECT),
-        ("gemini", OTHER_DIALECT),
+        pytest.param("responses", OTHER_DIALECT, marks=pytest.mark.nightly),
+        pytest.param("messages", OTHER_DIALECT, marks=pytest.mark.nightly),
+        pytest.param("gemini", OTHER_DIALECT, marks=pytest.mark.nightly),
     ],
 )
 async def test_opencode_is_certified(dialect: str, rows: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from outrider.harnesses.presets import load_preset
 
 from .certified import ECHOES, SUB_AGENT, assert_one_conversation, certified
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
 
 def python_is_there() -> bool:

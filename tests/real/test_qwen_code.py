@@ -13,8 +13,8 @@ pytestmark = pytest.mark.real
     ("dialect", "rows"),
     [
         ("chat", (*STREAMED, SUB_AGENT)),
-        ("messages", OTHER_DIALECT),
-        ("gemini", OTHER_DIALECT),
+        pytest.param("messages", OTHER_DIALECT, marks=pytest.mark.nightly),
+        pytest.param("gemini", OTHER_DIALECT, marks=pytest.mark.nightly),
     ],
 )
 async def test_qwen_code_is_certified(dialect: str, rows: tuple[str, ...]) -> None:

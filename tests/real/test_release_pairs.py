@@ -10,7 +10,7 @@ import pytest
 from outrider.lab.certify.task_check import check_tasks
 from outrider.tasks.release_pairs import RELEASES, release_pair_examples
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 pytest.importorskip("swebench", reason="swebench is not installed: pip install --no-deps swebench unidiff")
 
 KINDS = ("FAIL_TO_PASS", "PASS_TO_PASS")
