@@ -48,7 +48,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers fuzz campaign bench policy clean
+.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl fuzz campaign bench policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,11 +87,19 @@ test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, age
 # Each trainer has packages of its own, and an environment of its own.
 trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev
 
-# The imports of verl warn of much that is not ours.
+# Two trainers at a time: most of their tests keep one core busy.
 test-trainers: trainers ## tests with the packages of real trainers (installs them)
-	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
-	$(ONE_THREAD) $(TRL_VENV)/bin/pytest tests/relay $(ARGS)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync test-verl test-trl test-skyrl
+
+# The imports of verl and of the last two warn of much that is not ours.
+test-verl: $(VERL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/trainers/verl tests/fleet $(ARGS)
+
+test-trl: $(TRL_VENV)/.stamps/dev
+	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
+	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "not real" tests/relay $(ARGS)
+
+test-skyrl: $(SKYRL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/skyrl tests/trainers/openrlhf $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
