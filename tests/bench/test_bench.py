@@ -67,6 +67,7 @@ async def test_gateway_calls_through_and_past_it_are_all_answered() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 async def test_tokens_through_a_service_are_counted_beside_those_straight_from_the_engine() -> None:
     engines = {rate.Engine("vllm", 2_000): (1, 4), rate.Engine("sglang", 2_000, event_tokens=8): (4,)}
@@ -111,6 +112,7 @@ async def test_an_engine_gives_all_requests_together_so_many_tokens_a_second() -
 
 
 @pytest.mark.real
+@pytest.mark.nightly
 async def test_floods_are_sent_beside_calls() -> None:
     found = await floods.measure(
         floods.Plan(("chat messages", "gemini parts"), sizes=(64 << 20, 1 << 18), calm_seconds=1)
@@ -123,6 +125,7 @@ async def test_floods_are_sent_beside_calls() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.nightly
 async def test_turns_grow_the_history_that_they_measure() -> None:
     found = await turns.measure([turns.Point(600, 1, 1), turns.Point(1_200, 1, 1)])
 
@@ -132,6 +135,7 @@ async def test_turns_grow_the_history_that_they_measure() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.nightly
 async def test_dialects_are_measured_side_by_side() -> None:
     found = await dialects.measure(
         dialects.Plan(
@@ -220,6 +224,7 @@ async def test_sessions_count_what_their_sandboxes_spend() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 async def test_tool_calls_are_answered_whichever_way_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))

@@ -18,7 +18,7 @@ PRESET = "opencode"
 DELTA = r'"content":"([^"]*)"'
 
 
-@pytest.mark.parametrize("policy", ["drop", "mask"])
+@pytest.mark.parametrize("policy", ["drop", pytest.param("mask", marks=pytest.mark.nightly)])
 async def test_its_title_is_a_side_call_that_goes_where_the_task_says(
     policy: str, policy_folder: Path, tmp_path: Path
 ) -> None:
