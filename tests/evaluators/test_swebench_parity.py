@@ -258,6 +258,7 @@ def lines(*records: dict[str, Any]) -> str:
 
 BEGUN, ENDED = {"begun": True}, {"ended": 1}
 FAILS = {"canary": "failed", "when": "call"}
+PLANTED = {"planted": "failed", "when": "call", "file": "t.py", "excused_by": None}
 PASSES = {"test": "t.py::a", "when": "call", "outcome": "passed", "expected": False}
 REPORTS: dict[str, tuple[str, bool]] = {
     "it passes": (lines(BEGUN, PASSES, FAILS, ENDED), True),
@@ -282,6 +283,16 @@ REPORTS: dict[str, tuple[str, bool]] = {
         True,
     ),
     "another test passes": (lines(BEGUN, {**PASSES, "test": "t.py::b"}, FAILS, ENDED), False),
+    "a test that must fail in its file fails": (lines(BEGUN, PASSES, PLANTED, FAILS, ENDED), True),
+    "it is marked as an expected failure": (
+        lines(BEGUN, PASSES, {**PLANTED, "planted": "skipped"}, FAILS, ENDED),
+        True,
+    ),
+    "it passes in its file": (lines(BEGUN, PASSES, {**PLANTED, "planted": "passed"}, FAILS, ENDED), False),
+    "it is excused": (
+        lines(BEGUN, PASSES, {**PLANTED, "planted": "skipped", "excused_by": "t.py"}, FAILS, ENDED),
+        False,
+    ),
 }
 
 

@@ -101,7 +101,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         if request.get("expected"):
             witness = None if request.get("pytest") is False else log_of(request["records"], request["key"])
             reported = None if witness is None else witness.splitlines()[1:-1]
-            return compare(request["expected"], log, reported, f"test_outrider_{request['key'][:8]}")
+            added = (f"test_outrider_{request['key'][:8]}", request["planted"])
+            return compare(request["expected"], log, reported, added)
         report = report_of(spec, log)
         if "tests_status" in report:
             check_log(spec, log)
@@ -238,10 +239,11 @@ def check_log(spec: Any, log: str) -> None:
 
 def log_of(records: str, key: str) -> str:
     """Convert the plugin's reports to a log that swebench can parse. Raises NotBelieved for reports that the plugin did
-    not write, for a run without an end, and if the test that always fails did not fail."""
+    not write, for a run without an end, and if a test that always fails did not fail."""
     lines: list[tuple[str, str]] = []
     runs: Counter[Any] = Counter()
     canaries: Counter[tuple[str, str]] = Counter()
+    passed: list[str] = []
     for line in records.splitlines():
         try:
             record = json.loads(line)
@@ -252,6 +254,10 @@ def log_of(records: str, key: str) -> str:
             raise NotBelieved("pytest's report has lines that its plugin did not write")
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
+        elif "planted" in record:
+            # In a module whose tests are all skipped or expected to fail by a mark, this test is, too.
+            if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
+                passed.append(record["file"])
         elif "test" in record:
             if status := status_of(record):
                 lines.append((status, record["test"]))
@@ -265,6 +271,8 @@ def log_of(records: str, key: str) -> str:
     failed = sum(number for (_, outcome), number in canaries.items() if outcome == "failed")
     if failed < sum(runs[code] for code in ENDED_WELL) or canaries["call", "passed"] or canaries["call", "skipped"]:
         raise NotBelieved("the test that always fails did not fail")
+    if passed:
+        raise NotBelieved(f"a test that always fails did not fail in the file {passed[0]}")
     lines.sort(key=lambda line: ORDER.index(line[0]))
     return "\n".join([START, *(f"{status} {test}" for status, test in lines), END])
 
