@@ -40,8 +40,18 @@ OF_PYTEST = frozenset(
 )
 """Parsers of pytest's log, by function name. swebench's registry has some of these parsers under other names as
 well."""
-LINE_BY_LINE = OF_PYTEST | {"parse_log_cargo", "parse_log_gotest", "parse_log_googletest", "parse_log_jest_json"}
-"""Parsers, by function name, that parse each line separately and give every test a distinct name."""
+LINE_BY_LINE = {
+    **dict.fromkeys(OF_PYTEST, ""),
+    **dict.fromkeys(("parse_log_cargo", "parse_log_gotest", "parse_log_googletest"), ""),
+    **dict.fromkeys(("parse_log_jest_json", "parse_log_vitest"), ""),
+    # The results of Jest's files of tests.
+    **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
+    **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
+    # The other names are the first lines of documentation, which several tests may share.
+    "parse_log_django": r"\w+ \([\w.]+\)",
+}
+"""Parsers, by function name, that parse each line separately, with a pattern of the names that belong to one test each,
+or "" if all names do."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
@@ -222,6 +232,8 @@ def check_log(spec: Any, log: str) -> None:
         for test, status in parser(line, spec).items():
             statuses.setdefault(test, {})[status] = None
     for test in (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS):
+        if LINE_BY_LINE[name] and not re.fullmatch(LINE_BY_LINE[name], test):
+            continue
         cut = test.count("[") > test.count("]")  # the parser cut the name at a blank, so several tests may share it
         found = tuple(statuses.get(test, ()))
         if not cut and len({status in PASSING for status in found}) > 1:
