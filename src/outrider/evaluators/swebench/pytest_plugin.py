@@ -188,7 +188,7 @@ def excused_by(error: Any, item: Any) -> Any:
     return None
 
 
-def file_of(frame: Any) -> str:
+def file_of(frame: types.FrameType) -> str:
     return os.path.abspath(frame.f_code.co_filename)
 
 
@@ -206,7 +206,7 @@ def is_of_tests(frame: Any, item: Any) -> bool:
         return False
     for module in (sys.modules.get(scope.get("__name__")), getattr(item, "module", None)):
         if getattr(module, "__dict__", None) is scope:
-            return path_of(scope) == file
+            return bool(path_of(scope) == file)
     # Some versions of pytest do not list the modules that they import, so that this may still be the file's module.
     others = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     return path_of(scope) == file and os.path.exists(file) and all(path_of(other) != file for other in others)
