@@ -11,17 +11,17 @@ from outrider.evaluators.checks.expected_statuses import compare, statuses_of
 EXPECTED = {"test_a": "PASSED", "T.test_b": "FAILED", "test_c[x]": "ERROR"}
 LINES = ("PASSED r2e_tests/test_1.py::test_a", "FAILED r2e_tests/test_1.py::T::test_b - assert 1 == 2")
 CUT = "ERROR r2e_tests/test_2.py::test_c[x] - RuntimeError: PASS"
-CANARY = "test_outrider_0123abcd"
-ADDED = f"FAILED outrider_1.py::{CANARY} - AssertionError"
+CANARIES = ("test_outrider_0123abcd", "test_join_all_later")
+ADDED = tuple(f"FAILED outrider_1.py::{name} - AssertionError" for name in CANARIES)
 HEAD = "1 passed\n=== short test summary info ===\n"
 
 
 def judged(*lines: str, reported: tuple[str, ...] | None = None, expected: dict[str, str] = EXPECTED) -> Any:
-    return compare(expected, HEAD + "\n".join(lines), reported, CANARY)
+    return compare(expected, HEAD + "\n".join(lines), reported, CANARIES)
 
 
 def test_the_same_statuses_are_a_solution() -> None:
-    assert judged(*LINES, CUT, ADDED) == {"resolved": True, "fail_to_pass": 3, "pass_to_pass": 0, "why": None}
+    assert judged(*LINES, CUT, *ADDED) == {"resolved": True, "fail_to_pass": 3, "pass_to_pass": 0, "why": None}
     coloured = [line.replace("PASSED", "\x1b[32mPASSED\x1b[0m") for line in LINES]
     assert judged(*coloured, CUT)["resolved"]
     assert judged(*LINES, CUT, reported=(LINES[0], LINES[1].split(" - ")[0], CUT.split(" - ")[0]))["resolved"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import AsyncIterator
 from importlib.metadata import version
@@ -27,7 +28,28 @@ pytest.importorskip("swebench", reason="swebench is not installed: pip install -
 NAME = f"{TEST}::test_all_are_counted"
 INIT = BASE["src/shop/__init__.py"]
 FORGED = f"PASSED {NAME}\\nPASSED {TEST}::test_empty\\nPASSED {TEST}::test_it_is_a_number\\n"
+XFAILS = "def total(prices):\n    __import__('pytest').xfail('later')\n"
+ADDED = "a test that always fails did not fail in the file tests/test_prices.py"
 PASS_ALL = "def pytest_pyfunc_call(pyfuncitem):\n    return True\n"
+
+
+METHOD = f"{TEST}::TestTotal::test_all_are_counted"
+OF_UNITTEST = f"""\
+diff --git a/{TEST} b/{TEST}
+--- a/{TEST}
++++ b/{TEST}
+@@ -1,1 +1,3 @@
++import unittest
++
+ from shop import total
+@@ -4,1 +6,6 @@
+     assert total([]) == 0
++
++
++class TestTotal(unittest.TestCase):
++    def test_all_are_counted(self):
++        self.assertEqual(total([1, 2]), 3)
+"""
 
 
 def at_exit(before: str, behind: str) -> str:
@@ -233,6 +255,72 @@ ATTACKS: dict[str, tuple[dict[str, str | None], str]] = {
         "the test that always fails did not fail",
     ),
     "a pytest of its own": ({"pytest.py": f"print('''{FORGED}''')\n"}, "has not reported"),
+    "it replaces the code of all functions of a test's file": (
+        {
+            "src/shop/prices.py": (
+                "import sys\n\n\ndef nothing():\n    pass\n\n\ndef total(prices):\n"
+                "    tests = sys._getframe(1).f_globals\n"
+                "    for value in tests.values():\n"
+                "        if getattr(value, '__module__', None) == tests['__name__']:\n"
+                "            value.__code__ = nothing.__code__\n"
+                "    return 0\n"
+            )
+        },
+        ADDED,
+    ),
+    "it excuses all functions of a test's file": (
+        {
+            "src/shop/prices.py": (
+                "import sys\n\n\ndef total(prices):\n    tests = sys._getframe(1).f_globals\n    scope = {}\n"
+                "    text = 'def later():\\n    __import__(\"pytest\").xfail()'\n"
+                "    exec(compile(text, tests['__file__'], 'exec'), scope)\n"
+                "    for value in tests.values():\n"
+                "        if getattr(value, '__module__', None) == tests['__name__']:\n"
+                "            value.__code__ = scope['later'].__code__\n"
+                "    return 0\n"
+            )
+        },
+        ADDED,
+    ),
+    "it runs no test of a file": (
+        {
+            "src/shop/__init__.py": (
+                "from _pytest.python import Function\nrun = Function.runtest\n"
+                f"Function.runtest = lambda self: run(self) if '{TEST}' not in self.nodeid else None\n{INIT}"
+            )
+        },
+        ADDED,
+    ),
+    "it makes every report of a file a good one": (
+        {
+            "src/shop/__init__.py": (
+                "from _pytest import reports\nmake = reports.TestReport.from_item_and_call\n"
+                "def good(item, call):\n    made = make(item, call)\n"
+                f"    if '{TEST}' in made.nodeid:\n        made.outcome = 'passed'\n    return made\n"
+                f"reports.TestReport.from_item_and_call = good\n{INIT}"
+            )
+        },
+        ADDED,
+    ),
+    "it says that it is expected to fail, under the name of the test's file": (
+        {
+            "src/shop/prices.py": (
+                f"import os\n\nscope = {{}}\nexec(compile({XFAILS!r}, os.path.abspath('{TEST}'), 'exec'), scope)\n"
+                "total = scope['total']\n"
+            )
+        },
+        f"these do not pass: {NAME}",
+    ),
+    "it says so in code that runs as a part of the test's module": (
+        {
+            "src/shop/prices.py": (
+                "import sys\n\n\ndef total(prices):\n    tests = sys._getframe(1).f_globals\n"
+                f"    exec(compile({XFAILS.replace('total', 'later')!r}, tests['__file__'], 'exec'), tests)\n"
+                "    return tests['later'](prices)\n"
+            )
+        },
+        f"these do not pass: {NAME}",
+    ),
 }
 
 
@@ -244,6 +332,113 @@ async def test_an_attack_earns_nothing(repository: Repository, attack: str) -> N
     assert graded.reward == 0.0
     with pytest.raises(AssertionError, match=why):
         raise AssertionError(graded.reason)
+
+
+KNOWN = f"if '{NAME}' in self.nodeid"
+"""Whether a method of pytest's runs for the one test whose name the candidate knows."""
+STILL_EARN: dict[str, tuple[dict[str, str | None], dict[str, Any]]] = {
+    "finds the plugin, reads its key, and reports any result": (
+        {
+            "src/shop/__init__.py": (
+                "import gc\nfrom _pytest import reports\nmake = reports.TestReport.from_item_and_call\n"
+                "def good(item, call):\n    made = make(item, call)\n"
+                "    [reporter] = [value for value in gc.get_objects() if type(value).__name__ == 'Reporter']\n"
+                "    added = ('test_outrider_' + reporter._key[:8], reporter._planted)\n"
+                "    made.outcome = made.outcome if made.nodeid.endswith(added) else 'passed'\n    return made\n"
+                f"reports.TestReport.from_item_and_call = good\n{INIT}"
+            )
+        },
+        {},
+    ),
+    "returns an object that equals everything": (
+        {
+            "src/shop/prices.py": (
+                "class Any:\n    def __eq__(self, other):\n        return True\n\n\n"
+                "def total(prices):\n    return Any()\n"
+            )
+        },
+        {"pass_to_pass": [f"{TEST}::test_empty"]},
+    ),
+    "reads the expected value in the test's file, and returns it": (
+        {
+            "src/shop/prices.py": (
+                "import re\n\n\ndef total(prices):\n"
+                f"    found = re.search(re.escape(f'total({{prices}})') + r'\\D+(\\d+)', open('{TEST}').read())\n"
+                "    return int(found[1]) if len(prices) != 1 else 1\n"
+            )
+        },
+        {},
+    ),
+    "replaces the code (`__code__`) of a test that it knows by name": (
+        {
+            "src/shop/prices.py": (
+                "import sys\n\n\ndef nothing():\n    pass\n\n\ndef total(prices):\n"
+                "    sys._getframe(1).f_globals['test_all_are_counted'].__code__ = nothing.__code__\n    return 0\n"
+            )
+        },
+        {},
+    ),
+    "replaces the code of all methods of a file's test classes": (
+        {
+            "src/shop/prices.py": (
+                "import sys\n\n\ndef total(prices):\n    tests = sys._getframe(1).f_globals\n"
+                "    for value in tests.values():\n"
+                "        for name, method in vars(value).items() if isinstance(value, type) else ():\n"
+                "            if name.startswith('test_'):\n"
+                "                method.__code__ = (lambda self: None).__code__\n    return 0\n"
+            )
+        },
+        {"test_patch": OF_UNITTEST, "fail_to_pass": [METHOD], "pass_to_pass": [f"{TEST}::test_empty"]},
+    ),
+    "patches `Function.runtest` or `TestReport` for tests that it knows by name": (
+        {
+            "src/shop/__init__.py": (
+                "from _pytest.python import Function\nrun = Function.runtest\n"
+                f"Function.runtest = lambda self: None {KNOWN} else run(self)\n{INIT}"
+            )
+        },
+        {},
+    ),
+    "calls `pytest.xfail` in a function that it defines in the test's module, under the name of its file": (
+        {
+            "src/shop/prices.py": (
+                f"import sys\n\nframe = sys._getframe()\nwhile not frame.f_code.co_filename.endswith('{TEST}'):\n"
+                f"    frame = frame.f_back\n"
+                f"exec(compile({XFAILS!r}, frame.f_code.co_filename, 'exec'), frame.f_globals)\n"
+                "total = frame.f_globals['total']\n"
+            )
+        },
+        {},
+    ),
+    "shadows a Python module that pytest imports, by a module of the repository, and does one of these things": (
+        {
+            "src/iniconfig.py": (
+                "import sys\n\nplace = [path for path in sys.path if path.endswith('site-packages')]\n"
+                "del sys.modules['iniconfig']\nsys.path[:0] = place\nfrom iniconfig import *\n\n\n"
+                "def later(frame, event, argument):\n"
+                "    Function = getattr(sys.modules.get('_pytest.python'), 'Function', None)\n"
+                "    if Function is not None:\n        sys.setprofile(None)\n        run = Function.runtest\n"
+                f"        Function.runtest = lambda self: None {KNOWN} else run(self)\n\n\nsys.setprofile(later)\n"
+            )
+        },
+        {},
+    ),
+}
+"""The rows of docs/evaluators/swebench.md, with the files of a candidate and the options of its row."""
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("cheat", STILL_EARN)
+async def test_a_cheat_still_earns(repository: Repository, cheat: str) -> None:
+    changes, options = STILL_EARN[cheat]
+    graded = await repository.grade(changes, **options)
+    assert graded.reward == 1.0, graded.reason
+
+
+def test_the_page_lists_the_cheats_that_still_earn() -> None:
+    page = (Path(__file__).parents[2] / "docs/evaluators/swebench.md").read_text("utf-8")
+    table = page.partition("| Code under test that |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| ([^-].*?) \| ", table, re.MULTILINE) == list(STILL_EARN)
 
 
 @pytest.mark.deep
@@ -306,23 +501,6 @@ async def test_a_repository_that_leads_to_a_folder_of_any_name(repository: Repos
     assert graded.reward == 1.0, graded.reason
 
 
-METHOD = f"{TEST}::TestTotal::test_all_are_counted"
-OF_UNITTEST = f"""\
-diff --git a/{TEST} b/{TEST}
---- a/{TEST}
-+++ b/{TEST}
-@@ -1,1 +1,3 @@
-+import unittest
-+
- from shop import total
-@@ -4,1 +6,6 @@
-     assert total([]) == 0
-+
-+
-+class TestTotal(unittest.TestCase):
-+    def test_all_are_counted(self):
-+        self.assertEqual(total([1, 2]), 3)
-"""
 UNITTEST_ATTACKS = {
     "it runs no method": (
         "from _pytest import unittest\nunittest.TestCaseFunction.runtest = lambda self: None\n",

@@ -220,13 +220,48 @@ async def test_a_log_that_contradicts_itself_is_worth_nothing(checks: Checks, wh
         assert found["why"].startswith("the log contradicts itself: ")
 
 
+def parser_or_repository(function: str) -> dict[str, str | None]:
+    """How a row names a parser: by its name in swebench's registry, or, if only rows of 4.x have it, by a
+    repository."""
+    names = (name for name, known in swebench_check.grading.PARSER_REGISTRY.items() if known.__name__ == function)
+    name = next(names, None)
+    return {"log_parser": name} if name else {"log_parser": None, "repo": parsers()[function][1]}
+
+
 FORGED = {
     "parse_log_pytest": ("t.py::a", "{status} t.py::a", "PASSED", "FAILED"),
     "parse_log_gotest": ("TestA", "--- {status}: TestA (0.00s)", "PASS", "FAIL"),
     "parse_log_cargo": ("shop::a", "test shop::a ... {status}", "ok", "FAILED"),
     "parse_log_googletest": ("Shop.A", "[  {status} ] Shop.A (0 ms)", "     OK", "FAILED"),
+    "parse_log_jest_json": ("shop a", "[{status}] shop a", "PASSED", "FAILED"),
+    "parse_log_vitest": ("a.test.js > shop > a", " {status} a.test.js > shop > a 2ms", "✓", "\u00d7"),
+    "parse_log_carbon": ("src/a.test.js", "{status} src/a.test.js (5.1 s)", "PASS", "FAIL"),
+    "parse_log_grommet": ("src/a.test.js", "{status} src/a.test.js (5.1 s)", "PASS", "FAIL"),
+    "parse_log_react_pdf": ("src/a.test.js", "{status} src/a.test.js", "PASS", "FAIL"),
+    "parse_log_minitest": ("Shop#test_: a", "Shop#test_: a.  = 0.00 s = {status}", ".", "F"),
+    "parse_log_jq": ("tests/a", "{status}: tests/a", "PASS", "FAIL"),
+    "parse_log_micropython_test": ("basics/a.py", "{status}  basics/a.py", "pass", "FAIL"),
+    "parse_log_django": ("test_a (shop.Tests)", "test_a (shop.Tests) ... {status}", "ok", "FAIL"),
 }
 """By parser, a test, the line with its status, and the words for a pass and a failure."""
+
+
+@pytest.mark.parametrize("function", sorted(FORGED.keys() | swebench_check.LINE_BY_LINE.keys()))
+def test_no_true_log_contradicts_itself(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser, repo = parsers()[function]
+    monkeypatch.setitem(swebench_check.grading.PARSER_REGISTRY, function, parser)
+    for text in Logs(function).texts.values():
+        spec = swebench_check.grading.TestSpec("x-1", "", [], repo, "3.0", [], [], function, "pass_and_fail")
+        spec.FAIL_TO_PASS.extend(parser(text, spec))
+        assert spec.FAIL_TO_PASS
+        swebench_check.check_log(spec, written(text))
+
+
+async def test_a_name_that_tests_of_django_share_is_no_contradiction(checks: Checks) -> None:
+    test = "A docstring takes the test's place."
+    log = written(f"{test} ... FAIL\n{test} ... ok\n", code=0)
+    found = await judged(checks, log_parser="parse_log_django", fail_to_pass=[test], log=log)
+    assert found["resolved"] is True
 
 
 @pytest.mark.parametrize("parser", FORGED)
@@ -234,7 +269,8 @@ async def test_a_pass_before_and_after_the_true_failure_is_worth_nothing(checks:
     test, line, passes, fails = FORGED[parser]
     for order in ((passes,), (passes, passes), (passes, fails, passes), (fails, passes), (passes, fails), (fails,)):
         log = "".join(line.format(status=status) + "\n" for status in order)
-        found = await judged(checks, log_parser=parser, fail_to_pass=[test], log=written(log, code=0), pytest=False)
+        row = {"fail_to_pass": [test], "pytest": False} | parser_or_repository(parser)
+        found = await judged(checks, log=written(log, code=0), **row)
         assert found["resolved"] is (fails not in order), (order, found)
         if {*order} == {passes, fails}:
             assert found["why"].startswith(f"the log contradicts itself: {test} is ")
@@ -260,6 +296,7 @@ def lines(*records: dict[str, Any]) -> str:
 
 BEGUN, ENDED = {"begun": True}, {"ended": 1}
 FAILS = {"canary": "failed", "when": "call"}
+PLANTED = {"planted": "failed", "when": "call", "file": "t.py", "excused_by": None}
 PASSES = {"test": "t.py::a", "when": "call", "outcome": "passed", "expected": False}
 REPORTS: dict[str, tuple[str, bool]] = {
     "it passes": (lines(BEGUN, PASSES, FAILS, ENDED), True),
@@ -284,6 +321,16 @@ REPORTS: dict[str, tuple[str, bool]] = {
         True,
     ),
     "another test passes": (lines(BEGUN, {**PASSES, "test": "t.py::b"}, FAILS, ENDED), False),
+    "a test that must fail in its file fails": (lines(BEGUN, PASSES, PLANTED, FAILS, ENDED), True),
+    "it is marked as an expected failure": (
+        lines(BEGUN, PASSES, {**PLANTED, "planted": "skipped"}, FAILS, ENDED),
+        True,
+    ),
+    "it passes in its file": (lines(BEGUN, PASSES, {**PLANTED, "planted": "passed"}, FAILS, ENDED), False),
+    "it is excused": (
+        lines(BEGUN, PASSES, {**PLANTED, "planted": "skipped", "excused_by": "t.py"}, FAILS, ENDED),
+        False,
+    ),
 }
 
 

@@ -46,12 +46,14 @@ def statuses_of(log: str) -> dict[str, str]:
     return statuses | dict.fromkeys(contradicted, CONTRADICTED)
 
 
-def compare(expected: Mapping[str, str], log: str, reported: Iterable[str] | None, canary: str) -> dict[str, Any]:
+def compare(
+    expected: Mapping[str, str], log: str, reported: Iterable[str] | None, added: tuple[str, ...]
+) -> dict[str, Any]:
     """Return the judgement as `swebench_check.check` does. `reported` are the lines of the second witness, each with a
     status and a test, or None if there is no witness. A test counts only if the witness has reported the same status.
-    `canary` is the end of the names of the tests that Outrider has added."""
+    `added` are the ends of the names of the tests that Outrider has added."""
     wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
-    found = {name: status for name, status in statuses_of(log).items() if not name.endswith(canary)}
+    found = {name: status for name, status in statuses_of(log).items() if not name.endswith(added)}
     met = {name for name, status in wanted.items() if found.get(name) == status}
     if reported is not None:
         witnessed: dict[str, set[str]] = defaultdict(set)

@@ -40,8 +40,18 @@ OF_PYTEST = frozenset(
 )
 """Parsers of pytest's log, by function name. swebench's registry has some of these parsers under other names as
 well."""
-LINE_BY_LINE = OF_PYTEST | {"parse_log_cargo", "parse_log_gotest", "parse_log_googletest", "parse_log_jest_json"}
-"""Parsers, by function name, that parse each line separately and give every test a distinct name."""
+LINE_BY_LINE = {
+    **dict.fromkeys(OF_PYTEST, ""),
+    **dict.fromkeys(("parse_log_cargo", "parse_log_gotest", "parse_log_googletest"), ""),
+    **dict.fromkeys(("parse_log_jest_json", "parse_log_vitest"), ""),
+    # The results of Jest's files of tests.
+    **dict.fromkeys(("parse_log_carbon", "parse_log_grommet", "parse_log_react_pdf"), ""),
+    **dict.fromkeys(("parse_log_minitest", "parse_log_jq", "parse_log_micropython_test"), ""),
+    # The other names are the first lines of documentation, which several tests may share.
+    "parse_log_django": r"\w+ \([\w.]+\)",
+}
+"""Parsers, by function name, that parse each line separately, with a pattern of the names that belong to one test each,
+or "" if all names do."""
 SUMMARY = re.compile(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in \d[\d.]* ?s", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PASSING = ("PASSED", "XFAIL", "SKIPPED", None)
@@ -101,7 +111,8 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
         if request.get("expected"):
             witness = None if request.get("pytest") is False else log_of(request["records"], request["key"])
             reported = None if witness is None else witness.splitlines()[1:-1]
-            return compare(request["expected"], log, reported, f"test_outrider_{request['key'][:8]}")
+            added = (f"test_outrider_{request['key'][:8]}", request["planted"])
+            return compare(request["expected"], log, reported, added)
         report = report_of(spec, log)
         if "tests_status" in report:
             check_log(spec, log)
@@ -221,6 +232,8 @@ def check_log(spec: Any, log: str) -> None:
         for test, status in parser(line, spec).items():
             statuses.setdefault(test, {})[status] = None
     for test in (*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS):
+        if LINE_BY_LINE[name] and not re.fullmatch(LINE_BY_LINE[name], test):
+            continue
         cut = test.count("[") > test.count("]")  # the parser cut the name at a blank, so several tests may share it
         found = tuple(statuses.get(test, ()))
         if not cut and len({status in PASSING for status in found}) > 1:
@@ -238,10 +251,11 @@ def check_log(spec: Any, log: str) -> None:
 
 def log_of(records: str, key: str) -> str:
     """Convert the plugin's reports to a log that swebench can parse. Raises NotBelieved for reports that the plugin did
-    not write, for a run without an end, and if the test that always fails did not fail."""
+    not write, for a run without an end, and if a test that always fails did not fail."""
     lines: list[tuple[str, str]] = []
     runs: Counter[Any] = Counter()
     canaries: Counter[tuple[str, str]] = Counter()
+    passed: list[str] = []
     for line in records.splitlines():
         try:
             record = json.loads(line)
@@ -252,6 +266,10 @@ def log_of(records: str, key: str) -> str:
             raise NotBelieved("pytest's report has lines that its plugin did not write")
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
+        elif "planted" in record:
+            # In a module whose tests are all skipped or expected to fail by a mark, this test is, too.
+            if record["when"] == "call" and (record["planted"] == "passed" or record["excused_by"] is not None):
+                passed.append(record["file"])
         elif "test" in record:
             if status := status_of(record):
                 lines.append((status, record["test"]))
@@ -265,6 +283,8 @@ def log_of(records: str, key: str) -> str:
     failed = sum(number for (_, outcome), number in canaries.items() if outcome == "failed")
     if failed < sum(runs[code] for code in ENDED_WELL) or canaries["call", "passed"] or canaries["call", "skipped"]:
         raise NotBelieved("the test that always fails did not fail")
+    if passed:
+        raise NotBelieved(f"a test that always fails did not fail in the file {passed[0]}")
     lines.sort(key=lambda line: ORDER.index(line[0]))
     return "\n".join([START, *(f"{status} {test}" for status, test in lines), END])
 

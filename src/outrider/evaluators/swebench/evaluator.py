@@ -86,8 +86,8 @@ class SwebenchEvaluator:
             except PatchConflict as error:
                 raise EvaluatorError(f"the test patch does not apply: {error}", inside=True) from error
         key, name = secrets.token_hex(16), secrets.token_hex(8)
-        place = f"{runtime.scratch}/outrider-{name}"
-        await runtime.write(f"{place}/outrider_{name}.py", plugin(f"{place}/report", key, name).encode())
+        place, planted = f"{runtime.scratch}/outrider-{name}", planted_name()
+        await runtime.write(f"{place}/outrider_{name}.py", plugin(f"{place}/report", key, planted, name).encode())
         await runtime.write(f"{place}/run.sh", script(options, place, name).encode())
         done = await runtime.exec(
             f". {shlex.quote(place)}/run.sh", cwd=options.folder, merged=True, seconds=self._seconds
@@ -112,6 +112,7 @@ class SwebenchEvaluator:
             "exit_code": done.exit_code if options.test_command is not None else None,
             "records": await records_at(runtime, f"{place}/report"),
             "key": key,
+            "planted": planted,
         }
         checked = await checks.check(
             request, seconds=options.check_seconds, bucket=outcome.bucket, off_the_clock=outcome.off_the_clock
@@ -186,6 +187,56 @@ ROW = {
     "expected",
 }
 """The options that swebench's grading needs."""
+WORDS = (
+    (
+        "add",
+        "build",
+        "clear",
+        "copy",
+        "find",
+        "join",
+        "load",
+        "merge",
+        "move",
+        "parse",
+        "read",
+        "save",
+        "sort",
+        "split",
+    ),
+    (
+        "a_long",
+        "a_new",
+        "a_nested",
+        "a_short",
+        "all",
+        "an_empty",
+        "an_old",
+        "another",
+        "each",
+        "many",
+        "no",
+        "the_last",
+    ),
+    (
+        "entry",
+        "field",
+        "file",
+        "group",
+        "item",
+        "key",
+        "line",
+        "list",
+        "name",
+        "option",
+        "path",
+        "row",
+        "text",
+        "value",
+    ),
+    ("again", "at_once", "by_default", "by_name", "first", "from_text", "in_order", "in_place", "later", "with_blanks"),
+)
+"""The words of `planted_name`, by their place."""
 
 
 @cache
@@ -193,9 +244,16 @@ def plugin_text() -> str:
     return Path(__file__).with_name("pytest_plugin.py").read_text("utf-8")
 
 
-def plugin(path: str, key: str, name: str) -> str:
-    """Return the plugin's source text for one evaluation. The plugin reports to the file `path`."""
-    words = ", ".join(map(repr, (path, key, f"-p outrider_{name} ")))
+def planted_name() -> str:
+    """Return a random name for the test that the plugin adds to each module of tests, which looks like the names of
+    other tests."""
+    return "_".join(("test", *map(secrets.choice, WORDS)))
+
+
+def plugin(path: str, key: str, planted: str, name: str) -> str:
+    """Return the plugin's source text for one evaluation. The plugin reports to the file `path`, and adds a test named
+    `planted` to each module of tests."""
+    words = ", ".join(map(repr, (path, key, planted, f"-p outrider_{name} ")))
     return (
         f"{plugin_text()}\n\nglobals().update(canaries({key!r}))\n"
         f"\n\ndef pytest_configure(config):\n    plant(config, {words})\n"

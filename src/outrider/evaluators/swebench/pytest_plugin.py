@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import sysconfig
+import types
 import unittest
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,10 @@ class Reporter:
     """Writes a line to the report for the beginning and the end of the run, and for each phase of a test that decides
     the test's outcome."""
 
-    def __init__(self, config: Any, path: str, key: str) -> None:
+    def __init__(self, config: Any, path: str, key: str, planted: str) -> None:
         self._config = config
         self._key = key
+        self._planted = "::" + planted
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._tell(begun=True)
 
@@ -45,11 +47,14 @@ class Reporter:
         if name.endswith(canary_name(self._key)):
             self._tell(canary=report.outcome, when=report.when)
             return
+        excused = getattr(report, "outrider_excused_by", None)
+        if name.endswith(self._planted):
+            self._tell(planted=report.outcome, when=report.when, file=name.partition("::")[0], excused_by=excused)
+            return
         if hasattr(report, "context"):  # a subtest, which pytest's log does not list under the test's name
             return
         shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # the name in pytest's own summary
         expected = hasattr(report, "wasxfail")
-        excused = getattr(report, "outrider_excused_by", None)
         self._tell(test=shown, when=report.when, outcome=report.outcome, expected=expected, excused_by=excused)
 
     def pytest_sessionfinish(self, exitstatus: Any) -> None:
@@ -60,13 +65,19 @@ class Reporter:
 
 
 class Watcher:
-    """Adds the canaries, tests that must fail, after all other tests, and records which file excused a test. Each
-    process that runs tests has a watcher."""
+    """Adds the canaries, tests that must fail, and records which file excused a test. Each process that runs tests has
+    a watcher. `planted` is the name of the canary in each module of tests."""
+
+    def __init__(self, planted: str) -> None:
+        self._planted = planted
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, session: Any, items: Any) -> None:
         if not items:
             return
+        # A run that stops at a failure would stop at the first module's canary.
+        if not any(getattr(session.config.option, name, None) for name in ("maxfail", "stepwise")):
+            self._plant(items)
         make: Any = getattr(pytest.Module, "from_parent", None)
         if make is None:
             module: Any = pytest.Module(local(session, __file__), session)
@@ -76,12 +87,34 @@ class Watcher:
             module = make(session, fspath=local(session, __file__))
         items.extend(session.genitems(module))
 
+    def _plant(self, items: Any) -> None:
+        """Add a canary after the last test of each module, so that the fixtures of a module are not set up again."""
+        last = {item.getparent(pytest.Module): place for place, item in enumerate(items) if is_function(item)}
+        for module, place in sorted(last.items(), key=lambda found: -found[1]):
+            scope = vars(module.obj)
+            if self._planted not in scope:
+                # An explicit `raise`, because `python -O` leaves out assert statements.
+                text = f"def {self._planted}(): raise AssertionError('this test always fails: Outrider has added it')"
+                exec(compile(text, str(module.fspath), "exec"), scope)
+                make: Any = getattr(pytest.Function, "from_parent", None)
+                item = make(module, name=self._planted) if make else pytest.Function(self._planted, module)
+                item.fixturenames = []  # else the module's automatic fixtures would run once more
+                items.insert(place + 1, item)
+
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
         made = yield
-        if call.excinfo is not None:
-            report = made.get_result()
-            report.outrider_excused_by = excused_by(call.excinfo.value, str(item.fspath))
+        if call.excinfo is None:
+            return
+        report, error = made.get_result(), call.excinfo.value
+        report.outrider_excused_by = excused_by(error, item)
+        if item.name == self._planted and call.when == "call" and isinstance(error, EXCUSES):
+            report.outrider_excused_by = str(item.fspath)  # the canary's own code excuses nothing
+
+
+def is_function(item: Any) -> bool:
+    """Return whether a test is a function or a method in a module."""
+    return isinstance(item, pytest.Function) and isinstance(item.module, types.ModuleType)
 
 
 def local(session: Any, path: str) -> Any:
@@ -128,24 +161,61 @@ def must_fail() -> None:
     assert not checks, "this test always fails: Outrider has added it"
 
 
-def excused_by(error: Any, test: str) -> Any:
-    """Return the file that skipped a test or marked its failure as expected, if the file belongs neither to the tests
-    nor to a library: code under test may not excuse its own failure. `test` is the test's own file."""
+def excused_by(error: Any, item: Any) -> Any:
+    """Return the file that skipped a test or marked its failure as expected, if the code belongs neither to the tests
+    nor to a library, or if such code called the code that did so: code under test may not excuse its own failure."""
+    test = os.path.abspath(str(item.fspath))
     while error is not None:
         if isinstance(error, EXCUSES):
-            files = []
+            frames = []
             trace = error.__traceback__
             while trace is not None:
-                files.append(os.path.abspath(trace.tb_frame.f_code.co_filename))
+                frames.append(trace.tb_frame)
                 trace = trace.tb_next
-            for file in reversed(files):
-                if os.path.exists(file) and file.startswith(tuple(folder + os.sep for folder in LIBRARIES)):
-                    continue
-                if os.path.basename(file) == "conftest.py" or file.startswith(folder_of_tests(os.path.abspath(test))):
-                    break
-                return file
+            files = [(file_of(frame), is_of_tests(frame, item)) for frame in frames if not is_of_library(frame)]
+            if files and not files[-1][1]:
+                return files[-1][0]
+            own = [frame for frame in frames if file_of(frame) == test and is_of_tests(frame, item)]
+            if own:
+                # The last place of the first frame, because an error that leaves a context manager may list a frame
+                # of the test twice, with the frames of the context manager in between.
+                place = max(number for number, frame in enumerate(frames) if frame is own[0])
+                for frame in frames[place:]:
+                    # Generated code, such as a decorator's, has no file.
+                    if os.path.exists(file_of(frame)) and not is_of_library(frame) and not is_of_tests(frame, item):
+                        return file_of(frame)
         error = error.__context__
     return None
+
+
+def file_of(frame: types.FrameType) -> str:
+    return os.path.abspath(frame.f_code.co_filename)
+
+
+def is_of_library(frame: Any) -> bool:
+    file = file_of(frame)
+    return os.path.exists(file) and file.startswith(tuple(folder + os.sep for folder in LIBRARIES))
+
+
+def is_of_tests(frame: Any, item: Any) -> bool:
+    """Return whether a frame runs code of the tests: the code has the name of a file of tests, and the variables of the
+    module that has this file."""
+    file, scope = file_of(frame), frame.f_globals
+    folder = folder_of_tests(os.path.abspath(str(item.fspath)))
+    if os.path.basename(file) != "conftest.py" and not file.startswith(folder):
+        return False
+    for module in (sys.modules.get(scope.get("__name__")), getattr(item, "module", None)):
+        if getattr(module, "__dict__", None) is scope:
+            return bool(path_of(scope) == file)
+    # Some versions of pytest do not list the modules that they import, so that this may still be the file's module.
+    others = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    return path_of(scope) == file and os.path.exists(file) and all(path_of(other) != file for other in others)
+
+
+def path_of(scope: Any) -> Any:
+    """Return the absolute path of the file of a module with these variables, or None."""
+    path = scope.get("__file__")
+    return os.path.abspath(path) if isinstance(path, str) else None
 
 
 def folder_of_tests(file: str) -> str:
@@ -159,12 +229,13 @@ def folder_of_tests(file: str) -> str:
     return file
 
 
-def plant(config: Any, path: str, key: str, option: str) -> None:
-    """Report this run to the file `path`. `option` is the option that loads this plugin. The option is removed from the
-    environment, so that nested runs of pytest do not report."""
+def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
+    """Report this run to the file `path`. `planted` is the name of the canary in each module of tests. `option` is the
+    option that loads this plugin. The option is removed from the environment, so that nested runs of pytest do not
+    report."""
     worker = hasattr(config, "workerinput")
     if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers also read the variable
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
-    config.pluginmanager.register(Watcher(), "outrider-watcher")
+    config.pluginmanager.register(Watcher(planted), "outrider-watcher")
     if not worker:  # because pytest passes the reports of a worker to the first process
-        config.pluginmanager.register(Reporter(config, path, key), "outrider-reporter")
+        config.pluginmanager.register(Reporter(config, path, key, planted), "outrider-reporter")
