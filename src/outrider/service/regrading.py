@@ -31,7 +31,7 @@ async def regraded_group(
     # are kept twice.
     rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
-        raise Conflict(f"group {group_id} is not done", hint="wait until the group is done, or grade its finished sessions one by one")
+        raise Conflict(f"group {group_id} is not done", hint="wait for the group, or grade single sessions of it")
     runs = [row.id for row in rows if _can_be_graded(row)]
     if not runs:
         raise Conflict(f"no agent's run in group {group_id} ended by itself: there is nothing to grade", hint=HINT)

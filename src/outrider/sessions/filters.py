@@ -18,6 +18,7 @@ CUT_OFF = frozenset(
     {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
 )
 REPEATS = 4
+"""Number of equal tool calls in a row from which a run matches `repeated_calls`, unless the filter has a `limit`."""
 
 
 class EndedRun(msgspec.Struct, frozen=True):
