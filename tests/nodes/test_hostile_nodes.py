@@ -308,9 +308,9 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "a report with room without end": (lambda told: [report(1 << 40)], "cannot be"),
     "a prompt with a negative id": (
         lambda told: [CallRequest(0, tokens(pack_ids([-1])))],
-        "ids that cannot be",
+        "impossible ids",
     ),
-    "half an id": (lambda told: [CallRequest(0, tokens(b"123"))], "ids that cannot be"),
+    "half an id": (lambda told: [CallRequest(0, tokens(b"123"))], "impossible ids"),
     "a generation of nothing": (lambda told: [CallRequest(0, tokens(max_tokens=0))], "a generation of 0 tokens"),
     "a generation of no model": (lambda told: [CallRequest(0, tokens(model="other"))], "a model that"),
     "a call of no kind": (
