@@ -257,7 +257,7 @@ async def test_a_last_grader_that_needs_more_than_the_agent_takes_its_place(worl
         with pytest.raises(InvalidField, match="with the sandboxes for grading, is more than a node has"):
             await w.submit("ask", evaluator=graded(runtime={"resources": {"memory_mb": 1001}}))
         task = {"resources": {"memory_mb": 600}}
-        with pytest.raises(InvalidField, match="1200, that of"):
+        with pytest.raises(InvalidField, match="1200, with the"):
             await w.submit("ask", runtime=task, evaluator=graded(runtime=task), then=[step()])
 
 
