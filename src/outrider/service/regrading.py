@@ -74,7 +74,7 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
     if asked.evaluator is not None and evaluator.carry not in (None, first.carry):
         carried = "nothing was carried" if first.carry is None else f"only {first.carry!r} was carried"
         raise InvalidField(
-            f"{carried} to the first grading, and nothing else can be graded again",
+            f"{carried} to the first grading: no other files can be graded again",
             field="evaluator.carry",
             hint="leave it out: the kept files are carried again",
         )
