@@ -245,7 +245,7 @@ async def test_the_first_token_closes_the_service_and_is_an_admins(tmp_path: Pat
             await anybody.status()
         async with AsyncClient(url, token=admin) as client:
             assert [token.name for token in await client.tokens()] == ["me"]
-            with pytest.raises(InvalidField, match="stands for"):
+            with pytest.raises(InvalidField, match="is reserved"):
                 await client.create_token("operator", "read")
 
 

@@ -229,7 +229,7 @@ async def test_the_end_of_the_connection_fails_the_calls_of_both_ends() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[LinkCalls], Any], str]] = {
-    "a reply to nothing": (lambda calls: CallReply(7), "does not have"),
+    "a reply to nothing": (lambda calls: CallReply(7), "never made"),
     "a value of another type": (lambda calls: CallReply(0, msgspec.Raw(encode({"a": 1}))), "no message"),
     "a number again": (lambda calls: CallRequest(-1, READ), "came after"),
 }

@@ -247,7 +247,7 @@ async def test_what_is_refused_becomes_a_dead_letter(tokenizer: Path, status: in
         assert await store.deliveries(now=1e12, limit=1) == []
         [letter] = await store.dead_deliveries(limit=9)
         assert (letter.group_id, letter.tries) == ("g", MIN_TRIES)
-        assert f"it answered {status}" in (letter.fault or "")
+        assert f"the receiver answered {status}" in (letter.fault or "")
         view = callback_view(letter)
         assert (view.url, view.given_up) == (receiver.url, letter.given_up)
         event = (await store.events(after=0, limit=100))[-1]

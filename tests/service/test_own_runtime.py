@@ -254,10 +254,10 @@ async def test_a_last_grader_that_needs_more_than_the_agent_takes_its_place(worl
         assert w.node.stats().resources.memory_mb_set_aside == 900
         w.stage.open["there"].set()
         assert result_of((await w.done(view.id)).sessions[0]).verdict is not None
-        with pytest.raises(InvalidField, match="that of sandboxes for grading included, is more than a node has"):
+        with pytest.raises(InvalidField, match="with the sandboxes for grading, is more than a node has"):
             await w.submit("ask", evaluator=graded(runtime={"resources": {"memory_mb": 1001}}))
         task = {"resources": {"memory_mb": 600}}
-        with pytest.raises(InvalidField, match="1200, that of"):
+        with pytest.raises(InvalidField, match="1200, with the"):
             await w.submit("ask", runtime=task, evaluator=graded(runtime=task), then=[step()])
 
 

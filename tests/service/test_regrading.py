@@ -148,7 +148,7 @@ async def test_what_is_too_large_is_not_kept_and_said(world: MakeWorld, monkeypa
         assert not result_of(session).carried
         [left] = w.service.artifacts.listed(session.id).left_out
         assert left.path == CARRIED
-        assert "100 is the most" in left.reason
+        assert "at most 100 are kept" in left.reason
         group = await w.service.regrade_session(session.id, asked(files=True))
         result = result_of((await w.done(group.id)).sessions[0])
         assert result.error is not None

@@ -182,7 +182,7 @@ async def test_a_grader_has_the_gpus_of_the_session_and_a_sandbox_beside_it_none
 async def test_a_kind_that_cannot_keep_gpus_apart_is_refused(world: MakeWorld, three: SandboxesConfig) -> None:
     async with world(sandboxes=three) as w:
         for kind in ("process", "process-landlock"):
-            with pytest.raises(InvalidField, match=f"'{kind}' sandboxes cannot be given GPUs") as refused:
+            with pytest.raises(InvalidField, match=f"'{kind}' sandboxes cannot have GPUs") as refused:
                 await w.submit("ask", runtime={"kind": kind, **needing(gpus=1)})
             assert refused.value.field == "task.runtime.resources.gpus"
             assert "'docker', 'podman'" in str(refused.value.hint)

@@ -71,7 +71,7 @@ async def test_what_all_may_take_is_what_is_left_for_each(tmp_path: Path) -> Non
 
 async def test_the_time_is_bounded_too(tmp_path: Path) -> None:
     listed = await collected(tmp_path, ArtifactLimits(seconds=0.1), "*", kind=Hanging)
-    assert [left.reason for left in listed.left_out] == ["what is not listed could not be had within 0.1 s"]
+    assert [left.reason for left in listed.left_out] == ["the files not listed could not be read within 0.1 s"]
 
 
 def test_what_is_kept_lies_by_its_digest_and_is_listed_last(tmp_path: Path) -> None:

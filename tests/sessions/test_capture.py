@@ -161,7 +161,7 @@ async def test_an_engine_that_renders_is_told_of_thinking_and_given_tools_beside
     engine = Told([([1], [2])])
     async with told(tmp_path, engine=engine) as (world, _):
         await world.ask(USER, **ASKED, response_format={"type": "json_object"}, tools=[BASH])
-        with pytest.raises(RequestError, match="cannot hold"):
+        with pytest.raises(RequestError, match="cannot constrain"):
             await world.ask(USER, guided_regex="a")
         [turn] = world.turns
     [request] = engine.requests

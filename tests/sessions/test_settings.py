@@ -139,7 +139,7 @@ class Plain(ScriptedEngine):
 
 async def test_an_engine_that_cannot_is_not_asked(tmp_path: Path) -> None:
     async with a_world(tmp_path, ["{}<|im_end|>"], kind=Plain) as world:
-        with pytest.raises(RequestError, match="cannot hold a reply to a json_schema") as caught:
+        with pytest.raises(RequestError, match="cannot constrain a reply by a json_schema") as caught:
             await world.ask(USER, response_format=FORM)
         assert caught.value.hint
         assert not world.engine.requests

@@ -166,7 +166,7 @@ async def test_a_service_that_has_lost_its_data_is_not_waited_for(
         async with running_service(tmp_path=tmp_path, port=port, data=tmp_path / "other"):
             with pytest.raises(ServiceError, match=r"does not know group g\S+ any more") as caught:
                 await asyncio.wait_for(roll, 20)
-    assert "with its old data folder" in (caught.value.hint or "")
+    assert "restore its data folder" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

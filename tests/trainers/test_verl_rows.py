@@ -78,7 +78,7 @@ def test_lengths_never_change_the_sequence(prompt_length: int, response_length: 
     sample = row()
     given = terms(prompt_length=prompt_length, response_length=response_length, sampling={"temperature": 1.0})
     if not any(sample.loss_mask[: min(3, prompt_length) + response_length]):
-        with pytest.raises(EngineError, match="samples its first token behind what verl takes"):
+        with pytest.raises(EngineError, match="samples its first token after verl"):
             columns(sample, given=given)
         return
     [one] = columns(sample, given=given)

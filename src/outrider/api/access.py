@@ -39,7 +39,8 @@ class AccessControl:
     page cannot forge these headers.
 
     `calls` is the maximum number of calls under way with one token. An admin's calls are not limited. The connections
-    of an admin with a token are not closed to make room for others.
+    of an admin with a token are not closed to make room for others. `roles` has the role that each route requires, by
+    method and path.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class AccessControl:
             with self._tokens.call(caller), self._bodies.of(caller.name) as scope[ROOM]:
                 if self._under_way[caller.name] > self._calls and not admin:
                     raise Busy(
-                        f"{self._calls} calls with token {caller.name!r} are under way: one more is not taken yet",
+                        f"{self._calls} calls with token {caller.name!r} are under way: one more is not accepted yet",
                         hint="call again later, or ask for several things in one call: results, not single groups",
                     )
                 if scope["type"] == "websocket":
@@ -178,7 +179,8 @@ def check(called: str, needed: Role, caller: Principal) -> None:
 
 
 def _token(headers: dict[bytes, bytes]) -> bytes | None:
-    """Return the bearer token in the headers, or the whole Authorization header of another scheme, if there is one."""
+    """Return the bearer token in the headers, the whole Authorization header for another scheme, or None without this
+    header."""
     given = headers.get(b"authorization")
     if given is None:
         return None

@@ -61,7 +61,7 @@ class BodyRoom:
             except TimeoutError as error:
                 raise Busy(
                     f"the requests under way have {ALL} bytes together, or {caller!r} has half",
-                    hint="submit large groups one after another, or have tasks fetch what is large",
+                    hint="submit large groups one after another, or let prepare steps fetch large files",
                 ) from error
             held.callback(slot.release)
         try:

@@ -66,8 +66,9 @@ async def running(server: HttpServer, *sockets: socket.socket) -> AsyncIterator[
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling: the program that runs the service handles signals.
 
-    `ready` is set once the server listens. A server that shuts down cuts off the requests that are still under way
-    after LAST_REPLIES_SECONDS.
+    `connections` is the maximum number of connections at once. `websockets`: see `server_settings`. `ready` is set once
+    the server listens. A server that shuts down cuts off the requests that are still under way after
+    LAST_REPLIES_SECONDS.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ async def group(
 
 @ROUTES.delete("/groups/{group_id}", "submit", GroupView)
 async def cancel(service: Serving, caller: Caller, group_id: str) -> GroupView:
-    """Cancel a group in any state of its sessions. Cancelling the group again changes nothing."""
+    """Cancel a group with all its unfinished sessions. Cancelling the group again changes nothing."""
     return await service.cancel(group_id, caller)
 
 
@@ -120,7 +120,7 @@ async def results(
     if consumer is not None:
         if not caller.may("submit"):
             raise Forbidden(
-                f"{caller.name!r} has a token that changes nothing, and to read as a consumer keeps results stored",
+                f"{caller.name!r} has a read-only token, and reading as a consumer keeps results stored",
                 hint="read with `after`, and keep the last cursor yourself; or take a token with the role 'submit'",
                 field="consumer",
             )
@@ -145,7 +145,7 @@ async def events(
         raise Conflict(
             f"no event has the id {start}: the newest is {newest}",
             field="after" if last_id is None else LAST_EVENT_ID,
-            hint="the service has begun anew, without its data: read its events from 0",
+            hint="the service was started without its old data: read its events from 0",
         )
     return StreamingResponse(_events(service, start, caller), media_type="text/event-stream")
 

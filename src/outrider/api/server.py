@@ -120,7 +120,7 @@ def control_app(service: Service) -> FastAPI:
         if not any(engine.ok for engine in service.pool.status()):
             raise EngineUnavailable("no engine answers", hint="attach one: outrider engines add")
         if service.scheduler.stopping:
-            raise ServiceStopping("it starts no more sessions", hint="the next service on the same data will")
+            raise ServiceStopping("the service starts no more sessions", hint="the next service on the same data will")
         await store.check()
         return Response("ok\n", media_type="text/plain")
 

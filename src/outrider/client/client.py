@@ -120,7 +120,7 @@ class AsyncClient:
             raise InvalidField(
                 "the token has a line break or another control character",
                 field="token",
-                hint="a file that it was read from may end with one: strip it",
+                hint="a token read from a file may end with a line break: strip it",
             )
         if not url.startswith(("http://", "https://")):
             raise InvalidField(
@@ -279,7 +279,8 @@ class AsyncClient:
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
         """Yield every event after a cursor, without end. If the connection is lost, the client connects again. Raises
-        ServiceError if the first connection fails, or if no connection succeeds for PATIENCE seconds."""
+        ServiceError if the first connection fails, or if no connection succeeds for PATIENCE seconds. An error in a
+        reply is raised at once, also after a reconnect."""
         clock = asyncio.get_running_loop().time
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=TOTAL_SECONDS, sock_read=SILENCE)
         give_up_at, tries = clock(), 0
@@ -453,7 +454,7 @@ class AsyncClient:
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             return ServiceError(
                 f"the service at {self.url} cannot be trusted: {error.certificate_error}",
-                hint="name the authority of its certificate with --ca or OUTRIDER_CA, and it by a name that is in it",
+                hint="name the certificate's authority with --ca or OUTRIDER_CA; use a host name in the certificate",
             )
         number = getattr(getattr(error, "os_error", None), "errno", None)
         reason = os.strerror(number) if number else str(error) or type(error).__name__
@@ -495,7 +496,7 @@ async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: st
     except NotFound as error:
         raise ServiceError(
             f"the service does not know group {group_id} any more",
-            hint="it was started anew without its data: start it with its old data folder, or submit the work again",
+            hint="the service was started without its old data: restore its data folder, or submit the group again",
         ) from error
 
 

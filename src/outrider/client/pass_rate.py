@@ -110,8 +110,8 @@ async def evaluate(
     missing groups. `watch`: see `AsyncClient.wait`.
 
     Raises InvalidField if the service refuses a task or the policy has another version, Conflict if `run` was used with
-    other tasks, and ServiceError if the service cannot be reached, the version changed meanwhile, or no session was
-    graded. After an error, the groups that still run are cancelled, unless `run` is given.
+    other tasks, Busy if the service stays busy, and ServiceError if the service cannot be reached, the version changed
+    meanwhile, or no session was graded. After an error, the groups that still run are cancelled, unless `run` is given.
     """
     if not tasks or samples < 1:
         raise InvalidField("an evaluation needs a task and a sample", field="samples" if tasks else "tasks")

@@ -2,8 +2,8 @@
 
     done = await roll_out(client, tasks, run="first", samples=4)
 
-A run that was interrupted goes on with the same call. Invariant: a run submits each task of the data set once for its
-number of sessions, also if other rows are added, moved or removed.
+The same call continues a run that was interrupted. Invariant: a run submits one group for each task of the data set,
+even if other rows are added, moved or removed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from outrider.schemas import GroupView
 RUN_LABEL = "outrider.run"
 """Label of the groups of a run, with the run's name as its value. `outrider export --run` writes these groups."""
 WAITED_FOR = 16
-"""Number of groups that are asked for at once, the first that are not done."""
+"""Maximum number of groups that are polled at once: the first groups that are not done."""
 WAIT_SECONDS = 1.0
-"""Seconds that one request waits for a group, so that the progress is no older."""
+"""Seconds that a poll waits for the first group to be done."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,9 @@ async def roll_out(
     priority: int = 0,
     watch: Callable[[Progress], None] | None = None,
 ) -> RolledOut:
-    """Run `samples` sessions of each task, and wait for all of them. While the service's queue is full, the rest waits.
+    """Run `samples` sessions of each task, and wait for all of them. While the service's queue is full, the remaining
+    groups wait for their submission. `watch` is called with the progress after each submission, before each poll, and
+    at the end.
 
     Groups that were already submitted under the name `run` are used. A cancellation leaves running groups to the
     service. Raises InvalidField if the service refuses a task, or if a task of the run had another number of sessions
@@ -120,7 +122,7 @@ async def roll_out(
     earlier = sum(group.state is GroupState.DONE for group in groups.values())
     while active := [group for group in groups.values() if group.state is not GroupState.DONE][:WAITED_FOR]:
         tell(active)
-        # The first group is waited for, and so sets the pace; the others are only looked at.
+        # Only the request for the first group waits, and so sets the pace.
         waits = [WAIT_SECONDS] + [0.0] * (len(active) - 1)
         calls = [partial(client.group, group.id, wait=wait) for group, wait in zip(active, waits, strict=True)]
         for group in await asyncio.gather(*map(patiently, calls)):
@@ -131,7 +133,7 @@ async def roll_out(
 
 def _bodies(tasks: Sequence[Mapping[str, Any]], *, run: str, samples: int, priority: int) -> Iterator[dict[str, Any]]:
     """Yield the groups to submit. The key of a group is made from its task, not from the task's place in the data set,
-    so that a run goes on after rows were added, removed or moved. Of equal tasks, each has a key of its own."""
+    so that a run goes on after rows were added, removed or moved. Equal tasks get different keys."""
     seen = Counter[str]()
     for task in tasks:
         body = {**task, "labels": {**(task.get("labels") or {}), RUN_LABEL: run}}

@@ -93,7 +93,7 @@ SampleWriter = JsonLines | Parquet
 def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
     """Open a writer of the file at `path`. The file appears, or is replaced, only if the block ends without an error.
 
-    Raises InvalidField if the file cannot be created.
+    Raises InvalidField if the file cannot be created, or for `parquet` if pyarrow is not installed.
     """
     make = Parquet if kind is SampleFormat.PARQUET else JsonLines
     with whole_file(path, field="output") as file, closing[SampleWriter](make(file)) as writer:

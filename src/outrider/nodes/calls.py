@@ -84,7 +84,7 @@ class PendingCall(Generic[R]):
             pass
 
     def cancel(self) -> None:
-        """Request the peer to cancel the call, unless the call has ended. Only a `NodeStream` can be cancelled."""
+        """Make the peer cancel the call, unless the call has ended. Only a `NodeStream` can be cancelled."""
         if not self._ended:
             self._calls.send(CancelCall(self._number))
 
@@ -179,7 +179,7 @@ class LinkCalls:
                 if (call := self._pending.get(message.call)) is not None:
                     call.receive(message)
                 elif message.call >= self._made:
-                    raise Nonsense(f"a reply to call {message.call}, which it does not have")
+                    raise Nonsense(f"a reply to call {message.call}, which was never made")
 
     def streams(self, *kinds: type[NodeCall[Any]]) -> list[int]:
         """Return the request sizes, in bytes, of the peer's open streams of these kinds."""

@@ -47,7 +47,7 @@ MAX_LINES = 256
 """Maximum number of entries in a table of a result, such as forks by cause."""
 LIMITS = ArtifactLimits()
 MAX_KEPT_BYTES = LIMITS.total_bytes + len(KEPT) * LIMITS.file_bytes + (1 << 20)
-"""The last MiB is for the grading log, of LOG_BYTES and a note."""
+"""Maximum bytes of an attempt's artifacts: the collected files, the carried data, and 1 MiB for the grading log."""
 
 GRADED = frozenset(
     {
@@ -372,7 +372,7 @@ def checked_stats(name: str, report: Report) -> NodeStats:
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):
-        raise Nonsense("a report with numbers that cannot be")
+        raise Nonsense("a report with impossible numbers")
     failing = tuple(
         msgspec.structs.replace(each, name=each.name[:MAX_NAME], node=name, error=each.error[:MAX_DETAIL])
         for each in stats.failing[:MAX_FAILING]

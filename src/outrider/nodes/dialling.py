@@ -40,7 +40,7 @@ REFUSALS: dict[int, tuple[type[OutriderError], str]] = {
     Close.NONSENSE: (EngineMisbehaved, "is this an Outrider service, of the same version as the node?"),
     Close.PROTOCOL: (Conflict, "install the same version of Outrider on both machines"),
     401: (Unauthorized, "give the service's token: OUTRIDER_TOKEN, or --token"),
-    403: (Forbidden, "its token must be a node's: outrider token create --role node"),
+    403: (Forbidden, "give a token with the role node: outrider token create --role node"),
     404: (NotFound, "is this an Outrider service, of the same version as the node?"),
 }
 """Errors and hints by close code or HTTP status. After these codes and statuses, a retry would fail in the same way."""

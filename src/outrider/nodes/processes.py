@@ -1,9 +1,9 @@
 """Several nodes on one machine, each in its own process, so that sessions use more than one core.
 
 Each process runs sandboxes, agents, the model gateway, token trees, and generations on engines with a URL. The
-service's process has the queue, the store, the policy, and engines that run inside the process. `remote_node.py`
-handles the messages. Invariants: a process that exits is started again (`spawning.py` decides when);
-no process outlives the service.
+service's process has the queue, the store, the policy, and the engines without a URL. `remote_node.py` handles the
+messages. Invariants: a process that exits is started again (`spawning.py` decides when); no process outlives the
+service.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class NodeProcesses:
         def ended(how: str) -> bool:
             if not started.done():
                 message = f"the process of node {node.name} {how} before it was ready"
-                started.set_exception(ServiceError(message, hint="its own words are above, in the log"))
+                started.set_exception(ServiceError(message, hint="the log has the process's own error message, above"))
             return True
 
         setup = setup_of(self._config, node.name, number, self._parts.resources.capacity)

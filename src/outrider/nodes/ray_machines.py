@@ -93,7 +93,7 @@ class RayFleet:
             import ray
         except ImportError as error:
             raise InvalidField(
-                "a Ray cluster needs Ray", field="ray", hint=f"{install_command('ray')}, on all machines of it"
+                "a Ray cluster needs Ray", field="ray", hint=f"{install_command('ray')}, on all machines of the cluster"
             ) from error
         self._ray: Any = ray
         self._place: dict[str, Any] = msgspec.to_builtins(place, builtin_types=(bytes,))
@@ -128,12 +128,12 @@ class RayFleet:
                     try:
                         await self._look()
                     except Exception as error:  # Ray may be busy, so the loop tries again
-                        log.warning("the Ray cluster cannot be looked at: %r", error)
+                        log.warning("the Ray cluster cannot be checked: %r", error)
                     runs = [run for _, _, run in self._machines.values()]
                     await asyncio.wait([stopping, *runs], timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                     if any(run.done() for run in runs):
                         refusal = self._refusal()
-                        # This is a pause, because a new actor may fail at once.
+                        # Without a pause, actors that fail at once would be made again and again.
                         await asyncio.wait([stopping], timeout=LOOK_SECONDS)
                 if refusal is None:
                     await self._leave()

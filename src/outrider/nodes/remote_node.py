@@ -405,7 +405,7 @@ class NodeConnection:
 
     def _take(self, call: messages.Take) -> AsyncGenerator[tuple[str, ...], None]:
         if len(self.calls.streams(messages.Take)) >= 2 * len(self._running) + SPARE_TAKES:
-            raise Nonsense(f"it asks for resources more often than for {len(self._running)} attempts")
+            raise Nonsense(f"it asks for resources more often than {len(self._running)} attempts need")
         return self._held(call)
 
     async def _held(self, call: messages.Take) -> AsyncGenerator[tuple[str, ...], None]:
@@ -422,7 +422,7 @@ class NodeConnection:
     def _generate_tokens(self, call: messages.GenerateTokens) -> AsyncGenerator[object, None]:
         ids = np.frombuffer(call.input_ids, dtype=np.int32) if len(call.input_ids) % 4 == 0 else np.array([])
         if not len(ids) or ids.min() < 0:  # a negative id crashes an SGLang server
-            raise Nonsense("a prompt with ids that cannot be")
+            raise Nonsense("a prompt with impossible ids")
         request = GenerateRequest(
             request_id=call.request_id, session_key=call.session_key, input_ids=ids, sampling=call.sampling
         )

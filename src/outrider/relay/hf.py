@@ -34,8 +34,10 @@ class ModelSampler:
     continuous batching.
 
     `tokenizer` is the folder of the model's tokenizer.json, needed for stop strings and for the service's check of the
-    tokenizer. Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured
-    output is not supported.
+    tokenizer. `name` is the name of the model, by default the config's. `context_tokens` is by default the config's
+    `max_position_embeddings`; raises InvalidField without either. `version` is the policy version of the weights at the
+    start. Log-probabilities are RAW: log-softmax of the logits, before temperature and truncation. Structured output is
+    not supported.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ them."""
 HINTS: dict[int, str] = {
     Close.REMOVED: "the engine was removed from the service; a new worker adds it again",
     401: "give the service's token: Worker(..., token=...)",
-    403: "its token must be an admin's: outrider token create --role admin",
+    403: "give an admin's token: outrider token create --role admin",
     404: "is this an Outrider service, of the same version as the worker?",
 }
 
@@ -195,7 +195,7 @@ class Worker:
         any thread. Raises TypeError unless the engine is a `FunctionEngine`: another engine has its own
         `set_version`."""
         if not isinstance(self.engine, FunctionEngine):
-            raise TypeError("the engine of this worker has versions of its own: call its set_version")
+            raise TypeError("this worker's engine has versions of its own: call the engine's set_version")
         self.engine.version = version
         loop = self._loop
         if loop is not None:

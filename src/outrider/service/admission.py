@@ -150,7 +150,7 @@ def _validated(kind: type[S], value: Mapping[str, Any]) -> S:
         # For an invalid prepare step, pydantic reports the errors of every kind of step that it has tried. The kind
         # with the fewest errors is most likely the intended kind.
         counts = Counter(_step_kind_tried(details["loc"]) for details in errors)
-        # An unknown field comes first, because a missing field may be the same one misspelt.
+        # An unknown field comes first: the unknown field may be a missing field, misspelt.
         rank = {"extra_forbidden": 0, "missing": 2}
         chosen = min(
             errors, key=lambda details: (counts[_step_kind_tried(details["loc"])], rank.get(details["type"], 1))
@@ -182,7 +182,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
     agent, needs = required(task.runtime.resources), session_needs(task)
     if not nodes or fits(needs):
         return
-    graded = "" if not fits(agent) else ", that of sandboxes for grading included,"
+    graded = "" if not fits(agent) else ", with the sandboxes for grading,"
     short = [name for name in RESOURCES if getattr(needs, name) > max(getattr(node.resources, name) for node in nodes)]
     # Each resource alone may fit some node although no node has enough of all resources. Then the message names the
     # memory.
@@ -218,7 +218,7 @@ def check_bounds(task: TaskSpec) -> None:
     for bound in BOUNDS:
         if (asked := bound.asked(task)) > bound.most:
             raise InvalidField(
-                f"{asked:g} seconds are more than {bound.most:g}, for which a session may hold what others wait for",
+                f"{asked:g} seconds are more than the {bound.most:g} for which a session may hold a slot",
                 field=bound.field,
                 hint="ask for less, or have an admin submit the group",
             )
@@ -244,7 +244,7 @@ def check_group(
     for kind, (one, field) in zip(kinds, runtimes, strict=True):
         if one.resources.gpus and not getattr(kind, "gives_gpus", False):
             raise InvalidField(
-                f"{one.kind!r} sandboxes cannot be given GPUs that are theirs alone",
+                f"{one.kind!r} sandboxes cannot have GPUs of their own",
                 field=f"{field}.resources.gpus",
                 hint="use runtime kind 'docker', 'podman', 'gvisor', 'apptainer' or 'namespace'",
             )

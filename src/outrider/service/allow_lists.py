@@ -66,14 +66,14 @@ class AllowLists:
                 f"sandboxes of kind {kind!r} are for admins: token {caller.name!r} may use"
                 f" {', '.join(sandboxes.runtimes) or 'none'}",
                 field=f"{field}.kind",
-                hint="the operator's setting sandboxes.runtimes says which others may use",
+                hint="the operator's setting sandboxes.runtimes lists the kinds for other tokens",
             )
         prefixes = None if image is None or image.startswith("/") else sandboxes.images
         if prefixes is not None and not any(_begins(str(image), prefix) for prefix in prefixes):
             raise InvalidField(
                 f"{image!r} is not among the images that tasks may name",
                 field=f"{field}.image",
-                hint="the operator's setting sandboxes.images says how their names begin",
+                hint="the operator's setting sandboxes.images lists the beginnings of allowed names",
             )
 
     def check_python(self, name: str | None, *, field: str) -> None:

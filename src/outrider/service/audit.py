@@ -24,9 +24,9 @@ FILES = 8
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of the log. `who` is the name of a token, `place` the caller's address, `call` the method and route,
-    `ids` the ids in the request and of created objects, `status` the HTTP status of the reply, `at` seconds since the
-    epoch."""
+    """One line of the log. `who` is the name of a token and `role` its role, `place` the caller's address, `call` the
+    method and route, `ids` the ids in the request and of created objects, `status` the HTTP status of the reply, `at`
+    seconds since the epoch."""
 
     at: float
     who: str

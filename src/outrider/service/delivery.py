@@ -178,7 +178,7 @@ class Deliverer:
                 self._failing.discard(delivery.receiver)
                 await retry_store(lambda: self._store.delivered(group_id), self._failures)
             else:
-                if delivery.url:  # without an address, the receiver was not tried
+                if delivery.url:  # without a URL, the receiver was not tried
                     self._failing.add(delivery.receiver)
                 await self._put_off(delivery, failure)
         except NotFound as error:
@@ -206,7 +206,7 @@ class Deliverer:
 
         assert self._http is not None  # opened before the first delivery
         if not delivery.url:
-            return Failure("its address was encrypted with a key that the service does not have now", refused=True)
+            return Failure("the callback URL was encrypted with a key that the service does not have now", refused=True)
         headers = {"Content-Type": "application/json", "Idempotency-Key": delivery.group_id}
         if self._secret is not None:
             headers |= signed_headers(self._secret, delivery.group_id, body, now=time.time())
@@ -217,15 +217,15 @@ class Deliverer:
                 if 200 <= reply.status < 300:
                     return None
                 return Failure(
-                    storable(f"it answered {reply.status} {reply.reason or ''}".rstrip()[:MAX_FAULT]),
+                    storable(f"the receiver answered {reply.status} {reply.reason or ''}".rstrip()[:MAX_FAULT]),
                     refused=reply.status < 500 and reply.status not in NOT_REFUSED,
                     wait=_wait_asked(reply.headers.get("Retry-After", "")),
                 )
         except TimeoutError:
-            return Failure(f"it did not answer within {TRY_SECONDS:.0f} s")
+            return Failure(f"the receiver did not answer within {TRY_SECONDS:.0f} s")
         except (aiohttp.InvalidURL, ValueError):
             # aiohttp raises one or the other. The error's text is left out, because its URL may be secret.
-            return Failure("its address cannot be used", refused=True)
+            return Failure("the callback URL cannot be used", refused=True)
         except (aiohttp.ClientError, OSError) as error:
             return Failure(storable((str(error) or type(error).__name__)[:MAX_FAULT]))
 

@@ -104,9 +104,9 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
         if model.name in names:
             whose = "the policy" if model.name == config.model.name else "another frozen model"
             raise InvalidField(
-                f"the frozen model's name {model.name!r} is that of {whose}",
+                f"the frozen model's name {model.name!r} is also the name of {whose}",
                 field=f"frozen.{at}.name",
-                hint="agents choose a model by its name: give each one of its own",
+                hint="agents choose a model by its name: give each model a name of its own",
             )
         names.append(model.name)
         if model.tokenizer is None and model.renderer is None:

@@ -15,7 +15,7 @@ FRESH_SECONDS = 1.0
 """Seconds for which a probe's result is valid."""
 STORE_SECONDS = 2.0
 """Maximum seconds for a probe of the store. An orchestrator waits only a few seconds for the reply of `/readyz`."""
-HINT = "nothing is accepted until it is back; sessions under way wait for it"
+HINT = "the service accepts nothing until the store is back; sessions under way wait for the store"
 
 
 class StoreReadiness:

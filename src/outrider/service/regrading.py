@@ -31,7 +31,7 @@ async def regraded_group(
     # are kept twice.
     rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
-        raise Conflict(f"group {group_id} is not done", hint="wait for it, or grade single sessions of it again")
+        raise Conflict(f"group {group_id} is not done", hint="wait for the group, or grade single sessions of it")
     runs = [row.id for row in rows if _can_be_graded(row)]
     if not runs:
         raise Conflict(f"no agent's run in group {group_id} ended by itself: there is nothing to grade", hint=HINT)
@@ -48,7 +48,7 @@ async def regraded_session(
     if spec.regrades:
         row = await store.session(spec.regrades[row.sample_index])
     if row.state is not SessionState.DONE:
-        raise Conflict(f"session {row.id} is {row.state}, not done", hint="wait until it is")
+        raise Conflict(f"session {row.id} is {row.state}, not done", hint="wait until the session is done")
     if not _can_be_graded(row):
         raise Conflict(
             f"the agent's run in session {row.id} did not end by itself: there is nothing to grade", hint=HINT
@@ -67,16 +67,16 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
     task, first = old.task, old.task.evaluator
     if task.then:
         raise Conflict(
-            "a task of several steps cannot be graded again: what its sandbox was between them is gone",
+            "a task of several steps cannot be graded again: its sandbox was not kept as it was between the steps",
             hint="submit the task again with other evaluators",
         )
     evaluator = asked.evaluator or first
     if asked.evaluator is not None and evaluator.carry not in (None, first.carry):
-        carried = "nothing was carried" if first.carry is None else f"what was carried is {first.carry!r}"
+        carried = "nothing was carried" if first.carry is None else f"only {first.carry!r} was carried"
         raise InvalidField(
-            f"{carried}, and no more can be graded again",
+            f"{carried} to the first grading: no other files can be graded again",
             field="evaluator.carry",
-            hint="leave it out: what was kept is carried again",
+            hint="leave it out: the kept files are carried again",
         )
     # If the old group itself graded runs again, the files were kept by the earlier sessions, although the old group's
     # own `keep` is false.
@@ -84,14 +84,14 @@ def _regrading(old: StoredGroupSpec, runs: list[str], asked: RegradeSpec) -> Sto
     if kept is None:
         if evaluator.runtime is not None:
             raise InvalidField(
-                "a sandbox is for files, and those of these sessions were not kept",
+                "a sandbox is for files, and the files of these sessions were not kept",
                 field="evaluator.runtime",
                 hint=KEEP,
             )
         for part, field in nested_specs(evaluator):
             if part.kind == "command":
                 raise InvalidField(
-                    "a command grades files, and those of these sessions were not kept",
+                    "a command grades files, and the files of these sessions were not kept",
                     field=f"{field.removeprefix('task.')}.kind",
                     hint=KEEP,
                 )

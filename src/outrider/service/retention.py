@@ -1,8 +1,8 @@
 """Removes finished groups that are too old, and the oldest groups while the total size is too large, with all their
 stored data: rows, images and artifacts. `store/removals.py` keeps the groups that a consumer or a callback still needs.
 
-Invariants: a group disappears from all replies of the API before any part of its data is deleted; a deletion that was
-interrupted because the service was killed is completed by the next service.
+Invariants: a group disappears from all replies of the API, except the stream of events, before any part of its data is
+deleted; a deletion that was interrupted because the service was killed is completed by the next service.
 """
 
 from __future__ import annotations

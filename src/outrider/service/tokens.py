@@ -96,10 +96,10 @@ class TokenRegistry:
         for the name of an existing tenant. Raises InvalidField for Outrider's reserved names, and for a first token
         that is not an admin's."""
         if spec.name in (LOCAL.name, OPERATOR.name):
-            raise InvalidField(f"{spec.name!r} stands for those who need no token of this kind", field="name")
+            raise InvalidField(f"{spec.name!r} is reserved for callers without a stored token", field="name")
         if spec.role != "admin" and not await self.required():
             raise InvalidField(
-                "the first token must be an admin's: once there is one, every call needs a token",
+                "the first token must be an admin's: once a token exists, every call needs a token",
                 field="role",
                 hint="make one with `outrider token create --role admin`, or set OUTRIDER_TOKEN for the service",
             )

@@ -33,8 +33,8 @@ LOG_BYTES = 256 << 10
 
 
 class GradingLog:
-    """The output of the graders of an attempt: the beginning and the end, LOG_BYTES / 2 each. From the second one on,
-    the output of an evaluation has a heading."""
+    """The output of the graders of an attempt: the beginning and the end, LOG_BYTES / 2 each. The output of the second
+    and of each later evaluation has a heading."""
 
     def __init__(self) -> None:
         self._head = bytearray()
@@ -98,7 +98,7 @@ class ArtifactCollector:
                         async with self._reading:
                             await collection.keep(path)
             except TimeoutError:
-                collection.leave_out("", f"what is not listed could not be had within {self._limits.seconds:g} s")
+                collection.leave_out("", f"the files not listed could not be read within {self._limits.seconds:g} s")
             await self._store.keep_index(collection.listed())
         except Exception as error:  # a failure to keep artifacts must not fail the session
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
@@ -112,7 +112,7 @@ class ArtifactCollector:
         try:
             size = (await asyncio.to_thread(file.stat)).st_size
             if size > limit:
-                note = LeftOut(path=name, reason=f"it has {size} bytes, and {limit} is the most that is kept")
+                note = LeftOut(path=name, reason=f"it has {size} bytes; at most {limit} are kept")
                 listed = msgspec.structs.replace(listed, left_out=(*listed.left_out, note))
             else:
                 async with self._reading:
@@ -121,7 +121,7 @@ class ArtifactCollector:
                 listed = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(listed)
         except Exception as error:  # as in `collect`
-            log.warning("what session %s attempt %d carries is not kept: %r", session_id, attempt, error)
+            log.warning("the carried files of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return listed
 
     async def keep_log(self, log_of_grading: GradingLog, listed: ArtifactList) -> ArtifactList:
@@ -198,7 +198,7 @@ class ArtifactCollection:
             path.encode()
             data = await self.runtime.read(path, limit=limit, follow=False)
         except IsADirectoryError:
-            self.leave_out(path, "a folder: a pattern such as `folder/**` names what is in it")
+            self.leave_out(path, "a folder: a pattern such as `folder/**` names the files in it")
             return
         except UnicodeEncodeError:
             self.leave_out(path, "its name is not UTF-8")

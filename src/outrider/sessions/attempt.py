@@ -122,10 +122,10 @@ def session_result(
 
     `task` is None if the stored task cannot be read: then the default branch policy applies and there are no labels.
     `at_most` is the upper bound of the policy for rows of every kind. `forks` are counted by cause while the attempt
-    runs, and take precedence over the counts from `turns`.
+    runs, and take precedence over the counts from `turns`. The other arguments are fields of `SessionResult`.
     """
     policy = {} if task is None else policy_of(task.branches)
-    order = list(BranchPolicy)  # ordered from the branch policy that uses most of a session to the one that uses least
+    order = list(BranchPolicy)  # from the policy that uses most of a session to the policy that uses least
     policy = {kind: max(chosen, at_most, key=order.index) for kind, chosen in policy.items()}
     counts = count_session(turns, policy)
     return SessionResult(

@@ -163,9 +163,9 @@ WORKING = (Stage.PREPARE, Stage.RUN, Stage.NEXT_STEP)
 
 class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
     """A rule fits if the stage is in `stages`, the end is in `ends`, and all facts in `when` are true. A rule with a
-    `cause` ends the attempt with this error. Any other rule has the `reason`, or the limit's if `reason` is None, as
-    the stop reason; the attempt is graded unless the session was out of time. `maybe_agent`: the agent is blamed
-    instead, if the error came from inside the sandbox and the model had replied."""
+    `cause` ends the attempt with this error. Under any other rule, the stop reason is `reason`, or the reached limit's
+    if `reason` is None, and the attempt is graded unless the session was out of time. `maybe_agent`: the agent is
+    blamed instead, if the error came from inside the sandbox and the model had replied."""
 
     name: str
     stages: tuple[Stage, ...] = (Stage.RUN,)
@@ -232,7 +232,7 @@ RULES = (
         ends=(End.SANDBOX, End.EVALUATOR),
         cause=Cause.RAISED,
         maybe_agent=True,
-        why="the agent could not work in it, whatever limit it had reached",
+        why="the agent could not work in the sandbox, whatever limit was reached",
     ),
     # Then come the ends of a run, with the strongest reason first.
     BlameRule(
@@ -254,7 +254,7 @@ RULES = (
         ends=(End.AGENT_CLOCK,),
         when=("called",),
         reason=StopReason.AGENT_TIMEOUT,
-        why="what the agent did by then is its outcome",
+        why="the agent's work until then is its outcome",
     ),
     BlameRule(
         name="limit",
@@ -341,7 +341,7 @@ RULES = (
         name="not confirmed",
         stages=(Stage.CONFIRM,),
         cause=Cause.FIRST,
-        why="what failed fails without an agent, too",
+        why="the failed operation also fails without an agent",
     ),
 )
 """The rules in order of precedence: the first rule that fits decides."""

@@ -76,7 +76,8 @@ class RunEnded(RequestError):
 
 
 class _Failed(msgspec.Struct, frozen=True):
-    """A failed call. `begun` is the number of calls that had begun when the call failed."""
+    """A failed call. `begun` is the number of calls that had begun when the call failed. `tools` is True if the call is
+    known to have offered tools."""
 
     error: OutriderError
     begun: int
@@ -250,7 +251,7 @@ class Conversation:
             if any(map(images_in, messages)):
                 raise RequestError(
                     "the tokens of images are not known before the call: the engine makes them",
-                    hint="count without the images; a reply's usage says what they came to",
+                    hint="count without the images; the usage in a reply includes the tokens of its images",
                 ) from cause
 
     async def call(self, request: ModelRequest, *, dialect: str) -> AsyncGenerator[list[Step], None]:
@@ -490,8 +491,8 @@ class Conversation:
         renderer = self.backend.renderer
         if renderer.opens_reasoning(prompt.tail(renderer.tail_start)):
             raise RequestError(
-                "a reply cannot be held to a form here: the prompt begins the model's reasoning, and its chat template"
-                " cannot switch that off",
+                "the reply cannot be constrained: the prompt begins the model's reasoning, and the chat template cannot"
+                " switch reasoning off",
                 hint="ask without structured output",
             )
 

@@ -1,6 +1,7 @@
 """Applies a task's filters to a graded session: each filter restricts the use of one kind of run, such as cut-off runs.
 
-Invariant: a filter never raises a reward, and leaves a session without a verdict unchanged.
+Invariant: a filter never raises the session's reward. The filter `zero` also removes the rewards of single turns and
+rows, negative rewards included.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ CUT_OFF = frozenset(
     {StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.CONTEXT_OVERFLOW, StopReason.AGENT_TIMEOUT}
 )
 REPEATS = 4
+"""Number of equal tool calls in a row from which a run matches `repeated_calls`, unless the filter has a `limit`."""
 
 
 class EndedRun(msgspec.Struct, frozen=True):

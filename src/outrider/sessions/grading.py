@@ -318,9 +318,9 @@ class Grading:
         Untouched sandboxes, without any agent's work, must start, take a file, run a command, open the shell that was
         missing, and carry their files. If they cannot, `failure` is raised.
 
-        `outcome` is then evaluated in an untouched sandbox, where nothing was done. The reward is that of this
-        evaluation, but at most 0. If the evaluation raises EvaluatorError, a `failure` that is an EvaluatorError is
-        raised; for any other `failure` the reward is 0.
+        `outcome` is then evaluated in an untouched sandbox, where nothing was done. The reward is this evaluation's
+        reward, but at most 0. If the evaluation raises EvaluatorError, a `failure` that is an EvaluatorError is raised;
+        for any other `failure` the reward is 0.
         """
         reward, reason = 0.0, storable(f"{EXCESS}: {failure.message}")
         shell = failure.kind if isinstance(failure, NoShell) else None

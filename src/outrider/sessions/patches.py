@@ -83,7 +83,7 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
         patch = await runtime.read(f"{repository}/.git/outrider-patch", limit=MAX_PATCH)
     except RuntimeFailure as error:
         await runtime.exec(["true"], seconds=SECONDS)  # raises if the whole sandbox is broken
-        message = f"what the agent changed in {repository} is more than {MAX_PATCH >> 20} MiB"
+        message = f"the agent's changes in {repository} are more than {MAX_PATCH >> 20} MiB"
         raise EvaluatorError(message, inside=True) from error
     await _run(runtime, repository, TIDY)
     return patch
@@ -91,7 +91,7 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
 
 async def apply_patch(runtime: Runtime, repository: str, patch: bytes) -> None:
     """Apply a patch of `make_patch` in a new sandbox. Raises RuntimeFailure, and EvaluatorError if the patch does not
-    apply, because the repository differs from that of the sandbox in which the patch was made."""
+    apply, because the repository differs from the repository for which the patch was made."""
     if not patch:
         return
     await runtime.write(f"{repository}/.git/outrider-patch", patch)

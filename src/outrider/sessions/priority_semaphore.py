@@ -1,4 +1,5 @@
-"""A queue for parts of a bounded resource: slots of a lane; processors, memory and GPUs of a node; memory for bodies.
+"""A queue for parts of a bounded resource: slots of a lane; processors, memory and GPUs of a node; memory for bodies of
+control calls.
 
 Owners (tenants) take turns: the waiting owner with the smallest holding is served next, and among equals the owner
 served least recently. Requests of one owner are served by priority, first come first served among equals; a priority

@@ -438,15 +438,15 @@ class Rollout:
             Cause.UNRECORDED: models.broken,
             Cause.ENGINE: failure,
             Cause.STALL: ServiceError(
-                f"the service stood still for {longest:.1f} s while the agent ran, which then ended badly",
-                hint="see the service's log for what held it, and whether its machine is overloaded",
+                f"the service stood still for {longest:.1f} s while the agent ran, and the agent then ended badly",
+                hint="see the service's log for the cause, and whether the service's machine is overloaded",
             ),
             Cause.OVERDUE: overdue_error(self._overdue.in_run(), self._overdue.what),
             Cause.IN_VAIN: in_vain,
             Cause.OWN_TIMEOUT: timed_out_by_itself(),
             Cause.NO_REPLY: HarnessError(
-                "the agent's time ran out before the model had said anything",
-                hint="see whether an engine was there to answer, and whether the harness asked",
+                "the agent's time ran out before the first reply of its model",
+                hint="see whether an engine was available, and whether the harness made a model call",
             ),
             Cause.NO_CALL: HarnessError(
                 "the harness ended without a single model call",
@@ -502,7 +502,8 @@ class Rollout:
         return End.RETURNED, None, outcome
 
     def _timed_out(self, stage: Stage, *others: Budget) -> Ending:
-        """Return the ending for a TimeoutError outside of a run. Raises HarnessError if no budget is exhausted."""
+        """Return the ending for a TimeoutError outside of a run. `others` are budgets besides the session's. Raises
+        HarnessError if no budget is exhausted."""
         exhausted = any(budget.exhausted for budget in (self._budget, *others))
         decision = decide(Facts(stage=stage, end=End.SESSION_CLOCK if exhausted else End.TIMEOUT))
         if decision.reason is None:
@@ -647,7 +648,7 @@ def _frozen_conversation(
     model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue: Overdue, cutoff: Cutoff
 ) -> Conversation:
     """Make an attempt's conversation with a frozen model. The sampling parameters of the agent's calls apply, because
-    those of the task are only for the policy."""
+    the task's sampling parameters are only for the policy."""
     session, name = attempt.session, model.backend.model
     return Conversation(
         model.backend,

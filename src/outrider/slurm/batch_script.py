@@ -81,7 +81,7 @@ def _options(job: BatchJob) -> list[str]:
         least = warning + 60 + LEAST_SECONDS + 30  # Slurm may signal a minute earlier than requested
         if seconds is not None and seconds < least:
             hint = (
-                f"{least} s is the least: {warning} s are kept for the end, which is --stop-seconds and {END_SECONDS}"
+                f"the minimum is {least} s, of which {warning} s (--stop-seconds + {END_SECONDS}) are for the job's end"
             )
             raise InvalidField(f"a time limit of {seconds} s is too short", field="time", hint=hint)
     if "\\" in str(job.folder):

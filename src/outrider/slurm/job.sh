@@ -62,7 +62,7 @@ stop_nodes() {
 failed() {
     say "$2; the end of $1:"
     tail -n 40 "$1" || true
-    say "giving up; nothing that was accepted is lost: the next job on this data folder goes on"
+    say "giving up; no accepted session is lost: the next job on this data folder continues"
     stop_service 20
     stop_nodes
     exit 1
@@ -165,7 +165,7 @@ if [[ $left == 0 ]]; then exit 0; fi
 if [[ $told == end ]]; then exit 143; fi  # cancelled meanwhile
 if ((ran < least_seconds && ${SLURM_RESTART_COUNT:-0} >= 3)); then
     # A job whose time is too short for any session would come back for ever.
-    say "not queued again: its nodes had $ran s only; submit it again, with more time"
+    say "not queued again: the nodes ran for only $ran s; submit the job again, with more time"
     exit 1
 fi
 if ! scontrol requeue "$SLURM_JOB_ID"; then

@@ -78,8 +78,8 @@ class ArtifactStore:
         await asyncio.to_thread(self.index, listed)
 
     async def carried(self, session_id: str, attempt: int) -> bytes:
-        """Return the bytes of the attempt's artifact named in KEPT. The file is read in a thread. Raises NotFound if
-        there is no such artifact, and OSError."""
+        """Return the bytes of the attempt's artifact with a name in KEPT, read in a thread. Raises NotFound if there is
+        no such artifact, and OSError."""
 
         def read() -> bytes:
             names = [artifact.path for artifact in self.listed(session_id, attempt).artifacts]
@@ -112,7 +112,7 @@ class ArtifactStore:
                 assert listed.attempt is not None
                 return self._place(session_id, listed.attempt) / artifact.sha256
         raise NotFound(
-            f"session {session_id} has kept no {path!r}", hint=f"see what it has: outrider artifacts {session_id}"
+            f"session {session_id} has kept no {path!r}", hint=f"see its artifacts: outrider artifacts {session_id}"
         )
 
     def sessions(self) -> list[str]:

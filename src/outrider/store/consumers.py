@@ -48,7 +48,7 @@ class Consumers:
                 if (await tx.fetch("SELECT COUNT(*) FROM consumers WHERE tenant = ?", (owner,)))[0][0] >= MAX_CONSUMERS:
                     raise Conflict(
                         f"there are {MAX_CONSUMERS} consumers already",
-                        hint="delete those that are not needed any more: outrider consumers list",
+                        hint="delete consumers that are not needed any more: outrider consumers list",
                         field="consumer",
                     )
                 await _check_reached(tx, at, tenant, field="after")

@@ -72,7 +72,7 @@ async def find_image(tx: Connection, digest: str, tenant: str | None = None) -> 
     if not found:
         raise NotFound(
             f"no image {digest!r}",
-            hint="images are kept once the turn that shows them is; those sent by address are not",
+            hint="an image is stored with the turn that shows it; an image sent as a URL is not stored",
         )
     media_type, data = found[0]
     return Image(media_type, digest, bytes(data), size=len(data))

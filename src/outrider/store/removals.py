@@ -1,8 +1,8 @@
 """Removes finished groups with all their rows, in transactions so short that other writers hardly wait.
 
-A removal begins with `hide`: from then on, no query finds the group or its sessions, and no total includes them.
-`erase` then deletes the rows, step by step. `service/retention.py` chooses the groups, and removes the files of their
-sessions.
+A removal begins with `hide`: from then on, no query finds the group or its sessions, and no total includes them. Only
+`Store.events` still lists their events. `erase` then deletes the rows, step by step. `service/retention.py` chooses the
+groups, and removes the files of their sessions.
 
 Invariants: a group is hidden only as a whole. A group is hidden only if it is done, its outbox row is gone (the
 callback was delivered or discarded), and every consumer that sees the group has acknowledged it (`force` overrules the

@@ -64,7 +64,7 @@ HINTS: dict[int, str] = {
     sqlite3.SQLITE_READONLY: "the database file and its folder must be writable",
 }
 
-GONE = "put the data folder back where it was, or restart the service: what it goes on storing would be lost"
+GONE = "put the data folder back where it was, or restart the service: until then nothing is stored"
 
 
 def sqlite_store(path: Path | None, failures: Failures | None = None, *, key: KeySource | None = None) -> Store:

@@ -39,7 +39,7 @@ MOST_PACES = 1000
 """Maximum number of engines whose pace is stored. Without this limit, the paces of engines that no longer exist would
 accumulate."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
-"""States that `set_state` refuses: only `requeue`, `start_attempt` and `finish` lead to them."""
+"""States that `set_state` refuses: only `requeue`, `recover`, `start_attempt` and `finish` lead to these states."""
 
 # One statement checks the attempt and inserts the turn, because a model call waits for the result. `lease_until` is set
 # exactly while an attempt is under way. If nothing was inserted, a second statement finds the reason.
@@ -665,8 +665,8 @@ class Store:
                 error = ErrorRecord(
                     boundary=Boundary.SERVICE,
                     code="lease_expired",
-                    message=f"node {session.node} stopped renewing its lease during attempt {session.attempt}",
-                    hint="the node or the whole service died: its log says why",
+                    message=f"the lease of attempt {session.attempt} on node {session.node} has ended",
+                    hint="the node or the whole service was lost: see its log",
                     retryable=True,
                 )
                 await self._requeue(tx, session, error, due=due, recovered=1)
@@ -715,14 +715,14 @@ class Store:
         async def body(tx: Connection) -> None:
             if not await tx.execute(sql, msgspec.structs.astuple(token)):
                 raise Conflict(
-                    f"there is, or was, a token {token.name!r}", field="name", hint="give the new one a name of its own"
+                    f"there is, or was, a token {token.name!r}", field="name", hint="give the new token another name"
                 )
             others = "SELECT 1 FROM tokens WHERE tenant = ? AND name <> ? LIMIT 1"
             if not joins and await tx.fetch(others, (token.tenant, token.name)):
                 raise Conflict(
                     f"there is a tenant {token.tenant!r}, whose groups this token would see",
                     field="name",
-                    hint=f"if it shall, say so with --tenant {token.tenant}; else give it another name",
+                    hint=f"add --tenant {token.tenant} if it should see these groups; otherwise choose another name",
                 )
 
         await self._db.write(body)

@@ -140,7 +140,7 @@ class EngineGenerate:
     async def __call__(self, request: GenerateRequest) -> Chunk:
         asked = request.sampling
         if asked.constraint is not None:
-            raise EngineRejected("OpenRLHF's engines cannot hold a reply to a form")
+            raise EngineRejected("OpenRLHF's engines do not support structured output")
         fields = msgspec.structs.asdict(asked)  # our names of the fields are the same as vLLM's
         del fields["constraint"]
         fields |= {"stop": list(asked.stop), "stop_token_ids": list(asked.stop_token_ids)}

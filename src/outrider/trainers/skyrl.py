@@ -177,7 +177,7 @@ class OutriderGenerator:
         return found
 
     def _placeholder(self, trajectory: Trajectory, trajectory_id: Any) -> dict[str, Any]:
-        error = trajectory.error.message if trajectory.error else "another sample's"
+        error = trajectory.error.message if trajectory.error else "another trajectory of this instance failed"
         return {
             "prompt_token_ids": [0],
             "response_ids": [0],

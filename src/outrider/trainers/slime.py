@@ -397,7 +397,8 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
 
 async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
     """Run all evaluation sets concurrently. Each session has the same seed in every evaluation. Failed sessions are
-    left out and counted. Raises the first error of a set if all sessions of the set failed."""
+    left out and counted. With `--log-passrate`, groups with a failed session are left out. Raises the first error of a
+    set of which nothing is left."""
     main = settings.model_copy(update={"rows": "main"})
     data: dict[str, Any] = {}
     metrics: dict[str, Any] = {}

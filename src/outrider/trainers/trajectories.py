@@ -104,7 +104,7 @@ def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str
             raise EvaluatorError(
                 f"the verdict of session {trajectory.session.id} has no metric {name!r}, only"
                 f" {', '.join(sorted(verdict.metrics)) or 'the reward'}",
-                hint="have the evaluator give it, or take it out of the bridge's setting `metrics`",
+                hint="make the evaluator report this metric, or take it out of the bridge's setting `metrics`",
             )
     return {name: float(verdict.metrics[name]) for name in settings.metrics}
 
@@ -128,8 +128,8 @@ def _rows_of(
     if not rows:
         raise EngineError(
             f"session {session.id} ({result.stop_reason}) has no token to train on in {len(samples)} rows",
-            hint=f"see `outrider show {session.id}`; an engine must report token ids, and its prompt must leave room in"
-            " max_row_tokens",
+            hint=f"see `outrider show {session.id}`; the engine must report token ids, and the session's prompt must be"
+            " shorter than max_row_tokens",
         )
     return rows
 

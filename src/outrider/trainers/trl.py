@@ -251,7 +251,7 @@ class Rollouts:
         if batch is None or len(batch.groups) < target:
             raise ServiceError(
                 f"the tasks are used up: {len(batch.groups) if batch else 0} of {target} groups are left for a batch",
-                hint="give the tasks as a sequence, which is gone through again and again, or lower max_steps",
+                hint="give the tasks as a sequence, which is repeated without end, or lower max_steps",
             )
         groups = [rows_of(group) for group in batch.groups]
         rows = [row for group in groups for row in group.rows]
@@ -292,7 +292,10 @@ class Rollouts:
             self._sampler = self._stack.enter_context(self._client.open(sampler))
             self._client.run(self._sampler.set_version(self.weights.version))
         elif self._shape != (n, target):
-            raise InvalidField(f"batches of {target} groups of {n} after such of {self._shape}", field="prompts")
+            raise InvalidField(
+                f"a batch of {target} groups of {n}, after batches of {self._shape[1]} groups of {self._shape[0]}",
+                field="prompts",
+            )
         return self._client.run(self._sampler.batch())
 
     def _evaluation_batch(self, tasks: Source, n: int, target: int, step: int) -> Batch | None:
@@ -509,7 +512,7 @@ class RolloutWorker:
                 for name, value in batch.counts.flat().items():
                     self.metrics_queue.put({f"outrider/groups_{name}_total": float(value)})
             raise ServiceError(
-                "the tasks are used up", hint="give them as a sequence, which is gone through again and again"
+                "the tasks are used up", hint="give the tasks as a sequence, which is repeated without end"
             )
         # any error, because `check_health` must report it: otherwise the trainer would wait for ever
         except Exception as error:

@@ -310,7 +310,7 @@ def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
     passes the parameters on unchanged. Optional parameters with a neutral value are left out, because not every backend
     has them. Raises EngineRejected for a constraint."""
     if sampling.constraint is not None:
-        raise EngineRejected("verl's servers cannot hold a reply to a form")
+        raise EngineRejected("verl's servers do not support structured output")
     # our names of the fields are the same as vLLM's
     fields = {**msgspec.structs.asdict(sampling), "stop": list(sampling.stop)}
     fields["stop_token_ids"] = list(sampling.stop_token_ids)

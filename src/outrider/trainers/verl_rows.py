@@ -104,8 +104,8 @@ def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
     rows = [row for row in rows if any(row["response_mask"])]
     if not rows:
         raise EngineError(
-            f"session {trajectory.session.id} samples its first token behind what verl takes: its prompt has"
-            f" {trajectory.rows[0].start} tokens",
+            f"session {trajectory.session.id} samples its first token after verl's prompt and response lengths: the"
+            f" prompt has {trajectory.rows[0].start} tokens",
             hint="raise rollout.prompt_length and rollout.response_length",
         )
     rows.reverse()
@@ -118,8 +118,8 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
     if terms.logprobs and sample.logprob_kind is LogprobKind.RAW and temperature not in (0.0, 1.0):
         raise EngineError(
             f"session {sample.session_id} has log-probabilities from before the temperature ({temperature:g}), and verl"
-            " compares them with its own, behind it",
-            hint="have the engine report those of the sampling distribution, or set rollout.temperature=1.0",
+            " computes log-probabilities after the temperature",
+            hint="make the engine report log-probabilities after the temperature, or set rollout.temperature=1.0",
         )
     # The ids of a prompt after the first `prompt_length` ids become part of the response, with mask 0. So the prompt is
     # not cut, and the sequence of ids is unchanged.

@@ -14,14 +14,15 @@ encode = msgspec.msgpack.Encoder().encode
 
 class Close(IntEnum):
     """Reasons for closing a connection. Workers reconnect after REPLACED, SILENT and WebSocket's own codes. After
-    NONSENSE, CONFLICT, REMOVED and PROTOCOL a worker gives up, because it would be refused again."""
+    NONSENSE, CONFLICT, REMOVED and PROTOCOL a worker gives up, because it would be refused again. For nodes, see
+    `FINAL` in nodes/dialling.py."""
 
-    LEFT = 1000  # the worker has left for good
+    LEFT = 1000  # the worker or node has left for good
     REPLACED = 4001  # the same worker has connected again
     NONSENSE = 4400  # the peer broke the protocol, or sent impossible tokens
     SILENT = 4408  # no message arrived for too long
-    CONFLICT = 4409  # the worker has another model, or the engine with its name is not a relay
-    REMOVED = 4410  # the engine was removed from the service
+    CONFLICT = 4409  # the worker has another model, its engine is not a relay, or the node's name is in use
+    REMOVED = 4410  # the engine was removed from the service, or the service has given the node up
     PROTOCOL = 4426  # the peer uses another version of the protocol
 
 

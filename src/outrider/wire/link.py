@@ -125,9 +125,9 @@ class Link(Generic[In]):
         each message is read: until `ready` returns, the peer must wait, and its silence does not count."""
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._write(), name="relay writer"),
-                group.create_task(self._read(handle, ready), name="relay reader"),
-                group.create_task(self._watch(), name="relay watch"),
+                group.create_task(self._write(), name="link writer"),
+                group.create_task(self._read(handle, ready), name="link reader"),
+                group.create_task(self._watch(), name="link watch"),
             ]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:

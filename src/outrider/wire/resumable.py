@@ -28,15 +28,15 @@ MAX_UNREAD = 64 << 20
 FRAME_COST = 256
 """Bytes counted for an unread frame in addition to its length."""
 
-REPLACED = Disconnected(1006, "another connection has taken its place")
+REPLACED = Disconnected(1006, "another connection has replaced this connection")
 NO_PIECE = Disconnected(Close.NONSENSE, "no piece of this protocol")
 NOT_SENT = Disconnected(Close.NONSENSE, "it acknowledges what was never sent")
 
 
 class ResumableSocket(Socket):
-    """A socket over one connection after another. `received` is the number of pieces received over all
-    connections, to be sent to the peer when the next connection begins. `most` is the maximum number of bytes of a
-    frame from the peer, `most_unread` of the frames that nobody has read yet."""
+    """A socket over one connection after another. `received` is the number of pieces received over all connections, to
+    be sent to the peer when the next connection begins. `most` is the maximum number of bytes of a frame from the peer.
+    While the frames that wait for `receive` have more than `most_unread` bytes, no more pieces are read."""
 
     def __init__(self, most: int, *, most_unread: int = MAX_UNREAD) -> None:
         self.received = 0
@@ -99,8 +99,9 @@ class ResumableSocket(Socket):
         self._frames.put_nowait(how)
 
     def take_over(self) -> asyncio.Event:
-        """Detach the earlier connections. From now on they neither send nor receive, so `received` stays the same until
-        `carry`; the caller must send `received` to the peer before that. Returns the `replaced` event for `carry`."""
+        """Detach the earlier connections, which then neither send nor receive, so `received` stays the same until
+        `carry` is called. Before calling `carry`, the caller must send `received` to the peer. Returns the `replaced`
+        event for `carry`."""
         self._replaced.set()
         self._replaced = asyncio.Event()
         return self._replaced

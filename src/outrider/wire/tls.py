@@ -44,5 +44,5 @@ def trusting(ca: str | None) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
         raise InvalidField(
-            f"cannot read {ca!r}: {error.strerror or error}", field="ca", hint="it must be a certificate in PEM"
+            f"cannot read {ca!r}: {error.strerror or error}", field="ca", hint="the file must have a certificate in PEM"
         ) from error

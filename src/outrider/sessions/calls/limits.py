@@ -58,8 +58,8 @@ MAX_ESCAPES = 1 << 21
 _PIECE = 1 << 20
 _SEPARATORS = b"{[,"
 _WINDOW = 1 << 10
-"""Bytes of a body that count as part of a file if all of them are of base64. No ordinary text has so many of them in a
-row."""
+"""A piece of this many bytes counts as part of a file if all its bytes are base64 characters. Ordinary text has no such
+piece."""
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_="
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
@@ -155,7 +155,7 @@ class Body:
                         bound.check_size(size, files.size)
         except TimeoutError as error:
             if self._given_up:
-                raise TooMuchAtOnce("other requests need the room of this one, which arrived too slowly") from error
+                raise TooMuchAtOnce("the request arrived too slowly, and other requests need its memory") from error
             raise TooSlow(f"the request did not arrive within {self._bodies.intake.seconds:g} s") from error
         self._bodies.intake.arrived(self)
         return held[0] if len(held) == 1 else b"".join(held)
@@ -198,18 +198,20 @@ class FileBytes:
 
 class BodyCapacity(msgspec.Struct, frozen=True):
     """The limits of one body. `context` is the model's context in tokens, None if unknown. `images` is True if the
-    model reads images. If the model reads none, files do not count, except against MAX_BODY."""
+    model reads images. If the model reads no images, files count only against MAX_BODY."""
 
     context: int | None
     images: bool
 
     @property
     def size(self) -> int:
+        """Maximum bytes of the body, without files if the model reads no images."""
         most = MAX_BODY if self.images else MAX_TEXT_BODY
         return most if self.images or self.context is None else min(most, FREE_SIZE + BYTES_PER_TOKEN * self.context)
 
     @property
     def values(self) -> int:
+        """Maximum JSON values of the body."""
         shown = MAX_VALUES if self.context is None else VALUES_PER_TOKEN * self.context
         return min(MAX_VALUES, FREE_VALUES + shown)
 

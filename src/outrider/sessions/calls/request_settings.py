@@ -43,8 +43,8 @@ def sampling_for(
     stop_ids: tuple[int, ...],
 ) -> SamplingParams:
     """Return the sampling of a call: for each setting the task's choice, else the client's, else the neutral value.
-    Settings that a task does not have are taken from the client. `unsampled` is the number of tokens that the
-    session has left. `context` is the model's context in tokens, None if not known; the prompt leaves room in it.
+    Settings that a task does not have are taken from the client. `unsampled` is the number of tokens that the session
+    has left. `context` is the model's context in tokens (None: unknown), of which the prompt takes `prompt_tokens`.
     `stop_ids` end every reply."""
     room = unsampled if context is None else min(unsampled, context - prompt_tokens)
     unnamed = room if context is not None else UNNAMED_TOKENS
@@ -106,13 +106,13 @@ def check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
         return
     if constraint.kind not in assigned.constraints:
         raise RequestError(
-            f"engine {assigned.engine!r} cannot hold a reply to a {constraint.kind.value}",
+            f"engine {assigned.engine!r} cannot constrain a reply by a {constraint.kind.value}",
             hint="ask without structured output, or attach an engine that can: docs/engines.md",
         )
     if request.tools and assigned.mode is TokenMode.TOKENS:
         raise RequestError(
-            "a reply that is held to a form cannot call a tool: structured output and tools cannot be had at once",
-            hint="ask for the form in a request without tools, or with the tool choice `none`",
+            "a constrained reply cannot call a tool: a request has either structured output or tools",
+            hint="ask for structured output in a request without tools, or with the tool choice `none`",
         )
 
 
@@ -144,7 +144,7 @@ def recorded(sampling: SamplingParams, thinking: bool | None) -> dict[str, Any]:
 
 
 def described_notes(described: Mapping[int, Sequence[str]], *, first: int) -> tuple[str, ...]:
-    """Return the notes about files of tools for which the model read a text: RESULT and the file's media type, for each
-    type in `described`, which has the types by message. Only messages from number `first` on count, because a turn
+    """Return a note, RESULT and the media type, for each file of a tool for which the model read a text. `described`
+    has the media types of these files by message number. Only messages from number `first` on count, because a turn
     notes the files of its own messages."""
     return bounded_notes(RESULT + kind for at in sorted(described) if at >= first for kind in described[at])
