@@ -75,11 +75,11 @@ def result(call: dict[str, Any]) -> Any:
     match call["function"]["name"]:
         case "put":
             return str(Path(arguments["path"]).write_text(arguments["content"]))
-        case "look" if (path := Path(arguments["path"])).suffix == ".png":
+        case "look" if (path := Path(arguments["path"])).exists():
+            if path.suffix != ".png":
+                return path.read_text()
             data = base64.b64encode(path.read_bytes()).decode()
             return [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}]
-        case "look" if path.exists():
-            return path.read_text()
         case "run_it":
             return run(arguments["cmd"])
         case "agent_of_person":

@@ -10,6 +10,18 @@ import pytest
 from outrider.harnesses.presets import Certify
 from outrider.lab.certify.rows import MARK, READ_HELLO, SUBAGENT_MARK, WRITE_HELLO
 from outrider.lab.certify.scripted_model import choose_call, read_prompt
+from outrider.lab.certify.subagent_trial import (
+    HELPLESS,
+    KNOWN,
+    NO_TEXT,
+    NOT_REACHED,
+    NOTHING,
+    OPEN,
+    STARTS,
+    TOO_MANY,
+    SubagentTrial,
+    told,
+)
 from outrider.lab.certify.tool_finder import describe, find_tools, find_waiter, marked_calls
 from outrider.messages import ToolSpec
 
@@ -46,7 +58,7 @@ def test_a_shell_is_found_and_called_with_all_it_wants(tools: list[ToolSpec], na
     assert (found.name, found.call("ls")) == (name, arguments)
 
 
-def told(name: str, description: str, properties: dict[str, Any], *required: str) -> ToolSpec:
+def says(name: str, description: str, properties: dict[str, Any], *required: str) -> ToolSpec:
     made = tool(name, properties, *required)
     made["function"]["description"] = description
     return made
@@ -60,8 +72,8 @@ EDITOR = tool(
     "command",
     "path",
 )
-IPYTHON = told("ipython", "Execute Python code in a shell.", {"code": STRING}, "code")
-SQL = told("run_query", "Run a command of the database.", {"query": STRING}, "query")
+IPYTHON = says("ipython", "Execute Python code in a shell.", {"code": STRING}, "code")
+SQL = says("run_query", "Run a command of the database.", {"query": STRING}, "query")
 OUTPUT = tool("get_terminal_output", {"command": STRING}, "command")
 KILL = tool("kill_shell", {"cmd": STRING}, "cmd")
 
@@ -87,7 +99,7 @@ KILL = tool("kill_shell", {"cmd": STRING}, "cmd")
             tool("execute", {"language": LANGUAGE, "code": STRING}, "language", "code"),
             {"language": "shell", "code": "ls"},
         ),
-        (told("zap", "Does it in a shell.", {"x": {"type": "string", "description": "The command"}}, "x"), {"x": "ls"}),
+        (says("zap", "Does it in a shell.", {"x": {"type": "string", "description": "The command"}}, "x"), {"x": "ls"}),
     ],
     ids=lambda value: value["function"]["name"] if "function" in value else "",
 )
@@ -97,13 +109,13 @@ def test_a_shell_is_known_by_its_schema(one: ToolSpec, arguments: dict[str, Any]
     assert (found.name, found.call("ls")) == (one["function"]["name"], arguments)
 
 
-@pytest.mark.parametrize("one", [IPYTHON, SQL, OUTPUT, KILL, EDITOR, told("run", "Run Python.", {"script": STRING})])
+@pytest.mark.parametrize("one", [IPYTHON, SQL, OUTPUT, KILL, EDITOR, says("run", "Run Python.", {"script": STRING})])
 def test_what_runs_something_else_is_no_shell(one: ToolSpec) -> None:
     assert find_tools([one], Certify()).shell is None
 
 
 WRITER = tool("write_file", {"file_path": STRING, "content": STRING}, "file_path", "content")
-SAVE = told("put", "Creates a file.", {"filename": STRING, "text": STRING}, "filename", "text")
+SAVE = says("put", "Creates a file.", {"filename": STRING, "text": STRING}, "filename", "text")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +193,34 @@ def test_the_likeliest_tool_for_a_sub_agent_is_called_first() -> None:
         tool("task", {"prompt": STRING}),
     ]
     assert [call.name for call in marked_calls(tools, Certify(), lambda: "t")] == ["task", "task_list", "zorp"]
+
+
+async def test_a_trial_calls_no_tool_twice_and_says_what_it_did_not_call() -> None:
+    tools = [tool(f"do_{n:02}", {"x": STRING}, "x") for n in range(20)] + [tool("none", {}), BASH]
+    trial = SubagentTrial(Certify())
+    first = await trial.next_call("s-1", tools, 0)
+    assert first == await trial.next_call("s-1", tools, 0), "a request that is sent again"
+    second = await trial.next_call("s-1", tools, 1)
+    assert trial.unfinished
+    third = await trial.next_call("s-2", tools, 0)
+    assert [call[0] for call in (first, second, third) if call] == ["do_00", "do_01", "do_02"]
+    assert third is not None
+    mark = third[1]["x"].removeprefix(SUBAGENT_MARK).split(":")[0]
+    trial.begins("unknown", able=True)
+    trial.begins(mark, able=False)
+    assert trial.outcomes["do_02"] == HELPLESS
+    trial.begins(mark, able=True)
+    assert await trial.next_call("s-2", tools, 1) is None
+    assert not trial.unfinished
+    said = dict(part.split(": ") for part in told(trial.outcomes).split("; "))
+    not_reached = ", ".join(f"do_{n:02}" for n in range(3, 16))
+    assert {outcome: said[outcome] for outcome in (STARTS, NOTHING, OPEN)} == {
+        STARTS: "do_02",
+        NOTHING: "do_00",
+        OPEN: "do_01",
+    }
+    assert (said[NO_TEXT], said[KNOWN], said[NOT_REACHED][: len(not_reached)]) == ("none", "bash", not_reached)
+    assert said[TOO_MANY].endswith("do_19")
 
 
 def test_a_tool_waits_for_a_sub_agent_if_the_preset_says_so() -> None:

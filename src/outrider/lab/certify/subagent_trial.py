@@ -37,6 +37,7 @@ NO_TEXT = "not called, because it takes no free text"
 TOO_MANY = f"not called, because {CALLS} tools are the limit"
 NOT_REACHED = "not called, because the trial was over"
 ORDER = (STARTS, NOTHING, HELPLESS, OPEN, NOT_REACHED, TOO_MANY, NO_TEXT, KNOWN)
+"""Order of the outcomes in a text."""
 
 
 class SubagentTrial:
@@ -69,7 +70,8 @@ class SubagentTrial:
                 self.outcomes[call.name] = NOTHING
         if self.starter is None and replies < len(self._plan):
             call = self._plan[replies]
-            self.outcomes[call.name] = OPEN
+            if self.outcomes[call.name] == NOT_REACHED:
+                self.outcomes[call.name] = OPEN
             return call.name, call.arguments
         try:
             async with asyncio.timeout(LATE_SECONDS if self._plan else 0):
