@@ -211,7 +211,7 @@ async def test_a_trial_calls_no_tool_twice_and_says_what_it_did_not_call() -> No
     assert trial.outcomes["do_02"] == HELPLESS
     trial.begins(mark, able=True)
     assert await trial.next_call("s-2", tools, 1) is None
-    assert not trial.unfinished
+    assert trial.starter is not None
     said = dict(part.split(": ") for part in told(trial.outcomes).split("; "))
     not_reached = ", ".join(f"do_{n:02}" for n in range(3, 16))
     assert {outcome: said[outcome] for outcome in (STARTS, NOTHING, OPEN)} == {
