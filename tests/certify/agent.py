@@ -3,13 +3,17 @@
 Its habits are what clients do: `respaced` re-serialises tool arguments, `trimmed` trims texts, `forgetful` drops its
 first reply, once, `lazy` runs only the first call of a reply, `streamed` asks for streams, `quits` ends with an error,
 `toolless` shows no tool, `argv` takes commands as lists of words, `files` has no shell but tools that write and read.
+`waits` has a tool that waits for a person, `mirrors` one that repeats its argument to the model, `desks` one that
+starts a sub-agent, whose task is in the system message, and `asks` one whose sub-agent has no tools.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -30,12 +34,19 @@ if "files" in HABITS:
     TOOLS = [tool("put", "Writes a file", path=TEXT, content=TEXT), tool("look", "Reads a file", path=TEXT)]
 if "toolless" in HABITS:
     TOOLS = []
+MORE = {
+    "waits": tool("agent_of_person", "Waits for a person", prompt=TEXT),
+    "mirrors": tool("task_mirror", "Repeats", prompt=TEXT),
+    "asks": tool("ask_around", "Asks", quux=TEXT),
+    "desks": tool("zorp", "Zorps", margin=TEXT, matters={"type": "array", "items": TEXT}),
+}
+MAIN = TOOLS + [MORE[habit] for habit in HABITS if habit in MORE]
 
 
-def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def ask(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
     body: dict[str, Any] = {"model": "m", "messages": messages, "stream": "streamed" in HABITS}
-    if TOOLS:
-        body["tools"] = TOOLS
+    if tools:
+        body["tools"] = tools
     request = urllib.request.Request(
         f"{URL}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -59,15 +70,27 @@ def gathered(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"role": "assistant", "content": text} | ({"tool_calls": list(calls.values())} if calls else {})
 
 
-def result(call: dict[str, Any]) -> str:
+def result(call: dict[str, Any]) -> Any:
     arguments = json.loads(call["function"]["arguments"])
     match call["function"]["name"]:
         case "put":
             return str(Path(arguments["path"]).write_text(arguments["content"]))
         case "look" if (path := Path(arguments["path"])).exists():
-            return path.read_text()
+            if path.suffix != ".png":
+                return path.read_text()
+            data = base64.b64encode(path.read_bytes()).decode()
+            return [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}]
         case "run_it":
             return run(arguments["cmd"])
+        case "agent_of_person":
+            time.sleep(60)
+        case "task_mirror":
+            return arguments["prompt"]
+        case "ask_around":
+            return ask([{"role": "user", "content": arguments["quux"]}], [])["content"]
+        case "zorp":
+            start = {"role": "system", "content": f"You have a desk. {arguments['matters'][0]}"}
+            return work([start, {"role": "user", "content": "Begin."}], TOOLS)
     return "no such tool, or no such file"
 
 
@@ -77,23 +100,26 @@ def run(command: str | list[str]) -> str:
     return f"{done.stdout}{done.stderr}[{done.returncode}]"
 
 
-messages: list[dict[str, Any]] = [{"role": "user", "content": INSTRUCTION}]
-while True:
-    reply = ask(messages)
-    calls = reply.get("tool_calls") or []
-    results = [result(call) for call in (calls[:1] if "lazy" in HABITS else calls)]
-    if "respaced" in HABITS:
-        for call in calls:
-            call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
-    if "trimmed" in HABITS:
-        reply["content"] = (reply.get("content") or "").strip()
-    messages.append(reply)
-    for index, call in enumerate(calls):
-        told = results[index] if index < len(results) else "not run"
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": told})
-    if "forgetful" in HABITS and len(messages) == 5:
-        del messages[1:3]
-        HABITS.remove("forgetful")
-    if not calls:
-        break
+def work(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    while True:
+        reply = ask(messages, tools)
+        calls = reply.get("tool_calls") or []
+        results = [result(call) for call in (calls[:1] if "lazy" in HABITS else calls)]
+        if "respaced" in HABITS:
+            for call in calls:
+                call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+        if "trimmed" in HABITS:
+            reply["content"] = (reply.get("content") or "").strip()
+        messages.append(reply)
+        for index, call in enumerate(calls):
+            told = results[index] if index < len(results) else "not run"
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": told})
+        if "forgetful" in HABITS and len(messages) == 5:
+            del messages[1:3]
+            HABITS.remove("forgetful")
+        if not calls:
+            return str(reply["content"])
+
+
+work([{"role": "user", "content": INSTRUCTION}], MAIN)
 sys.exit(3 if "quits" in HABITS else 0)

@@ -10,6 +10,7 @@ import pytest
 from outrider.lab.certify.judge import Certificate, Subject
 from outrider.lab.certify.rows import ROWS
 from outrider.lab.certify.run import certify
+from outrider.lab.certify.subagent_trial import HELPLESS, KNOWN, NOTHING, OPEN, STARTS
 from outrider.plugins import resolve
 from outrider.spec import HarnessSpec, RuntimeSpec
 from support.environments import environment, program
@@ -17,12 +18,14 @@ from support.environments import environment, program
 AGENT = Path(__file__).with_name("agent.py")
 
 
-async def certified(*habits: str, rows: tuple[str, ...] = (), dialect: str = "chat") -> Certificate:
+async def certified(
+    *habits: str, rows: tuple[str, ...] = (), dialect: str = "chat", seconds: float = 30
+) -> Certificate:
     command = [sys.executable, str(AGENT), "{base_url}", "{instruction}", *habits]
     runtime = RuntimeSpec(kind="process")
     subject = Subject(name="own", harness=HarnessSpec(command=command), runtime=runtime, dialect=dialect)
     asked = [row for row in ROWS if not rows or row.name in rows]
-    return await certify(subject, asked, agent_seconds=30)
+    return await certify(subject, asked, agent_seconds=seconds)
 
 
 @pytest.mark.parametrize(
@@ -33,10 +36,10 @@ async def test_an_honest_program_passes_every_row_that_applies(habits: tuple[str
     assert [row.row for row in certificate.rows] == [row.name for row in ROWS]
     verdicts = {row.row: row for row in certificate.rows}
     assert certificate.ok
-    assert verdicts["sub-agent"].verdict == "not tried"
+    assert verdicts["sub-agent"].verdict == verdicts["image"].verdict == "not tried"
     assert verdicts["streaming"].verdict == ("holds" if "streamed" in habits else "not tried")
     for row in certificate.rows:
-        if row.row not in ("sub-agent", "streaming"):
+        if row.required:
             assert (row.verdict, row.reason) == ("holds", ""), row
             assert row.sampled_tokens == row.trained_tokens > 0
             assert row.branches == {"main": 1}, "an echoed history is one row, however it is written"
@@ -101,6 +104,34 @@ async def test_tools_that_write_and_read_files_do_instead_of_a_shell() -> None:
     certificate = await certified("files", rows=("three-turns", "long-output", "parallel-calls", "tool-error"))
     assert certificate.ok
     assert [(row.verdict, row.reason) for row in certificate.rows] == [("holds", "")] * 4
+
+
+async def test_a_program_goes_on_after_a_look_at_an_image() -> None:
+    [row] = (await certified("files", rows=("image",))).rows
+    assert (row.verdict, row.reason) == ("holds", "not read by the model (turns): results.image/png (1)")
+
+
+@pytest.mark.deep
+async def test_a_tool_is_known_by_the_conversation_that_its_call_begins() -> None:
+    """Whatever its name and its parameters are, and behind tools with likelier names, of which one never returns."""
+    [row] = (await certified("waits", "mirrors", "asks", "desks", rows=("sub-agent",), seconds=5)).rows
+    assert row.verdict == "holds"
+    assert row.branches == {"main": 1, "subagent": 1}
+    assert row.tools == {
+        "agent_of_person": OPEN,
+        "task_mirror": NOTHING,
+        "ask_around": HELPLESS,
+        "zorp": STARTS,
+        "run_it": KNOWN,
+    }
+
+
+async def test_a_tool_whose_argument_comes_back_in_the_same_conversation_starts_no_sub_agent() -> None:
+    certificate = await certified("mirrors", rows=("three-turns", "sub-agent"))
+    [_, row] = certificate.rows
+    assert certificate.ok
+    assert (row.verdict, row.tools) == ("not tried", {"task_mirror": NOTHING, "run_it": KNOWN})
+    assert row.reason.startswith(f"no tool started a sub-agent; {NOTHING}: task_mirror")
 
 
 async def test_a_shell_that_takes_a_list_of_words_is_a_shell() -> None:

@@ -13,6 +13,7 @@ from outrider.harnesses.presets import Certify
 from outrider.lab.certify.judge import RowEvidence, RowVerdict, Word, holds, judge
 from outrider.lab.certify.rows import ScriptedStep, row_named
 from outrider.lab.certify.scripted_model import PromptState, ScriptedCall
+from outrider.lab.certify.subagent_trial import KNOWN, STARTS
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
 from outrider.trajectory import BranchKind, SessionResult, TurnTimings, Verdict
@@ -72,8 +73,8 @@ DONE = SessionResult(
 @pytest.mark.parametrize(
     ("tools", "subagent", "kind", "expected"),
     [
-        ([BASH, TASK], True, BranchKind.SUBAGENT, ("holds", "")),
-        ([BASH], False, BranchKind.MAIN, ("not tried", "it shows the model no tool that starts a sub-agent")),
+        ([BASH, TASK], True, BranchKind.SUBAGENT, ("holds", f"{STARTS}: task; {KNOWN}: bash")),
+        ([BASH], False, BranchKind.MAIN, ("not tried", f"no tool started a sub-agent; {KNOWN}: bash")),
         ([BASH, TASK], False, BranchKind.MAIN, ("does not hold", "no sub-agent asked the model")),
         (
             [BASH, TASK],
@@ -93,9 +94,11 @@ def test_the_sub_agents_row(tools: Any, subagent: bool, kind: BranchKind, expect
         calls=[call(subagent=False, tools=tools), call(subagent=subagent, tools=tools)],
         streams=False,
         in_time=False,
+        tried={"bash": KNOWN, **({"task": STARTS} if TASK in tools else {})},
     )
     verdict = judge(row, evidence, hint=Certify(), dialect="chat")
     assert (verdict.verdict, verdict.reason) == expected
+    assert verdict.tools == evidence.tried
 
 
 def test_files_that_the_model_could_not_read_are_named() -> None:

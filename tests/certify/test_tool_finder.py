@@ -10,7 +10,19 @@ import pytest
 from outrider.harnesses.presets import Certify
 from outrider.lab.certify.rows import MARK, READ_HELLO, SUBAGENT_MARK, WRITE_HELLO
 from outrider.lab.certify.scripted_model import choose_call, read_prompt
-from outrider.lab.certify.tool_finder import describe, find_shell, find_subagent, find_tools, find_waiter
+from outrider.lab.certify.subagent_trial import (
+    HELPLESS,
+    KNOWN,
+    NO_TEXT,
+    NOT_REACHED,
+    NOTHING,
+    OPEN,
+    STARTS,
+    TOO_MANY,
+    SubagentTrial,
+    told,
+)
+from outrider.lab.certify.tool_finder import describe, find_tools, find_waiter, marked_calls
 from outrider.messages import ToolSpec
 
 STRING = {"type": "string"}
@@ -41,12 +53,12 @@ MAYBE = tool("run", {"script": {"anyOf": [{"type": "null"}, STRING]}, "seconds":
     ],
 )
 def test_a_shell_is_found_and_called_with_all_it_wants(tools: list[ToolSpec], name: str, arguments: Any) -> None:
-    found = find_shell(tools, Certify())
+    found = find_tools(tools, Certify()).shell
     assert found is not None
     assert (found.name, found.call("ls")) == (name, arguments)
 
 
-def told(name: str, description: str, properties: dict[str, Any], *required: str) -> ToolSpec:
+def says(name: str, description: str, properties: dict[str, Any], *required: str) -> ToolSpec:
     made = tool(name, properties, *required)
     made["function"]["description"] = description
     return made
@@ -60,8 +72,8 @@ EDITOR = tool(
     "command",
     "path",
 )
-IPYTHON = told("ipython", "Execute Python code in a shell.", {"code": STRING}, "code")
-SQL = told("run_query", "Run a command of the database.", {"query": STRING}, "query")
+IPYTHON = says("ipython", "Execute Python code in a shell.", {"code": STRING}, "code")
+SQL = says("run_query", "Run a command of the database.", {"query": STRING}, "query")
 OUTPUT = tool("get_terminal_output", {"command": STRING}, "command")
 KILL = tool("kill_shell", {"cmd": STRING}, "cmd")
 
@@ -87,23 +99,23 @@ KILL = tool("kill_shell", {"cmd": STRING}, "cmd")
             tool("execute", {"language": LANGUAGE, "code": STRING}, "language", "code"),
             {"language": "shell", "code": "ls"},
         ),
-        (told("zap", "Does it in a shell.", {"x": {"type": "string", "description": "The command"}}, "x"), {"x": "ls"}),
+        (says("zap", "Does it in a shell.", {"x": {"type": "string", "description": "The command"}}, "x"), {"x": "ls"}),
     ],
     ids=lambda value: value["function"]["name"] if "function" in value else "",
 )
 def test_a_shell_is_known_by_its_schema(one: ToolSpec, arguments: dict[str, Any]) -> None:
-    found = find_shell([READ, IPYTHON, SQL, OUTPUT, KILL, EDITOR, one], Certify())
+    found = find_tools([READ, IPYTHON, SQL, OUTPUT, KILL, EDITOR, one], Certify()).shell
     assert found is not None
     assert (found.name, found.call("ls")) == (one["function"]["name"], arguments)
 
 
-@pytest.mark.parametrize("one", [IPYTHON, SQL, OUTPUT, KILL, EDITOR, told("run", "Run Python.", {"script": STRING})])
+@pytest.mark.parametrize("one", [IPYTHON, SQL, OUTPUT, KILL, EDITOR, says("run", "Run Python.", {"script": STRING})])
 def test_what_runs_something_else_is_no_shell(one: ToolSpec) -> None:
-    assert find_shell([one], Certify()) is None
+    assert find_tools([one], Certify()).shell is None
 
 
 WRITER = tool("write_file", {"file_path": STRING, "content": STRING}, "file_path", "content")
-SAVE = told("put", "Creates a file.", {"filename": STRING, "text": STRING}, "filename", "text")
+SAVE = says("put", "Creates a file.", {"filename": STRING, "text": STRING}, "filename", "text")
 
 
 @pytest.mark.parametrize(
@@ -138,22 +150,77 @@ def test_what_is_offered_is_told_with_its_parameters() -> None:
 
 
 def test_a_presets_hint_goes_before_the_likeliest_name() -> None:
-    found = find_shell([BASH, tool("do", {"command": STRING}, "command")], Certify(shell="do"))
+    found = find_tools([BASH, tool("do", {"command": STRING}, "command")], Certify(shell="do")).shell
     assert found is not None
     assert found.name == "do"
 
 
 @pytest.mark.parametrize("tools", [[], [READ], [tool("bash", {"path": STRING}), {"type": "custom", "function": {}}]])
 def test_there_may_be_no_shell(tools: list[ToolSpec]) -> None:
-    assert find_shell(tools, Certify()) is None
+    assert find_tools(tools, Certify()).shell is None
 
 
-def test_a_sub_agent_is_called_with_what_the_preset_adds() -> None:
-    task = tool("task", {"prompt": STRING, "kind": STRING, "title": STRING}, "prompt", "title")
-    found = find_subagent([BASH, task], Certify(subagent="task", subagent_arguments={"kind": "general", "other": 1}))
-    assert found is not None
-    assert found.call("go") == {"prompt": "go", "title": "a step of the task", "kind": "general"}
-    assert find_subagent([BASH, READ], Certify()) is None
+TEXTS = {"type": "array", "items": STRING}
+PARTS = {"anyOf": [{"type": "null"}, {"type": "array", "items": {"type": "object", "properties": {"x": STRING}}}]}
+
+
+@pytest.mark.parametrize(
+    ("one", "arguments"),
+    [
+        (tool("a", {"prompt": STRING, "n": {"type": "integer"}, "m": STRING}, "prompt", "n"), {"prompt": "1", "n": 60}),
+        (tool("b", {"zorp": STRING, "message": STRING}), {"message": "1"}),
+        (tool("c", {"zorp": STRING, "quux": STRING}), {"quux": "1", "zorp": "2"}),
+        (tool("d", {"parts": PARTS, "cwd": STRING, "all": TEXTS}, "parts", "cwd", "all"),
+         {"parts": [{"x": "1"}], "cwd": ".", "all": ["2"]}),
+        (tool("e", {"kind": STRING, "prompt": STRING}, "prompt"), {"prompt": "1", "kind": "general"}),
+    ],
+    ids=lambda value: value["function"]["name"] if "function" in value else "",
+)  # fmt: skip
+def test_every_free_text_of_a_call_is_another_one(one: ToolSpec, arguments: Any) -> None:
+    numbers = map(str, range(1, 9))
+    hint = Certify(subagent_arguments={"kind": "general", "other": 1})
+    [call] = marked_calls([one], hint, lambda: next(numbers))
+    assert call.arguments == arguments
+    assert json.dumps(call.with_prompt("1", 'say "go"')).count(r'"say \"go\""') == 1
+    assert "2" not in json.dumps(call.with_prompt("1", "go"))
+
+
+def test_the_likeliest_tool_for_a_sub_agent_is_called_first() -> None:
+    tools = [
+        tool("zorp", {"x": STRING}),
+        tool("none", {}),
+        tool("task_list", {"y": STRING}),
+        tool("task", {"prompt": STRING}),
+    ]
+    assert [call.name for call in marked_calls(tools, Certify(), lambda: "t")] == ["task", "task_list", "zorp"]
+
+
+async def test_a_trial_calls_no_tool_twice_and_says_what_it_did_not_call() -> None:
+    tools = [tool(f"do_{n:02}", {"x": STRING}, "x") for n in range(20)] + [tool("none", {}), BASH]
+    trial = SubagentTrial(Certify())
+    first = await trial.next_call("s-1", tools, 0)
+    assert first == await trial.next_call("s-1", tools, 0), "a request that is sent again"
+    second = await trial.next_call("s-1", tools, 1)
+    assert trial.unfinished
+    third = await trial.next_call("s-2", tools, 0)
+    assert [call[0] for call in (first, second, third) if call] == ["do_00", "do_01", "do_02"]
+    assert third is not None
+    mark = third[1]["x"].removeprefix(SUBAGENT_MARK).split(":")[0]
+    trial.begins("unknown", able=True)
+    trial.begins(mark, able=False)
+    assert trial.outcomes["do_02"] == HELPLESS
+    trial.begins(mark, able=True)
+    assert await trial.next_call("s-2", tools, 1) is None
+    assert trial.starter is not None
+    said = dict(part.split(": ") for part in told(trial.outcomes).split("; "))
+    not_reached = ", ".join(f"do_{n:02}" for n in range(3, 16))
+    assert {outcome: said[outcome] for outcome in (STARTS, NOTHING, OPEN)} == {
+        STARTS: "do_02",
+        NOTHING: "do_00",
+        OPEN: "do_01",
+    }
+    assert (said[NO_TEXT], said[KNOWN], said[NOT_REACHED][: len(not_reached)]) == ("none", "bash", not_reached)
+    assert said[TOO_MANY].endswith("do_19")
 
 
 def test_a_tool_waits_for_a_sub_agent_if_the_preset_says_so() -> None:
@@ -188,6 +255,11 @@ def test_a_prompt_says_how_far_its_task_is(messages: tuple[tuple[str, str], ...]
 def test_a_sub_agents_prompt_is_known_by_its_mark() -> None:
     state = read_prompt(prompt(("user", f"{SUBAGENT_MARK}sub-agent: go"), REPLY))
     assert (state.row, state.subagent, state.replies) == ("sub-agent", True, 1)
+    told_in_system = f"<|im_start|>system\n{SUBAGENT_MARK}abc: go<|im_end|>\n<|im_start|>user\nBegin.<|im_end|>\n"
+    state = read_prompt(f"{told_in_system}<|im_start|>assistant\n")
+    assert (state.row, state.subagent, state.replies) == ("abc", True, 0)
+    echoed = ("user", f"<tool_response>\n{SUBAGENT_MARK}abc\n</tool_response>")
+    assert read_prompt(prompt(("user", "hello"), REPLY, echoed)).row is None
 
 
 def test_a_prompt_says_which_sub_agent_was_started_last() -> None:

@@ -16,6 +16,7 @@ ECHOES = ("reasoning", "json-spacing", "unicode", "parallel-calls", "malformed-c
 """Rows that show what a program makes of what the model said. `reasoning` has the three turns of the plainest row."""
 STREAMED = ("streaming", *ECHOES)
 SUB_AGENT = "sub-agent"
+IMAGE = "image"
 OTHER_DIALECT = ("streaming", "reasoning", "parallel-calls")
 """For a dialect that is not the program's default: what is written differently in it. Sub-agents make the same calls in
 every dialect."""

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.trajectory import BranchKind
 
-from .certified import STREAMED, assert_one_conversation, certified
+from .certified import IMAGE, STREAMED, SUB_AGENT, assert_one_conversation, certified
 from .rollout import END, Row, Wire, a_world, call
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("installed")]
@@ -99,5 +99,5 @@ async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_
 
 
 async def test_claude_code_is_certified() -> None:
-    for row in (await certified(PRESET, (*STREAMED, "unknown-tool", "long-output"))).values():
+    for row in (await certified(PRESET, (*STREAMED, "unknown-tool", "long-output", IMAGE, SUB_AGENT))).values():
         assert_one_conversation(row)

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.trajectory import BranchKind
 
-from .certified import STREAMED, SUB_AGENT, assert_one_conversation, certified
+from .certified import IMAGE, STREAMED, SUB_AGENT, assert_one_conversation, certified
 from .rollout import END, Row, a_world, call
 
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("installed")]
@@ -45,5 +45,5 @@ async def test_a_compaction_begins_a_conversation_anew(policy_folder: Path, tmp_
 
 async def test_codex_is_certified() -> None:
     """Its main agent waits for its sub-agent with a tool of its own."""
-    for row in (await certified(PRESET, (*STREAMED, "unknown-tool", "long-output", SUB_AGENT))).values():
+    for row in (await certified(PRESET, (*STREAMED, "unknown-tool", "long-output", IMAGE, SUB_AGENT))).values():
         assert_one_conversation(row)

@@ -81,14 +81,13 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Facts about a program that `outrider harness check` needs and cannot learn from the program's requests.
 
-    `shell` is the tool for running a command. `finish_command` is a command that ends the run. `subagent` is the tool
-    for starting a sub-agent, called with a prompt and `subagent_arguments`. `wait` is the tool for waiting for a
+    `shell` is the tool for running a command. `finish_command` is a command that ends the run.
+    `subagent_arguments` are arguments for the tool that starts a sub-agent. `wait` is the tool for waiting for a
     sub-agent by its id, if the program does not wait by itself.
     """
 
     shell: str | None = None
     finish_command: str | None = None
-    subagent: str | None = None
     subagent_arguments: dict[str, OptionValue] = {}
     wait: str | None = None
 

@@ -17,7 +17,8 @@ from outrider.dialects.reading import RESULT
 from outrider.harnesses.presets import Certify
 from outrider.lab.certify.rows import CertificationRow
 from outrider.lab.certify.scripted_model import ScriptedCall, choose_call
-from outrider.lab.certify.tool_finder import COMMAND, READ, WRITE, describe, find_subagent, find_tools
+from outrider.lab.certify.subagent_trial import STARTS, told
+from outrider.lab.certify.tool_finder import COMMAND, IMAGE, READ, WRITE, describe, find_tools
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
@@ -45,8 +46,8 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     tried, or a remark. `turns` is the number of model calls. `forks` counts, by cause, how often the harness sent a
     changed history. `branches` counts the branches of each kind; `labels` are the labels of the branches. `streamed` is
     true if the program requests streamed replies. `ignored` counts the turns with each part of a request that had no
-    effect. `log_tail` is the end of the program's output, if the row does not
-    hold.
+    effect. `tools` has the outcome of each tool of the trial that looks for a tool that starts a sub-agent. `log_tail`
+    is the end of the program's output, if the row does not hold.
     """
 
     row: str
@@ -63,6 +64,7 @@ class RowVerdict(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     streamed: bool = False
     ignored: dict[str, int] = {}
+    tools: dict[str, str] = {}
     seconds: float = 0.0
     log_tail: str | None = None
 
@@ -88,7 +90,8 @@ def holds(rows: Sequence[RowVerdict]) -> bool:
 
 class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """The records of a row's session. `streams` is true if the harness requests streamed replies. `in_time` is true if
-    the first word of a reply was sent to the harness before the rest of the reply was sampled."""
+    the first word of a reply was sent to the harness before the rest of the reply was sampled. `tried` has the outcomes
+    of the trial of tools, by tool, for the row that needs a sub-agent."""
 
     result: SessionResult
     samples: Sequence[Sample]
@@ -96,6 +99,7 @@ class RowEvidence(msgspec.Struct, frozen=True, kw_only=True):
     calls: Sequence[ScriptedCall]
     streams: bool
     in_time: bool
+    tried: dict[str, str] = {}
 
 
 def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialect: str | None) -> RowVerdict:
@@ -106,13 +110,17 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     tools = find_tools(declared, hint)
     word: Word = "not tried"
     # A harness that failed before the first call has declared no tools, and fails below.
-    if evidence.calls and any(choose_call(action, tools, "/") is None for step in row.steps for action in step.actions):
+    if evidence.calls and row.needs == "image" and tools.viewer is None:
+        reason = f"it shows the model no tool such as {IMAGE.what}"
+    elif evidence.calls and any(
+        choose_call(action, tools, "/") is None for step in row.steps for action in step.actions
+    ):
         reason = (
             f"none of its tools could do what the row asks for. Needed: {COMMAND.what}; or {WRITE.what}, and "
             f"{READ.what}. Offered: {describe(declared)}"
         )
-    elif evidence.calls and row.needs == "subagent" and find_subagent(declared, hint) is None:
-        reason = "it shows the model no tool that starts a sub-agent"
+    elif evidence.calls and row.needs == "subagent" and STARTS not in evidence.tried.values():
+        reason = f"no tool started a sub-agent; {told(evidence.tried) or 'none is offered'}"
     elif evidence.calls and row.needs == "stream" and not evidence.streams:
         reason = "it asks for its replies in one piece"
     elif failure := next(_failures(row, evidence, dialect), None):
@@ -120,6 +128,8 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     else:
         unread = ", ".join(f"{name} ({count})" for name, count in result.ignored.items() if name.startswith(RESULT))
         remarks = (
+            told(evidence.tried),
+            "the program sent no image to the model" if row.needs == "image" and not unread else "",
             f"forked: {forks}" if forks else "",
             f"{result.tokens.unsure} tokens in unsure branches" if result.tokens.unsure else "",
             f"not read by the model (turns): {unread}" if unread else "",
@@ -142,6 +152,7 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
         labels=tuple(sorted({leaf.label for leaf in leaves} - {""})),
         streamed=evidence.streams,
         ignored=result.ignored,
+        tools=evidence.tried,
         seconds=round(result.seconds.run, 2),
         log_tail=result.error.log_tail if result.error and word == "does not hold" else None,
     )

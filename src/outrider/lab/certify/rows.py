@@ -6,6 +6,7 @@ row writes a file, so that a harness that fails at a later step differs from a h
 
 from __future__ import annotations
 
+from base64 import b64decode
 from typing import Literal
 
 import msgspec
@@ -23,11 +24,21 @@ ACCENTS = "héllo wörld ✓ 日本語 🙂 e\u0301 \u05e9\u05dc\u05d5\u05dd"
 LONG = "".join(f"line {number} of a long result, and on it goes\n" for number in range(4000))
 
 
+IMAGE = "image.png"
+PNG = b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAAAwCAIAAAAuKetIAAAAQklEQVR42u3PQQkAAAgEsItyUY1uBb/CYA"
+    "WWaV+LgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgMDVAi+qAIh8Hym6AAAAAElFTkSuQmCC"
+)
+"""An image of 64x48 pixels."""
+
+
 class ModelAction(msgspec.Struct, frozen=True, kw_only=True):
     """An action of the model: a tool call that runs the shell command `command`. If the harness has no tool for
-    commands, the call writes a file (`write` is the name and the text) or reads the file `read`."""
+    commands, the call writes a file (`write` is the name and the text) or reads the file `read`. An action with `look`
+    has no command: the call looks at the image file `look`."""
 
-    command: str
+    command: str = ""
+    look: str | None = None
     write: tuple[str, str] | None = None
     read: str | None = None
 
@@ -65,8 +76,8 @@ class CertificationRow(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     steps: tuple[ScriptedStep, ...]
     check: str = '[ "$(cat out.txt)" = hello ]'
-    needs: Literal["subagent", "stream"] | None = None
-    files: dict[str, str] = {}
+    needs: Literal["subagent", "stream", "image"] | None = None
+    files: dict[str, str | bytes] = {}
 
 
 WRITE_HELPED = ModelAction(command="echo helped > helped.txt", write=("helped.txt", "helped\n"))
@@ -202,6 +213,19 @@ ROWS = (
         ),
     ),
     CertificationRow(
+        name="image",
+        what="look at an image with a tool that reads files, and go on",
+        steps=(
+            ScriptedStep(actions=(WRITE_HELLO,)),
+            ScriptedStep(actions=(ModelAction(look=IMAGE),)),
+            ScriptedStep(actions=(WRITE_TWO,)),
+            DONE,
+        ),
+        check='[ "$(cat out.txt two.txt)" = "hello\ntwo" ]',
+        needs="image",
+        files={IMAGE: PNG},
+    ),
+    CertificationRow(
         name="sub-agent",
         what="let a sub-agent of its own do a part",
         steps=(
@@ -215,6 +239,14 @@ ROWS = (
     ),
 )
 
+TRIAL = CertificationRow(
+    name="trial",
+    what="call the tools that may start a sub-agent",
+    steps=(ScriptedStep(text="One tool after the other."),),
+    check="true",
+)
+"""The session before the row `sub-agent`. The session has no verdict."""
+
 
 def row_named(name: str) -> CertificationRow | None:
-    return next((row for row in ROWS if row.name == name), None)
+    return next((row for row in (*ROWS, TRIAL) if row.name == name), None)

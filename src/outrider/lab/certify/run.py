@@ -1,4 +1,5 @@
-"""Runs a certification: a whole service in this process with the scripted model, and one session for each row.
+"""Runs a certification: a whole service in this process with the scripted model, and one session for each row. Before
+the row that needs a sub-agent, trial sessions look for the tool that starts one.
 
 The module is independent of the terminal. Invariant: when `certify` returns, the service has ended and its data have
 been removed.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,8 +19,9 @@ from outrider.client.client import AsyncClient
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.lab.certify.gateway_tap import tapped
 from outrider.lab.certify.judge import Certificate, RowEvidence, RowVerdict, Subject, holds, judge
-from outrider.lab.certify.rows import FIRST_WORD, MARK, CertificationRow
+from outrider.lab.certify.rows import FIRST_WORD, MARK, TRIAL, CertificationRow
 from outrider.lab.certify.scripted_model import ScriptedModel
+from outrider.lab.certify.subagent_trial import SECONDS, SESSIONS
 from outrider.lab.certify.users_paths import allowing
 from outrider.lab.demo.dialogue import POLICY
 from outrider.service.assembly import open_service
@@ -48,6 +51,8 @@ async def certify(
     """
     started = time.monotonic()
     tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}
+    tasks[TRIAL.name] = _task(TRIAL, subject, min(agent_seconds, SECONDS))
+    after_trial = [row for row in rows if row.needs == "subagent"]
     with tempfile.TemporaryDirectory(prefix="outrider-check-") as data:
         config = Config(
             port=0,
@@ -67,10 +72,18 @@ async def certify(
             tokenizer = await asyncio.to_thread(Tokenizer.load, POLICY)
             model = ScriptedModel(tokenizer, str(POLICY), subject.hint, subject.runtime.workdir, tap.wait_until_sent)
             await opened.service.pool.add_engine(model)
-            submitted = {(await client.submit(tasks[row.name])).id: row for row in rows}
+            at_start = [*([TRIAL] if after_trial else []), *(row for row in rows if row not in after_trial)]
+            submitted = {(await client.submit(tasks[row.name])).id: row for row in at_start}
+            trials = 0
             verdicts: dict[str, RowVerdict] = {}
             async for group in client.follow(samples=True):
                 row = submitted[group.id]
+                if row is TRIAL:
+                    trials += 1
+                    again = model.trial.unfinished and trials < SESSIONS
+                    for later in [TRIAL] if again else after_trial:
+                        submitted[(await client.submit(tasks[later.name])).id] = later
+                    continue
                 [session] = group.sessions  # a row is a group of one session
                 assert session.result is not None
                 key = f"{session.id}-{session.result.attempt}"
@@ -81,6 +94,7 @@ async def certify(
                     calls=[call for call in model.calls if call.session_key == key],
                     streams=tap.streams,
                     in_time=FIRST_WORD in tap.in_time,
+                    tried=dict(model.trial.outcomes) if row in after_trial else {},
                 )
                 verdicts[row.name] = judge(row, evidence, hint=subject.hint, dialect=subject.dialect)
                 watch(verdicts[row.name])
@@ -100,7 +114,12 @@ async def certify(
 def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
     # A program that exits with an error must not be graded: the row fails, with the program's log.
     strictly = {} if subject.harness.agent is not None else {"nonzero_exit": "error"}
-    files = [Write(write=text, to=name) for name, text in row.files.items()]
+    files = [
+        Write(write=b64encode(data).decode(), to=name, encoding="base64")
+        if isinstance(data, bytes)
+        else Write(write=data, to=name)
+        for name, data in row.files.items()
+    ]
     task = TaskSpec(
         instruction=f"Task {MARK}{row.name}: {row.what}. Work in the current folder, with your own tools.",
         harness=subject.harness.model_copy(update=strictly),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -23,11 +23,14 @@ from outrider.lab.certify.rows import (
     MARK,
     SUBAGENT_MARK,
     SUBAGENT_STEPS,
+    TRIAL,
+    WRITE_HELPED,
     ModelAction,
     ScriptedStep,
     row_named,
 )
-from outrider.lab.certify.tool_finder import FoundTool, TaskTools, find_subagent, find_tools, find_waiter
+from outrider.lab.certify.subagent_trial import SubagentTrial
+from outrider.lab.certify.tool_finder import FoundTool, TaskTools, find_tools, find_waiter
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.messages import ToolSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -74,7 +77,7 @@ class ScriptedCall(msgspec.Struct, kw_only=True):
 class ScriptedModel:
     """An `Engine` that replies with the steps of a row. `folder` is the tokenizer's folder. `hint` is the preset's hint
     about the harness's tools, and `workdir` the base of relative paths. `wait_until_sent` waits until the given word
-    has been sent to a client, or a time limit is over."""
+    has been sent to a client, or a time limit is over. `trial` is the trial of tools that may start a sub-agent."""
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
@@ -90,6 +93,7 @@ class ScriptedModel:
         wait_until_sent: Callable[[str], Awaitable[bool]],
     ) -> None:
         self.calls: list[ScriptedCall] = []
+        self.trial = SubagentTrial(hint)
         self._tokenizer = tokenizer
         self._folder = folder
         self._hint = hint
@@ -119,7 +123,14 @@ class ScriptedModel:
         else:  # the next step; the last step is repeated
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
-        ids = self._tokenizer.encode(self._reply(step, state))
+        calls = self._tool_calls(step, state)
+        if state.subagent and row is None and state.row:
+            able = choose_call(WRITE_HELPED, find_tools(state.tools, self._hint), self._workdir) is not None
+            self.trial.begins(state.row, able=able)
+        elif row is TRIAL and state.tools:
+            tried = await self.trial.next_call(request.session_key, state.tools, state.replies)
+            calls = calls if tried is None else [tried]
+        ids = self._tokenizer.encode(self._reply(step, calls))
         call = ScriptedCall(
             session_key=request.session_key, state=state, step=step, prompt=np.array(request.input_ids), output=[]
         )
@@ -140,14 +151,14 @@ class ScriptedModel:
             if first and step.stall:
                 await self._wait_until_sent(FIRST_WORD)
 
-    def _reply(self, step: ScriptedStep, state: PromptState) -> str:
+    def _reply(self, step: ScriptedStep, tool_calls: Iterable[tuple[str, dict[str, Any]]]) -> str:
         """Return the text of a reply, with the token that ends it."""
         if step.raw.endswith(END):
             return step.raw
         thinking = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
         calls = []
-        for tool, arguments in self._tool_calls(step, state):
-            body = {"name": tool.name, "arguments": arguments}
+        for name, arguments in tool_calls:
+            body = {"name": name, "arguments": arguments}
             match step.style:
                 case "plain":
                     text = json.dumps(body, ensure_ascii=False)
@@ -158,24 +169,31 @@ class ScriptedModel:
             calls.append(f"<tool_call>\n{text}\n</tool_call>")
         return thinking + "\n".join(part for part in (step.text, *calls) if part) + step.raw + END
 
-    def _tool_calls(self, step: ScriptedStep, state: PromptState) -> list[tuple[FoundTool, dict[str, Any]]]:
+    def _tool_calls(self, step: ScriptedStep, state: PromptState) -> list[tuple[str, dict[str, Any]]]:
         tools = find_tools(state.tools, self._hint)
-        calls = [call for action in step.actions if (call := choose_call(action, tools, self._workdir)) is not None]
-        if step.subagent and (starter := find_subagent(state.tools, self._hint)):
-            calls.append((starter, starter.call(f"{SUBAGENT_MARK}{state.row}: {step.subagent}")))
+        chosen = [choose_call(action, tools, self._workdir) for action in step.actions]
+        calls = [(tool.name, arguments) for tool, arguments in filter(None, chosen)]
+        if step.subagent and self.trial.starter is not None:
+            starter, text = self.trial.starter
+            prompt = f"{SUBAGENT_MARK}{state.row}: {step.subagent}"
+            calls.append((starter.name, starter.with_prompt(text, prompt)))
         if step.wait and state.agent_id and (waiter := find_waiter(state.tools, self._hint)):
-            calls.append((waiter, waiter.call(state.agent_id)))
+            calls.append((waiter.name, waiter.call(state.agent_id)))
         # Some programs run until the model calls the shell with a certain command. A reply without other calls gets
         # this call.
         finish = self._hint.finish_command
         if tools.shell and finish and not state.subagent and not (calls or step.raw):
-            calls.append((tools.shell, tools.shell.call(finish)))
+            calls.append((tools.shell.name, tools.shell.call(finish)))
         return calls
 
 
 def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[FoundTool, dict[str, Any]] | None:
     """Return the tool for an action, with the call's arguments; None if no tool can do the action. A tool for commands
     is preferred."""
+    if action.look is not None:
+        if (viewer := tools.viewer) is None:
+            return None
+        return viewer, viewer.call(f"{workdir}/{action.look}" if viewer.absolute else action.look)
     if tools.shell is not None:
         return tools.shell, tools.shell.call(action.command)
     if action.write is not None and (writer := tools.writer) is not None:
@@ -200,8 +218,9 @@ def read_prompt(text: str) -> PromptState:
             continue
         if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
             tools.append(tool)
-    for index, message in enumerate(messages):
-        if message.startswith("user\n") and (found := _MARKS.search(message)):
+    # A sub-agent's task may be in the system message alone, so that message comes last. A tool's result names no task.
+    for index, message in [*list(enumerate(messages))[1:], *list(enumerate(messages))[:1]]:
+        if not message.startswith(("user\n<tool_response>", "assistant\n")) and (found := _MARKS.search(message)):
             # The last message does not count, because it is the reply that the model is about to generate.
             replies = sum(later.startswith("assistant\n") for later in messages[index + 1 : -1])
             agent_id = _AGENT_ID.search(messages[-2])

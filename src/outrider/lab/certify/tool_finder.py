@@ -1,14 +1,15 @@
-"""Finds a harness's tools for running a command, writing or reading a file, starting a sub-agent and waiting for a
-sub-agent.
+"""Finds a harness's tools for running a command, writing or reading a file, looking at an image and waiting for a
+sub-agent, and orders the tools that may start a sub-agent.
 
 The module is pure. Tools are judged by their declarations in requests (names, descriptions, types of parameters) and by
-a preset's hint. Invariant: the arguments from `FoundTool.call` include every argument that the tool's schema requires.
+a preset's hint. Invariant: the arguments of a call include every argument that the tool's schema requires.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +22,8 @@ FILLER = "a step of the task"
 
 PATHS = ("path", "file_path", "filepath", "filename", "file_name", "file", "target_file", "absolute_path")
 CONTENTS = ("content", "contents", "text", "file_text", "file_content", "data", "body", "code")
+FOLDERS = frozenset({"cwd", "dir", "directory", "folder", "workdir", "path"})
+"""Words in the name of a parameter that takes a path."""
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
@@ -85,6 +88,12 @@ READ = ToolRole(
     ),
     parameters=(Parameter(names=PATHS),),
 )
+IMAGE = ToolRole(
+    what="one that looks at an image file: a parameter such as `path`",
+    certain=("image", *READ.certain),
+    excluding=(READ.excluding - {"image"}) | {"create", "generate"},
+    parameters=(Parameter(names=PATHS),),
+)
 SUBAGENT = ToolRole(
     what="one that starts a sub-agent",
     certain=("task", "agent", "subagent", "delegate"),
@@ -135,28 +144,56 @@ class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
     shell: FoundTool | None
     writer: FoundTool | None
     reader: FoundTool | None
+    viewer: FoundTool | None
+
+
+class MarkedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of the tool `name`, whose free texts are `texts`, each another one."""
+
+    name: str
+    arguments: dict[str, Any]
+    texts: tuple[str, ...]
+
+    def with_prompt(self, text: str, prompt: str) -> dict[str, Any]:
+        """Return the arguments with `prompt` in place of the free text `text`, and without the other free texts."""
+        arguments = json.dumps(self.arguments)
+        for each in self.texts:
+            arguments = arguments.replace(json.dumps(each), json.dumps(prompt if each == text else FILLER))
+        replaced: dict[str, Any] = json.loads(arguments)
+        return replaced
 
 
 def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
     """Return the tools for a row's actions among the tools that a request declares."""
     return TaskTools(
-        shell=find_shell(tools, hint), writer=_find(tools, WRITE, None, {}), reader=_find(tools, READ, None, {})
+        shell=_find(tools, COMMAND, hint.shell),
+        writer=_find(tools, WRITE, None),
+        reader=_find(tools, READ, None),
+        viewer=_find(tools, IMAGE, None),
     )
 
 
-def find_shell(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
-    """Return the tool for shell commands, or None. The tool named by the hint is preferred."""
-    return _find(tools, COMMAND, hint.shell, {})
-
-
-def find_subagent(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
-    """Return the tool that starts a sub-agent with a prompt, or None."""
-    return _find(tools, SUBAGENT, hint.subagent, hint.subagent_arguments)
+def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], str]) -> list[MarkedCall]:
+    """Return a call of each tool that takes a free text. Every free text is one that `text` returns. The tools whose
+    names and parameters look most like those of a tool that starts a sub-agent come first."""
+    calls: list[tuple[int, MarkedCall]] = []
+    for tool in tools:
+        function = tool["function"]
+        texts: list[str] = []
+        properties = _properties(function)
+        schema = {"type": "object", "properties": properties, "required": _required(function)}
+        arguments = _filled("", schema, text, texts)
+        arguments |= {name: value for name, value in hint.subagent_arguments.items() if name in properties}
+        if texts:
+            fits = [_fit(name, each, SUBAGENT.parameters[0]) for name, each in properties.items()]
+            call = MarkedCall(name=str(function.get("name", "")), arguments=arguments, texts=tuple(texts))
+            calls.append((_certainty(function, SUBAGENT, hinted=False) + max(fits, default=0), call))
+    return [call for _, call in sorted(calls, key=lambda pair: -pair[0])]
 
 
 def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
     """Return the tool that waits for a sub-agent by id. None unless the hint names such a tool."""
-    return _find(tools, WAITER, hint.wait, {})
+    return _find(tools, WAITER, hint.wait)
 
 
 def describe(tools: Iterable[ToolSpec]) -> str:
@@ -169,13 +206,13 @@ def describe(tools: Iterable[ToolSpec]) -> str:
     return "; ".join(shown) or "none"
 
 
-def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None, given: Mapping[str, Any]) -> FoundTool | None:
+def _find(tools: Iterable[ToolSpec], role: ToolRole, hint: str | None) -> FoundTool | None:
     found: list[tuple[int, FoundTool]] = []
     for tool in tools:
         function = tool["function"]
         hinted = hint is not None and function.get("name") == hint
         certainty = _certainty(function, role, hinted)
-        if not certainty or not (made := _usable(function, role, given)):
+        if not certainty or not (made := _usable(function, role)):
             continue
         fit, usable = made
         texts = [function, *_properties(function).values()]
@@ -209,7 +246,7 @@ def _certainty(function: Mapping[str, Any], role: ToolRole, hinted: bool) -> int
     return 10 if words & role.possible else 0
 
 
-def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any]) -> tuple[int, FoundTool] | None:
+def _usable(function: Mapping[str, Any], role: ToolRole) -> tuple[int, FoundTool] | None:
     """Return a score of how well the tool's parameters fit the role, and the FoundTool. None if the tool has no
     parameter that fits a parameter of the role."""
     properties = _properties(function)
@@ -226,11 +263,7 @@ def _usable(function: Mapping[str, Any], role: ToolRole, given: Mapping[str, Any
     if _kind(properties[arguments[0]]) == "array":  # a list of a program and its arguments, or of commands
         program = arguments[0].lower() in ("command", "cmd", "argv", *ARGUMENT_LISTS)
         before = SHELL_LINE if program else ()
-    parameters = function.get("parameters")
-    required = parameters.get("required") if isinstance(parameters, Mapping) else None
-    wanted = list(map(str, required)) if isinstance(required, list) else []
-    wanted += [known for known in given if known in properties]
-    fixed = {name: given.get(name, _filler(name, properties.get(name), role)) for name in wanted}
+    fixed = {name: _filler(name, properties.get(name), role) for name in _required(function)}
     if role is COMMAND and arguments[0] in ARGUMENT_LISTS and "command" in properties:
         before, fixed["command"] = SHELL_LINE[1:], SHELL_LINE[0]
     return fit, FoundTool(
@@ -263,6 +296,12 @@ def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return properties if isinstance(properties, Mapping) else {}
+
+
+def _required(function: Mapping[str, Any]) -> list[str]:
+    parameters = function.get("parameters")
+    required = parameters.get("required") if isinstance(parameters, Mapping) else None
+    return list(map(str, required)) if isinstance(required, list) else []
 
 
 def _words(text: str) -> set[str]:
@@ -298,9 +337,35 @@ def _filler(name: str, schema: Any, role: ToolRole) -> Any:
     if "default" in schema or "const" in schema:
         return schema.get("const", schema.get("default"))
     kind = _kind(schema)
-    if kind == "string" and _words(name) & {"cwd", "dir", "directory", "folder", "workdir", "path"}:
+    if kind == "string" and _words(name) & FOLDERS:
         return "."
     fillers: dict[str | None, Any] = {"boolean": False, "integer": 60, "number": 60, "array": [], "object": {}}
     if kind in ("integer", "number"):
         return max(min(60, schema.get("maximum", 60)), schema.get("minimum", 0))
     return fillers.get(kind, FILLER)
+
+
+def _filled(name: str, schema: Any, text: Callable[[], str], texts: list[str]) -> Any:
+    """Return a value that the schema accepts. Each free text in the value is one that `text` returns, and is added to
+    `texts`. An object without a required free text gets the optional texts: the likeliest alone if one is likely."""
+    if isinstance(schema, Mapping) and "type" not in schema and (choices := schema.get("anyOf") or schema.get("oneOf")):
+        schema = next((one for one in choices if _kind(one) != "null"), None)
+    if not isinstance(schema, Mapping) or {"enum", "const", "default", "format", "pattern"} & schema.keys():
+        return _filler(name, schema, SUBAGENT)
+    match _kind(schema):
+        case "string" if not _words(name) & FOLDERS:
+            texts.append(text())
+            return texts[-1]
+        case "array" if _kind(schema.get("items")) in ("string", "object"):
+            return [_filled(name, schema["items"], text, texts)]
+        case "object":
+            properties, before = _properties({"parameters": schema}), len(texts)
+            required = _required({"parameters": schema})
+            filled = {each: _filled(each, properties.get(each), text, texts) for each in required}
+            if len(texts) == before:
+                kinds = {each: _kind(one) for each, one in properties.items() if each not in required}
+                free = sorted(each for each, kind in kinds.items() if kind in ("string", "array", "object"))
+                likely = [each for each in SUBAGENT.parameters[0].names if kinds.get(each) == "string"][:1]
+                filled |= {each: _filled(each, properties[each], text, texts) for each in likely or free}
+            return filled
+    return _filler(name, schema, SUBAGENT)
