@@ -14,6 +14,7 @@ from outrider.cli.progress import session_progress
 from outrider.cli.tables import table
 from outrider.cli.task_sources import load_example
 from outrider.cli.terminal import Terminal
+from outrider.cli.waiting import waits_noted
 from outrider.client.client import Client
 from outrider.errors import InvalidField
 from outrider.schemas import Regraded, RegradedSession, SessionView
@@ -55,7 +56,7 @@ def regrade(
         group = service.regrade(id, asked)
         new.append(group.id)
         terminal.note(f"{id} is graded again as group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
-    with session_progress(terminal) as watch:
+    with session_progress(terminal) as watch, service.open(waits_noted(terminal, service.asynchronous)):
         groups = service.wait(new, watch)
     sessions = [session for group in groups for session in group.sessions]
     regraded = Regraded(
