@@ -24,7 +24,7 @@ from outrider.cli.options import (
     with_harness,
 )
 from outrider.cli.progress import run_progress, session_progress
-from outrider.cli.tables import run_table, session_table
+from outrider.cli.tables import counted, run_table, session_table
 from outrider.cli.terminal import Terminal
 from outrider.cli.waiting import waits_noted
 from outrider.client.client import AsyncClient
@@ -114,7 +114,7 @@ async def _run_all(
     terminal: Terminal, client: AsyncClient, run: str, tasks: list[dict[str, Any]], *, n: int, priority: int
 ) -> int:
     """Roll out a data set, and return the exit code. Ctrl-C leaves the sessions to the service."""
-    terminal.note(f"run {run}: {len(tasks)} tasks, {n} session{'s' if n > 1 else ''} each")
+    terminal.note(f"run {run}: {counted(len(tasks), 'task')}, {counted(n, 'session')} each")
     try:
         async with client:
             with run_progress(terminal) as watch:
@@ -133,7 +133,8 @@ async def _run_all(
         terminal.note(f"{count} not graded: {reason}")
     if done.failed:
         terminal.note(f"what went wrong: outrider show {done.failed}{_address(client)}")
-    terminal.note(f"its training rows: {export}")
+    if done.trained:
+        terminal.note(f"its training rows: {export}")
     return FAILURE if done.failed else SUCCESS
 
 
@@ -157,7 +158,7 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
         try:
             await shielded(submit, grace=ANSWER_SECONDS)
             [group] = accepted
-            terminal.note(f"group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
+            terminal.note(f"group {group.id}: {counted(group.n, 'session')}")
             with session_progress(terminal) as watch:
                 async with waits_noted(terminal, client):
                     [group] = await client.wait([group.id], watch)

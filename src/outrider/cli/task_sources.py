@@ -50,6 +50,9 @@ ROWS = "rows"
 """The table of a TOML file that names the rows for which the file's task is a template."""
 
 
+ROWS_FIELDS = 'it has `file = "ROWS.jsonl"`, and may have `id`, `kind`, `image` and `test_command`'
+
+
 class RowsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The table `rows` of a TOML file. `file` is relative to the TOML file, in a format that `datasets.read_rows`
     reads. `id` is the column of the rows' ids. If it is None, the rows are numbered. With a `kind` the tasks are made
@@ -145,9 +148,15 @@ def filled_examples(path: Path, table: dict[str, Any]) -> list[Example]:
     try:
         rows_table = msgspec.convert(table.pop(ROWS), RowsTable)
     except msgspec.ValidationError as error:
-        raise InvalidField(f"[rows] in {path}: {error}", field=ROWS, hint='give it `file = "ROWS.jsonl"`') from error
+        raise InvalidField(f"[rows] in {path}: {error}", field=ROWS, hint=ROWS_FIELDS) from error
     gold = table.pop("gold", None)
     source = path.parent / rows_table.file
+    if not source.exists():
+        raise InvalidField(
+            f"there is no {source}",
+            field=ROWS,
+            hint=f"`file` in [rows] of {path} is relative to the folder of that file",
+        )
     if rows_table.kind is not None:
         given = Additions(image=rows_table.image, test_command=rows_table.test_command, folder=source.parent, own=table)
         examples = adapted_examples(rows_table.kind, source, given)
@@ -203,9 +212,12 @@ def write_tasks(examples: Sequence[Example], path: Path) -> None:
 
 
 def load_group(path: Path, *, n: int, priority: int) -> GroupSpec:
-    """Return a group of `n` sessions of the task in file `path`. Raises InvalidField, which names the field, and
-    TooLarge for files that are too big to send with the task."""
-    return validate_group({"task": load_example(path).task, "n": n, "priority": priority})
+    """Return a group of `n` sessions of the task in file `path`, or, of a file with several tasks, of the first one.
+    Raises InvalidField, which names the field, and TooLarge for files that are too big to send with the task."""
+    examples = examples_in_file(path)
+    if not examples:
+        raise InvalidField(f"{path} has no task", field="task")
+    return validate_group({"task": examples[0].task, "n": n, "priority": priority})
 
 
 def load_example(path: Path) -> Example:
