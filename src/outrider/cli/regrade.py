@@ -12,7 +12,7 @@ from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.tables import counted, table
-from outrider.cli.task_sources import load_example
+from outrider.cli.task_file import load_example
 from outrider.cli.terminal import Terminal
 from outrider.cli.waiting import waits_noted
 from outrider.client.client import Client

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -25,6 +25,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.progress import run_progress, session_progress
 from outrider.cli.tables import counted, run_table, session_table
+from outrider.cli.task_file import is_one_task, load_example
 from outrider.cli.terminal import Terminal
 from outrider.cli.waiting import waits_noted
 from outrider.client.client import AsyncClient
@@ -33,9 +34,6 @@ from outrider.concurrency.cancellation import shielded
 from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
 from outrider.schemas import GroupView
-
-if TYPE_CHECKING:
-    from outrider.spec import GroupSpec
 
 ANSWER_SECONDS = 10.0
 """Seconds for which Ctrl-C waits for the reply to the submission, because the service may have accepted the group. The
@@ -88,13 +86,13 @@ def run(
 
         outrider run task.toml --json | jq '.sessions[].result.verdict.reward'
     """
-    from outrider.cli.task_sources import examples_in, is_one_task, load_example
-    from outrider.service.admission import validate_group
-
     if resume is None and len(sources) == 1 and is_one_task(Path(sources[0])):
         task = with_harness(load_example(Path(sources[0])).task, harness, agent)
-        group = validate_group({"task": task, "n": n, "priority": priority})
-        raise typer.Exit(asyncio.run(_run(terminal, client, group)))
+        raise typer.Exit(asyncio.run(_run(terminal, client, {"task": task, "n": n, "priority": priority})))
+    # The imports are here, because a single task is checked by the service, and needs none of these modules.
+    from outrider.cli.task_sources import examples_in
+    from outrider.service.admission import validate_group
+
     tasks = []
     for source in sources:
         for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline):
@@ -143,7 +141,7 @@ def _address(client: AsyncClient) -> str:
     return "" if client.url == (environment("OUTRIDER_URL") or DEFAULT_URL).rstrip("/") else f" --url {client.url}"
 
 
-async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
+async def _run(terminal: Terminal, client: AsyncClient, asked: dict[str, Any]) -> int:
     """Submit the group, wait for it, and return the exit code. Ctrl-C cancels the group; a second Ctrl-C ends the
     command."""
     task = asyncio.current_task()
@@ -152,7 +150,7 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
     accepted: list[GroupView] = []
 
     async def submit() -> None:
-        accepted.append(await client.submit(spec))
+        accepted.append(await client.submit(asked))
 
     async with client:
         try:
