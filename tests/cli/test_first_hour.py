@@ -228,6 +228,9 @@ def test_the_mistakes_of_the_first_hour(user: User) -> None:
     nobody = "http://127.0.0.1:9"
     hints(f"outrider run set.toml --url {nobody}", "cannot reach the service", "hint: start one with `outrider serve`")
     hints("outrider status --url 127.0.0.1:8700", "has no scheme", "hint: write http://127.0.0.1:8700")
+    hints("outrider status --url 8700", "has no scheme", "hint: write http://127.0.0.1:8700")
+    hints("outrider status --url http://127.0.0.1:99999", "'http://127.0.0.1:99999', is none: Port out of range", "")
+    hints("outrider status --url http://nowhere.invalid", "cannot reach the service", "hint: start one")
     hints("outrider serve --engine vllm=localhost:8000", "has no scheme", "hint: write vllm=http://localhost:8000")
     hints("outrider runn set.toml", "No such command 'runn'", "Did you mean 'run'")
     hints("outrider run sett.toml", "sett.toml", "")
@@ -254,6 +257,8 @@ def test_the_mistakes_of_the_first_hour(user: User) -> None:
     with user.serves(f"--engine scripted={script} {model} --allow-plugin nowhere") as url:
         began = time.monotonic()
         hints(f"outrider run set.toml --url {url}", "my_rewards", "outrider serve --allow-plugin my_rewards")
+        tls = url.replace("http://", "https://")
+        hints(f"outrider status --url {tls}", f"no TLS connection to the service at {tls}", "begins with http://")
         hints(f"outrider run elsewhere.toml --url {url}", "No module named 'nowhere'", "name its folder in PYTHONPATH")
         hints(
             f"outrider run no-agent.toml --url {url}", "'agnt.py' cannot be uploaded", "put it beside the task's file"
