@@ -252,8 +252,8 @@ def test_the_mistakes_of_the_first_hour(user: User) -> None:
     )
     policy = PACKAGE / "lab" / "demo" / "policy"
     model = f"--tokenizer {policy} --renderer template:qwen3"
-    down = "engine 'vllm-0' is not healthy: at http://127.0.0.1:9: "
-    hints(f"outrider serve --engine vllm=http://127.0.0.1:9 {model}", down, "outrider engines add")
+    down = "engine 'vllm-0' is not healthy: at http://127.0.0.1:9: [Errno 111] Connection refused hint: is its server"
+    hints(f"outrider serve --engine vllm=http://127.0.0.1:9 {model}", "starting a service on the data folder", down)
     with user.serves(f"--engine scripted={script} {model} --allow-plugin nowhere") as url:
         began = time.monotonic()
         hints(f"outrider run set.toml --url {url}", "my_rewards", "outrider serve --allow-plugin my_rewards")
