@@ -122,7 +122,7 @@ clean: ## remove all that these commands installed or cached
 # A stamp is newer than what it was made from, so that make knows when there is nothing to install.
 
 $(STAMPS)/torch:
-	@echo "Making $(VENV) with $$($(PYTHON) --version), and installing $(TORCH)"
+	@echo "Making $(VENV) with $$($(PYTHON) --version), and installing $(TORCH): this may take some minutes"
 	@$(NEW_VENV) $(VENV)
 	@mkdir -p $(@D) && touch $@
 

@@ -68,6 +68,14 @@ STARTS = {
         loading("status"),
         NEVER | SERVER | SETTINGS | {"numpy", "outrider.service", "outrider.sandbox", "outrider.tasks", "outrider.lab"},
     ),
+    "a run of one task": (
+        running("run", str(PACKAGE.parent.parent / "examples" / "count_words.toml"), "--url", "http://127.0.0.1:9"),
+        NEVER | SERVER | SETTINGS - {"pydantic"} | {"numpy", "outrider.service", "outrider.sandbox", "outrider.lab"},
+    ),  # Typer imports pydantic for types
+    "grading again": (
+        loading("regrade"),
+        NEVER | SERVER | SETTINGS | {"numpy", "outrider.service", "outrider.sandbox", "outrider.lab"},
+    ),
     "the version": (running("--version"), NEVER | SERVER | SETTINGS | COMMAND_LINE | DATA | {"asyncio"}),
     "the help": (running("--help"), NEVER | SERVER | SETTINGS | DATA - {"msgspec"} | {"asyncio"}),
     "a group's commands": (
@@ -112,6 +120,7 @@ async def test_a_service_and_its_nodes_import_nothing_that_they_do_not_need(tmp_
     }
     assert imported >= {"fastapi", "renderers", "outrider.nodes.service_proxy"}
     assert not imported & NEVER
+    assert b"Started server process" not in times
     assert not imported & {
         *("aiohttp", "outrider.client.client", "outrider.tasks", "outrider.trainers"),
         *("outrider.lab.demo", "outrider.lab.certify"),

@@ -105,7 +105,12 @@ def load(path: str, *, field: str | None = None) -> Any:
         for part in attribute.split("."):
             target = getattr(target, part)
     except (Exception, SystemExit) as error:  # a module may raise anything while it is imported, or call sys.exit()
-        raise InvalidField(f"cannot import {path!r}: {type(error).__name__}: {error}", field=field) from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        raise InvalidField(
+            f"cannot import {path!r}: {type(error).__name__}: {error}",
+            field=field,
+            hint="install its package, or name its folder in PYTHONPATH, where the service starts" if missing else None,
+        ) from error
     return target
 
 

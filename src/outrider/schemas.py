@@ -23,6 +23,8 @@ PolicyPause = Literal["finish", "abort"]
 """The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
 later."""
 
+MAX_INLINE_FILE = 16 << 20
+"""Maximum number of characters of a file in a `write` step."""
 EVALUATION_LABEL = "outrider.evaluation"
 """Label of groups that evaluate a policy, with the evaluation's name as its value. Exports for training leave out the
 groups with this label."""

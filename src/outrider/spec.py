@@ -29,6 +29,7 @@ from outrider.errors import renamed_field
 from outrider.faults import complaints as complaints
 from outrider.faults import fault_text as fault_text
 from outrider.schemas import EVALUATION_LABEL as EVALUATION_LABEL
+from outrider.schemas import MAX_INLINE_FILE as MAX_INLINE_FILE
 from outrider.schemas import PolicyPause as PolicyPause
 from outrider.schemas import Role as Role
 
@@ -37,7 +38,6 @@ MEBIBYTE = 1 << 20
 """Bytes of one unit in fields that end in `_mb`."""
 RUNTIME = "task.runtime"
 """The request's field with the spec of the agent's sandbox."""
-MAX_INLINE_FILE = 16 << 20
 MAX_GROUP = 4096
 MAX_VERSION = (1 << 31) - 1
 """The largest policy version: samples store versions as int32."""

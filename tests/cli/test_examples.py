@@ -12,7 +12,8 @@ import pytest
 
 from cli.world import Cli, write_task
 from evaluators.grader_server import a_grader
-from outrider.cli.task_sources import load_example, load_group
+from outrider.cli.task_file import load_example
+from outrider.cli.task_sources import load_group
 from outrider.config import GraderConfig
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from support.service import call, running_service, say

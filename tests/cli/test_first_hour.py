@@ -165,6 +165,7 @@ def test_the_first_hour(user: User) -> None:
     assert demo.code == 0, demo.text
     assert tables_fit(demo)
     assert "A session's reward is 1 if" in demo.text
+    assert "bin/activate" in demo.text  # this program is not on the path
     serve = next(line for line in demo.lines() if line.startswith("  outrider serve "))
     run = next(line for line in demo.lines() if line.startswith("  outrider run "))
 
@@ -191,8 +192,10 @@ def test_the_first_hour(user: User) -> None:
         assert "80 samples of 20 groups" in exported.text
         status = user.types(f"outrider status --url {url}")
         assert tables_fit(status)
-        session = re.search(r"s-[0-9a-f]+-0", user.types(f"outrider status --url {url} --json").text)
-        assert session is None or user.types(f"outrider show {session[0]} --url {url}").code == 0
+        group = re.findall(r"g-[0-9a-f]+", status.text)[0]
+        shown = user.types(f"outrider show s{group[1:]}-0 --url {url}")
+        assert shown.code == 0, shown.text
+        assert max(len(line) for line in shown.lines() if line.startswith("── turn")) <= COLUMNS
     lines = [json.loads(line) for line in (user.folder / "mine.jsonl").read_text().splitlines()]
     assert len(lines) == 80
     assert {line["reward"] for line in lines} <= {0.0, 1.0}
@@ -207,6 +210,12 @@ def test_the_mistakes_of_the_first_hour(user: User) -> None:
     user.writes("set.toml", SET)
     user.writes("misspelt.toml", SET.replace("max_tokens", "max_token"))
     user.writes("missing.toml", SET.replace("row.item", "row.itme"))
+    user.writes("gone.toml", SET.replace("rows.jsonl", "gone.jsonl"))
+    user.writes("unknown.toml", SET.replace('id = "name"', 'name = "name"'))
+    user.writes("elsewhere.toml", SET.replace("my_rewards", "nowhere"))
+    graded = SET.partition("[evaluator]")[0] + '[evaluator]\nrun = "true"\n[rows]\nfile = "rows.jsonl"\n'
+    user.writes("no-agent.toml", graded.replace('upload = "agent.py"', 'upload = "agnt.py"'))
+    user.writes("crash.toml", graded.replace('"agent.py"]', '"nothing.py"]'))
     script = user.writes("script.json", '{"replies": ["hello"]}')
 
     def hints(line: str, error: str, hint: str, **variables: str) -> None:
@@ -219,11 +228,18 @@ def test_the_mistakes_of_the_first_hour(user: User) -> None:
     nobody = "http://127.0.0.1:9"
     hints(f"outrider run set.toml --url {nobody}", "cannot reach the service", "hint: start one with `outrider serve`")
     hints("outrider status --url 127.0.0.1:8700", "has no scheme", "hint: write http://127.0.0.1:8700")
+    hints("outrider status --url 8700", "has no scheme", "hint: write http://127.0.0.1:8700")
+    hints("outrider status --url http://127.0.0.1:99999", "'http://127.0.0.1:99999', is none: Port out of range", "")
+    hints("outrider status --url http://nowhere.invalid", "cannot reach the service", "hint: start one")
     hints("outrider serve --engine vllm=localhost:8000", "has no scheme", "hint: write vllm=http://localhost:8000")
     hints("outrider runn set.toml", "No such command 'runn'", "Did you mean 'run'")
     hints("outrider run sett.toml", "sett.toml", "")
     hints("outrider run misspelt.toml", "task.sampling.max_token: ", "unknown field; did you mean 'max_tokens'?")
     hints("outrider run missing.toml", "itme", "item")
+    hints("outrider run gone.toml", "there is no gone.jsonl", "is relative to the folder of that file")
+    hints("outrider run unknown.toml", "unknown field `name`", "may have `id`")
+    hints("outrider run set.toml -n 0", "n: task 'a' of set.toml: must be at least 1", "")
+    hints("outrider demo --out agent.py", "out: cannot write to the folder agent.py: File exists", "--out DIR")
     broken = '[{"kind": "vllm" "url": "http://x"}]'
     hints(
         "outrider serve",
@@ -235,9 +251,23 @@ def test_the_mistakes_of_the_first_hour(user: User) -> None:
         "outrider serve", "setting 'lanes.rum' from OUTRIDER_LANES__RUM", "did you mean 'run'?", OUTRIDER_LANES__RUM="3"
     )
     policy = PACKAGE / "lab" / "demo" / "policy"
-    with user.serves(f"--engine scripted={script} --tokenizer {policy} --renderer template:qwen3") as url:
+    model = f"--tokenizer {policy} --renderer template:qwen3"
+    down = "engine 'vllm-0' is not healthy: at http://127.0.0.1:9: [Errno 111] Connection refused hint: is its server"
+    hints(f"outrider serve --engine vllm=http://127.0.0.1:9 {model}", "starting a service on the data folder", down)
+    with user.serves(f"--engine scripted={script} {model} --allow-plugin nowhere") as url:
         began = time.monotonic()
         hints(f"outrider run set.toml --url {url}", "my_rewards", "outrider serve --allow-plugin my_rewards")
+        tls = url.replace("http://", "https://")
+        hints(f"outrider status --url {tls}", f"no TLS connection to the service at {tls}", "begins with http://")
+        hints(f"outrider run elsewhere.toml --url {url}", "No module named 'nowhere'", "name its folder in PYTHONPATH")
+        hints(
+            f"outrider run no-agent.toml --url {url}", "'agnt.py' cannot be uploaded", "put it beside the task's file"
+        )
+        hints(
+            f"outrider run crash.toml --url {url}", "1 not graded: harness_error", "what went wrong: outrider show s-"
+        )
+        hints(f"outrider status g-none --url {url}", "no group 'g-none'", "`outrider status` lists the newest groups")
+        hints(f"outrider show s-none --url {url}", "no session 's-none'", "ends with its number")
         assert time.monotonic() - began < 60
-        hints(f"outrider export --format csv --url {url}", "'--format'", "outrider export --help")
+        hints(f"outrider export --format csv --url {url}", "'--format': 'csv' is", "outrider export --help")
         hints(f"outrider show s-none-0 --url {url}", "s-none-0", "")

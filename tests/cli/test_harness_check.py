@@ -78,9 +78,12 @@ def test_a_task_is_certified_with_all_that_it_says_of_its_sandbox(cli: Cli, tmp_
         run = "false"
         """
     )
-    ran = cli.run("harness", "check", "--task", task, "--row", "streaming", "--json")
+    template = tmp_path / "mine-of-rows.toml"
+    template.write_text(f'{task.read_text()}\n[rows]\nfile = "rows.jsonl"\n')
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    ran = cli.run("harness", "check", "--task", template, "--row", "streaming", "--json")
     certificate = ran.document
-    assert (ran.code, certificate["harness"], certificate["runtime"]) == (0, "mine", "process")
+    assert (ran.code, certificate["harness"], certificate["runtime"]) == (0, "mine-of-rows", "process")
     assert [(row["row"], row["verdict"]) for row in certificate["rows"]] == [("streaming", "holds")]
 
 

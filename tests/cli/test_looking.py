@@ -52,6 +52,7 @@ async def test_show_marks_what_was_sampled(cli: Cli, tmp_path: Path) -> None:
         session = ran.document["sessions"][0]["id"]
         seen = await cli("show", session, "--url", url)
         read = await cli("show", session, "--url", url, "--json")
+        kept = await cli("artifacts", session, "--url", url)
     sampled = [line.removeprefix("> ") for line in seen.out.splitlines() if line.startswith("> ")]
     assert "\n".join(sampled) == "\n".join(REPLIES)
     assert "  Write hi into out.txt.<|im_end|>" in seen.out.splitlines()
@@ -59,6 +60,7 @@ async def test_show_marks_what_was_sampled(cli: Cli, tmp_path: Path) -> None:
     assert "── turn 1 · append to turn 0 ·" in seen.out
     assert "reward 1.00 · bytes 3.00" in seen.out
     assert "\x1b" not in seen.out
+    assert kept.err == "no files were kept; a task names the files to keep in its field `artifacts`\n"
     assert [turn["sampled"] for turn in read.document["turns"]] == list(REPLIES)
 
 

@@ -100,7 +100,7 @@ def test_a_wrong_command_line_is_one_line_and_a_hint(cli: Cli, words: list[str],
 
 
 def test_an_error_names_its_field(cli: Cli, tmp_path: Path) -> None:
-    ran = cli.run("run", write_task(tmp_path, "instruction = 3\n"))
+    ran = cli.run("run", write_task(tmp_path, "instruction = 3\n"), "--resume", "first")  # checked before it is sent
     assert ran.code == 2
     assert ran.err.startswith("error: task.")
     assert len(ran.err.splitlines()) == 1

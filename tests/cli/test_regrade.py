@@ -65,7 +65,7 @@ async def test_another_tasks_evaluator_and_what_it_could_not_grade(tmp_path: Pat
     [session] = graded.document["sessions"]
     assert (session["was"]["reward"], session["now"]) == (1.0, None)
     assert session["error"]["code"] == "evaluator_error"
-    assert (refused.code, refused.err.splitlines()[0]) == (2, f"error: {none} has no [evaluator]")
+    assert (refused.code, refused.err.splitlines()[0]) == (2, f"error: task: {none} has no [evaluator]")
 
 
 async def fail_on_hi(outcome: object) -> float:

@@ -66,11 +66,15 @@ async def test_a_file_beside_the_task_reaches_the_sandbox(cli: Cli, tmp_path: Pa
     assert ran.document["sessions"][0]["result"]["verdict"]["reward"] == 1.0
 
 
-async def test_what_only_the_service_can_know_names_its_field(cli: Cli, tmp_path: Path) -> None:
+async def test_what_the_service_refuses_names_its_field(cli: Cli, tmp_path: Path) -> None:
     task = write_task(tmp_path, TASK.replace('"memory"', '"cloud"'))
     async with running_service(tmp_path=tmp_path) as (_, url):
         ran = await cli("run", task, "--url", url)
-    assert ran.code == 2
+        none = await cli("run", task, "-n", "0", "--url", url)
+        typed = await cli("run", write_task(tmp_path, "instruction = 3\n"), "--url", url)
+    assert (ran.code, typed.code, none.code) == (2, 2, 2)
+    assert typed.err.startswith("error: task.")
+    assert none.err == "error: n: must be at least 1\n"
     assert ran.err.startswith("error: task.runtime.kind: unknown runtime 'cloud'\nhint: known: ")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from cli.test_examples import GRADERS, needs_namespaces, outside
 from evaluators.grader_server import a_grader
 from outrider.evaluators.base import Outcome
+from outrider.lab.certify.task_check import NO_SOLUTION
 from test_datasets import harbor_task
 
 from .world import Cli
@@ -55,7 +57,7 @@ TASKS: dict[str, tuple[str, str]] = {
     "broken": (HEAD + GRADE + "[gold]\nrun = 'nosuch'", "the gold solution is not graded: .* exited with code 127"),
     "ungradable": (HEAD + "[evaluator]\nrun = 'exit 3'" + HI, "doing nothing is not graded: .* exited with code 3"),
     "fickle": (HEAD + callable_("fickle") + HI, "earns one thing and then another"),
-    "without": (HEAD + GRADE, "it has no gold solution to try"),
+    "without": (HEAD + GRADE, re.escape(NO_SOLUTION)),
     "refused": (HEAD + GRADE.replace("grade", "nosuch") + HI, "it is refused: .* \\(task.evaluator.path\\)"),
 }
 
@@ -116,7 +118,7 @@ async def test_a_harbor_folder(cli: Cli, tmp_path: Path) -> None:
     assert ran.document == {
         "tasks": 2,
         "ok": 1,
-        "bad": [{"id": "b", "problems": ["it has no gold solution to try"]}],
+        "bad": [{"id": "b", "problems": [NO_SOLUTION]}],
     }
 
 

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from cli.world import REPLIES, STALLED, Cli, write_task
+from cli.test_regrade import KEPT
+from cli.world import REPLIES, STALLED, Cli, program, write_task
 from outrider.cli.terminal import Terminal
 from outrider.cli.waiting import reason_of_wait, waits_noted
 from outrider.client.client import AsyncClient
@@ -53,6 +55,27 @@ async def test_a_wait_is_noted_once_and_only_while_nothing_happens(cli: Cli, tmp
     assert [re.sub(r"\d+", "N", line) for line in noted.lines] == [
         "waiting: N replies are being generated, and no session has ended since"
     ]
+
+
+async def never(outcome: object) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+@pytest.mark.deep
+async def test_an_evaluation_and_a_grading_again_note_what_they_wait_for(cli: Cli, tmp_path: Path) -> None:
+    stuck = write_task(tmp_path, KEPT.replace("cli.world:grade", "cli.test_waiting:never"), "stuck.toml")
+    async with running_service(tmp_path=tmp_path, replies=list(REPLIES)) as (_, url), AsyncClient(url) as client:
+        ran = await cli("run", write_task(tmp_path, KEPT), "--url", url, "--json")
+        words = (("eval", stuck), ("regrade", ran.document["id"], "--task", stuck))
+        waiting = [await program(*each, "--url", url) for each in words]
+        for process in waiting:
+            assert process.stderr is not None
+            while b"waiting: no model call is under way" not in await process.stderr.readline():
+                assert not process.stderr.at_eof()
+        for group in await client.groups(state="active"):
+            await client.cancel(group.id)
+        assert [await process.wait() for process in waiting] == [1, 1]  # nothing was graded
 
 
 class Noted(Terminal):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from evaluators.grader_server import a_grader
-from outrider.cli.task_sources import load_example, load_group
+from outrider.cli.task_file import load_example
+from outrider.cli.task_sources import load_group
 from outrider.client.client import AsyncClient
 from outrider.config import SandboxesConfig
 from outrider.errors import InvalidField

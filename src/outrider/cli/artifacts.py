@@ -58,6 +58,8 @@ def artifacts(
         if listed.left_out:
             tables.append(table(("left out", "reason"), [(each.path, each.reason) for each in listed.left_out]))
         terminal.show(listed, *tables)
+        if not rows:
+            terminal.note("no files were kept; a task names the files to keep in its field `artifacts`")
         return
     data = service.artifact(session, path, attempt=attempt)
     if output is None:

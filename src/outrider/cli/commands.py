@@ -152,6 +152,7 @@ def run_command(argv: Sequence[str] | None) -> int:
     except UsageError as error:
         # Without arguments, click shows the help and raises a UsageError with no message.
         if message := str(getattr(error, "format_message", error.__str__)()).removesuffix("."):
+            message = message.replace(": Value error, ", ": ")  # pydantic's words, in newer versions of Typer
             context = getattr(error, "ctx", None)
             hint = f"{context.command_path if context else 'outrider'} --help"
             terminal.error(RequestError(message, hint=hint).record())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +20,7 @@ from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
 from outrider.cli.tables import STAGES, table
 from outrider.cli.terminal import Terminal
+from outrider.errors import InvalidField
 from outrider.sandbox.runtimes.default_runtime import default_runtime
 
 if TYPE_CHECKING:
@@ -79,6 +84,7 @@ def demo(
 
         good = train_policy(terminal, policy, runtime, out, seeds).good
         raise typer.Exit(SUCCESS if good else FAILURE)
+    _make(out)
     with session_progress(terminal, "starting a service, and loading the model") as watch:
         rollouts = run_service(run_demo(runtime, watch, data=keep, policy=policy))
     found = sample_faults(rollouts, Tokenizer.load(policy))
@@ -131,6 +137,26 @@ def _meaning(policy: Path, summary: Summary) -> Iterator[str]:
     yield ""
     yield "Next, serve this model in one terminal, and run a task of your own in another:"
     yield ""
-    yield f"  outrider serve --engine embedded={shlex.quote(str(policy))} --renderer {RENDERER}"
+    if shutil.which("outrider") is None:
+        yield f"  source {shlex.quote(str(_near(Path(sys.prefix) / 'bin' / 'activate')))}"
+    yield f"  outrider serve --engine embedded={shlex.quote(str(_near(policy)))} --renderer {RENDERER}"
     yield f"  outrider run {shlex.quote(summary.task)} -n 8"
     yield "  outrider export -o rows.jsonl"
+
+
+def _make(folder: Path) -> None:
+    """Make the folder for the samples before the sessions run. Raises InvalidField if no files can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise InvalidField(
+            f"cannot write to the folder {folder}: {error.strerror}", field="out", hint="name another one: --out DIR"
+        ) from error
+
+
+def _near(path: Path) -> Path:
+    """Return a path in the current folder without the name of that folder, and every other path unchanged."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import typer
+from rich.text import Text
 
 from outrider.cli.exit_codes import FAILURE, SUCCESS
 from outrider.cli.options import command
@@ -40,5 +41,5 @@ def doctor(terminal: Terminal) -> None:
         for index, found in enumerate(findings)
     ]
     hints = [f"{found.name}: {found.hint}" for findings in parts.values() for found in findings if found.hint]
-    terminal.show(diagnosis, ", ".join(versions), table(("", "name", "usable", "detail"), rows), *hints)
+    terminal.show(diagnosis, Text(", ".join(versions)), table(("", "name", "usable", "detail"), rows), *hints)
     raise typer.Exit(SUCCESS if diagnosis.ok else FAILURE)

@@ -19,9 +19,10 @@ from outrider.cli.options import (
     with_harness,
 )
 from outrider.cli.progress import session_progress
-from outrider.cli.tables import table
+from outrider.cli.tables import counted, table
 from outrider.cli.task_sources import examples_in
 from outrider.cli.terminal import Terminal
+from outrider.cli.waiting import waits_noted
 from outrider.client.client import Client
 from outrider.client.pass_rate import evaluate
 
@@ -64,8 +65,11 @@ def eval_(
     ]
     service.policy()  # an address at which there is no service is an error at once, and not after some minutes
     run = resume or secrets.token_hex(6)
-    terminal.note(f"run {run}: {len(tasks)} tasks, {n} sessions each; go on after an interruption with --resume {run}")
-    with session_progress(terminal) as watch:
+    terminal.note(
+        f"run {run}: {counted(len(tasks), 'task')}, {counted(n, 'session')} each; "
+        f"go on after an interruption with --resume {run}"
+    )
+    with session_progress(terminal) as watch, service.open(waits_noted(terminal, service.asynchronous)):
         found = service.run(evaluate(service.asynchronous, tasks, samples=n, seed=seed, run=run, watch=watch))
     rows: list[tuple[object, ...]] = []
     for name, score in {"reward": found.reward, **found.metrics}.items():

@@ -16,6 +16,8 @@ def start_log(level: int, *, token: str | None = None, process: str = "") -> Non
     log = logging.StreamHandler()
     log.setFormatter(LogFormatter(token, process=process))
     logging.basicConfig(level=level, handlers=[log])
+    if level > logging.DEBUG:  # each server of a service says when it starts and ends
+        logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
 
 
 class LogFormatter(logging.Formatter):

@@ -11,9 +11,10 @@ import typer
 from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
-from outrider.cli.tables import table
-from outrider.cli.task_sources import load_example
+from outrider.cli.tables import counted, table
+from outrider.cli.task_file import load_example
 from outrider.cli.terminal import Terminal
+from outrider.cli.waiting import waits_noted
 from outrider.client.client import Client
 from outrider.errors import InvalidField
 from outrider.schemas import Regraded, RegradedSession, SessionView
@@ -27,7 +28,7 @@ def regrade(
     ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Groups, or single sessions.")],
     task: Annotated[
         Path | None,
-        typer.Option(metavar="TASK.toml", help="A task whose [evaluator] grades them.", show_default="their own"),
+        typer.Option(metavar="TASK.toml", help="A task whose evaluator grades them.", show_default="their own"),
     ] = None,
 ) -> None:
     """Grade sessions again, with another evaluator or the same one.
@@ -54,8 +55,8 @@ def regrade(
         old |= {_graded(session): _verdict(session) for session in named}
         group = service.regrade(id, asked)
         new.append(group.id)
-        terminal.note(f"{id} is graded again as group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
-    with session_progress(terminal) as watch:
+        terminal.note(f"{id} is graded again as group {group.id}: {counted(group.n, 'session')}")
+    with session_progress(terminal) as watch, service.open(waits_noted(terminal, service.asynchronous)):
         groups = service.wait(new, watch)
     sessions = [session for group in groups for session in group.sessions]
     regraded = Regraded(

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -24,7 +24,8 @@ from outrider.cli.options import (
     with_harness,
 )
 from outrider.cli.progress import run_progress, session_progress
-from outrider.cli.tables import run_table, session_table
+from outrider.cli.tables import counted, run_table, session_table
+from outrider.cli.task_file import is_one_task, load_example
 from outrider.cli.terminal import Terminal
 from outrider.cli.waiting import waits_noted
 from outrider.client.client import AsyncClient
@@ -33,9 +34,6 @@ from outrider.concurrency.cancellation import shielded
 from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
 from outrider.schemas import GroupView
-
-if TYPE_CHECKING:
-    from outrider.spec import GroupSpec
 
 ANSWER_SECONDS = 10.0
 """Seconds for which Ctrl-C waits for the reply to the submission, because the service may have accepted the group. The
@@ -88,13 +86,13 @@ def run(
 
         outrider run task.toml --json | jq '.sessions[].result.verdict.reward'
     """
-    from outrider.cli.task_sources import examples_in, is_one_task, load_example
-    from outrider.service.admission import validate_group
-
     if resume is None and len(sources) == 1 and is_one_task(Path(sources[0])):
         task = with_harness(load_example(Path(sources[0])).task, harness, agent)
-        group = validate_group({"task": task, "n": n, "priority": priority})
-        raise typer.Exit(asyncio.run(_run(terminal, client, group)))
+        raise typer.Exit(asyncio.run(_run(terminal, client, {"task": task, "n": n, "priority": priority})))
+    # The imports are here, because a single task is checked by the service, and needs none of these modules.
+    from outrider.cli.task_sources import examples_in
+    from outrider.service.admission import validate_group
+
     tasks = []
     for source in sources:
         for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline):
@@ -114,7 +112,7 @@ async def _run_all(
     terminal: Terminal, client: AsyncClient, run: str, tasks: list[dict[str, Any]], *, n: int, priority: int
 ) -> int:
     """Roll out a data set, and return the exit code. Ctrl-C leaves the sessions to the service."""
-    terminal.note(f"run {run}: {len(tasks)} tasks, {n} session{'s' if n > 1 else ''} each")
+    terminal.note(f"run {run}: {counted(len(tasks), 'task')}, {counted(n, 'session')} each")
     try:
         async with client:
             with run_progress(terminal) as watch:
@@ -133,7 +131,8 @@ async def _run_all(
         terminal.note(f"{count} not graded: {reason}")
     if done.failed:
         terminal.note(f"what went wrong: outrider show {done.failed}{_address(client)}")
-    terminal.note(f"its training rows: {export}")
+    if done.trained:
+        terminal.note(f"its training rows: {export}")
     return FAILURE if done.failed else SUCCESS
 
 
@@ -142,7 +141,7 @@ def _address(client: AsyncClient) -> str:
     return "" if client.url == (environment("OUTRIDER_URL") or DEFAULT_URL).rstrip("/") else f" --url {client.url}"
 
 
-async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
+async def _run(terminal: Terminal, client: AsyncClient, asked: dict[str, Any]) -> int:
     """Submit the group, wait for it, and return the exit code. Ctrl-C cancels the group; a second Ctrl-C ends the
     command."""
     task = asyncio.current_task()
@@ -151,13 +150,13 @@ async def _run(terminal: Terminal, client: AsyncClient, spec: GroupSpec) -> int:
     accepted: list[GroupView] = []
 
     async def submit() -> None:
-        accepted.append(await client.submit(spec))
+        accepted.append(await client.submit(asked))
 
     async with client:
         try:
             await shielded(submit, grace=ANSWER_SECONDS)
             [group] = accepted
-            terminal.note(f"group {group.id}: {group.n} session{'s' if group.n > 1 else ''}")
+            terminal.note(f"group {group.id}: {counted(group.n, 'session')}")
             with session_progress(terminal) as watch:
                 async with waits_noted(terminal, client):
                     [group] = await client.wait([group.id], watch)

@@ -35,6 +35,8 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
             (each.model for each in settings.engines if each.kind == "embedded" and each.serves is None), None
         )
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"tokenizer": folder})})
+    if terminal.err.is_terminal:  # elsewhere the first line is that of an error
+        terminal.note(f"starting a service on the data folder {settings.data}")
     # The imports are here, because the help and `outrider slurm` also import this module. The first import comes before
     # the event loop starts threads: in a process with threads, it imports more.
     import outrider.tokens.rendering  # noqa: F401

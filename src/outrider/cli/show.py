@@ -57,7 +57,7 @@ def show(
 def print_session(console: Console, session: SessionView, turns: Sequence[TurnView]) -> None:
     """Print a whole session: a heading, the turns, and the result or the state."""
     for line in _lines(session, turns):
-        console.print(line, soft_wrap=True)  # otherwise rich would break lines at the width, inside sampled text
+        console.print(line, soft_wrap=line.no_wrap is True)
 
 
 def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:
@@ -114,7 +114,8 @@ def _turn(turn: TurnView) -> Iterator[Text]:
 
 def _block(text: str, margin: str, style: str) -> Iterator[Text]:
     for line in printable(text).rstrip("\n").split("\n") if text else ():
-        yield Text(margin, style="bold" if margin == SAMPLED else "") + Text(line, style=style)
+        # Rich must not break the lines of context and sampled text at the width.
+        yield Text(margin, style="bold" if margin == SAMPLED else "", no_wrap=True) + Text(line, style=style)
 
 
 def _ending(result: SessionResult) -> Iterator[Text]:

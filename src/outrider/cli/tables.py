@@ -103,6 +103,10 @@ def session_table(group: GroupView) -> RenderableType:
     return table(columns, rows)
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def run_table(done: RolledOut) -> RenderableType:
     """Return one row with the figures of a data set's run. `mixed` groups have rewards that are not all equal."""
     columns = ("tasks>", "sessions>", "graded>", "reward>", "mixed groups>", "turns>", "sampled>", "trained>")

@@ -6,6 +6,7 @@ everything else goes to standard error.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
@@ -52,7 +53,8 @@ class Terminal:
 
     def error(self, record: ErrorRecord) -> None:
         """Write a line `error: ...` that names the field, a line `hint: ...`, and with --json a JSON document."""
-        named = f"{record.field}: " if record.field and record.field not in record.message else ""
+        told = record.field and re.search(rf"\b{re.escape(record.field)}\b", record.message)
+        named = f"{record.field}: " if record.field and not told else ""
         self._line("error", f"{named}{record.message}", "bold red")
         if record.hint:
             self._line("hint", record.hint, "cyan")

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
@@ -123,11 +123,16 @@ class AsyncClient:
                 hint="a token read from a file may end with a line break: strip it",
             )
         if not url.startswith(("http://", "https://")):
+            address = f"127.0.0.1:{url}" if url.isdigit() else url
             raise InvalidField(
                 f"the address of the service, {url!r}, has no scheme",
                 field="url",
-                hint=f"write http://{url}" if "://" not in url else "use http:// or https://",
+                hint=f"write http://{address}" if "://" not in url else "use http:// or https://",
             )
+        try:
+            _ = urlsplit(url).port
+        except ValueError as error:
+            raise InvalidField(f"the address of the service, {url!r}, is none: {error}", field="url") from error
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._trusted = trusting(ca)
@@ -456,8 +461,16 @@ class AsyncClient:
                 f"the service at {self.url} cannot be trusted: {error.certificate_error}",
                 hint="name the certificate's authority with --ca or OUTRIDER_CA; use a host name in the certificate",
             )
-        number = getattr(getattr(error, "os_error", None), "errno", None)
-        reason = os.strerror(number) if number else str(error) or type(error).__name__
+        if isinstance(error, aiohttp.ClientConnectorSSLError):
+            return ServiceError(
+                f"no TLS connection to the service at {self.url}: {error.os_error}",
+                hint="a service without a certificate has an address that begins with http://",
+            )
+        failed = getattr(error, "os_error", None)
+        number = getattr(failed, "errno", None) or 0
+        # The numbers of an unknown host name are negative, and only their error has their text.
+        known = os.strerror(number) if number > 0 else getattr(failed, "strerror", None)
+        reason = known or str(error) or type(error).__name__
         return ServiceError(
             f"cannot reach the service at {self.url}: {reason}",
             hint="start one with `outrider serve`, or name its address with --url",

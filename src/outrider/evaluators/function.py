@@ -11,6 +11,7 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from outrider.errors import LOG_TAIL, EvaluatorError, InvalidField, OutriderError
@@ -51,9 +52,11 @@ class CallableEvaluator:
             if limit.expired():
                 message = f"{self._path} did not end within {self._seconds:g} s"
                 raise EvaluatorError(message, hint="make it faster, or raise task.evaluator.seconds") from error
-            tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
+            tail = "".join(traceback.format_exception(type(error), error, _of_user(error)))[-LOG_TAIL:]
             message = f"{self._path} raised {type(error).__name__}: {error}"
-            raise EvaluatorError(message, log_tail=tail) from error
+            raise EvaluatorError(
+                message, log_tail=tail, hint="after a change of its module, restart the service, which has imported it"
+            ) from error
         try:
             return read_verdict(value)
         except ValueError as error:
@@ -68,6 +71,14 @@ class CallableEvaluator:
             return await function(outcome)
         value = await _in_thread(lambda: function(outcome))
         return await value if inspect.isawaitable(value) else value
+
+
+def _of_user(error: Exception) -> TracebackType | None:
+    """Return the error's traceback without the frames of this module at its beginning."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:

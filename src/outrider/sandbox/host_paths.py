@@ -167,8 +167,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField(
                 f"{name!r} cannot be uploaded: this service has no folder of files for tasks",
                 field=field,
-                hint="`outrider run` sends the files beside the task's file; in a service, the operator names a folder"
-                " with `outrider serve --files DIR`, or the setting files",
+                hint="put it beside the task's file, from where `outrider run` sends it; for files of the service, the"
+                " operator names a folder with `outrider serve --files DIR`, or the setting files",
             )
         real = _resolved(self.files / name)
         if real is None or not real.is_relative_to(self.files):

@@ -35,6 +35,11 @@ from outrider.store.task_key import KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.trajectory import SessionResult, Turn
 
+GROUPS_LISTED = "`outrider status` lists the newest groups"
+SESSIONS_LISTED = (
+    "a session's id ends with its number, as in s-0019a4e2b6c1f3d2-0; `outrider status GROUP` lists those of a group"
+)
+"""Hints of the errors about unknown ids."""
 MOST_PACES = 1000
 """Maximum number of engines whose pace is stored. Without this limit, the paces of engines that no longer exist would
 accumulate."""
@@ -270,7 +275,7 @@ class Store:
         """List the group's sessions in sample order."""
         found = await self._db.read(lambda tx: _find_sessions(tx, "group_id = ? ORDER BY sample_index", group_id))
         if not found:
-            raise NotFound(f"no group {group_id!r}")
+            raise NotFound(f"no group {group_id!r}", hint=GROUPS_LISTED)
         return found
 
     async def queued(
@@ -810,7 +815,7 @@ class Store:
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE id = ? AND state <> ?{own.sql}"
         found = await tx.fetch(sql, (group_id, REMOVED, *own.values))
         if not found:
-            raise NotFound(f"no group {group_id!r}")
+            raise NotFound(f"no group {group_id!r}", hint=GROUPS_LISTED)
         return self._group(found[0])
 
     async def _change_outbox(self, sql: str, *values: Any) -> None:
@@ -862,7 +867,7 @@ def _url_of(group_id: str) -> str:
 async def _find_spec(tx: Connection, group_id: str) -> bytes:
     found = await tx.fetch("SELECT spec FROM groups WHERE id = ? AND state <> ?", (group_id, REMOVED))
     if not found:
-        raise NotFound(f"no group {group_id!r}")
+        raise NotFound(f"no group {group_id!r}", hint=GROUPS_LISTED)
     return bytes(found[0][0])
 
 
@@ -870,7 +875,7 @@ async def _find_session(tx: Connection, session_id: str, tenant: str | None = No
     own = session_of_tenant(tenant)
     found = await _find_sessions(tx, f"id = ?{own.sql}", session_id, *own.values)
     if not found:
-        raise NotFound(f"no session {session_id!r}")
+        raise NotFound(f"no session {session_id!r}", hint=SESSIONS_LISTED)
     return found[0]
 
 
@@ -882,7 +887,7 @@ async def _rows_of_attempt(
     newest = f"SELECT attempt FROM sessions WHERE state <> ? AND id = ?{own.sql}"
     found = await tx.fetch(newest, (REMOVED, session_id, *own.values))
     if not found:
-        raise NotFound(f"no session {session_id!r}")
+        raise NotFound(f"no session {session_id!r}", hint=SESSIONS_LISTED)
     return await tx.fetch(sql, (session_id, found[0][0] if attempt is None else attempt))
 
 

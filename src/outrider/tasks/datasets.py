@@ -163,7 +163,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             else:
                 yield from _pyarrow("pyarrow.parquet").read_table(path).to_pylist()
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # pyarrow raises all of these
-            raise InvalidField(f"cannot read {path}: {error}", field="source") from error
+            raise InvalidField(
+                f"cannot read {path}: {getattr(error, 'strerror', None) or error}", field="source"
+            ) from error
         return
     packed = path.name.endswith(".jsonl.gz")
     if path.suffix not in TEMPLATE_SOURCES and not packed:
@@ -173,7 +175,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         text = (_decompressed(path) if packed else path.read_bytes()).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InvalidField(f"cannot read {path}: {error}", field="source") from error
+        raise InvalidField(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}", field="source"
+        ) from error
     # The text is split only at "\n", because splitlines() would also split at separators that may be part of a JSON
     # string.
     lines = text.split("\n") if packed or path.suffix == ".jsonl" else None

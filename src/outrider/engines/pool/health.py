@@ -154,8 +154,12 @@ class HealthChecks:
             async with asyncio.timeout(HEALTH_SECONDS):
                 health = await engine.health()
             if not health.ok:
+                detail = health.detail[:MAX_QUOTED].removeprefix(f"engine {engine.name!r} ")
                 raise EngineUnavailable(
-                    f"engine {engine.name!r} is not healthy: {health.detail[:MAX_QUOTED]}", field="url"
+                    f"engine {engine.name!r} is not healthy: {detail}",
+                    field="url",
+                    hint="is its server running at this address? A running service takes further engines:"
+                    " `outrider engines add`",
                 )
             await self.check(engine)
         except TimeoutError as error:

@@ -33,6 +33,7 @@ NOTHING = "I have done nothing."
 AGENT = "outrider.lab.certify.gold_agent:GoldAgent"
 END = "<|im_end|>"
 RIGHT, WRONG = 1.0, 0.0
+NO_SOLUTION = "it has no solution to try: give it a table [gold] with `run`, `patch` or `reply`"
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +87,7 @@ async def check_tasks(
             reports: dict[int, TaskReport] = {}
             for number, example in enumerate(examples):
                 wanted, has = 1 + len(example.task.get("then") or ()), len(solutions(example))
-                problem = "it has no gold solution to try" if example.gold is None else None
+                problem = NO_SOLUTION if example.gold is None else None
                 if example.gold is not None and has != wanted:
                     problem = f"it has {wanted} steps, and gold solutions of {has}"
                 try:

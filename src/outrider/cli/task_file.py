@@ -1,0 +1,125 @@
+"""Reads a task from its TOML file.
+
+The service checks the task. So this module imports neither the classes of tasks nor the readers of data sets, and a
+command with one task starts fast. Invariant: an `upload` step of a file or folder beside a TOML file becomes `write`
+steps of the same bytes to the same path, so that the service needs no copy of the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.errors import InvalidField, TooLarge
+from outrider.schemas import MAX_INLINE_FILE
+from outrider.tasks.examples import Example, Gold
+from outrider.text_files import read_toml_file
+
+Step = dict[str, Any]
+
+ROWS = "rows"
+"""The table of a TOML file that names the rows for which the file's task is a template."""
+
+
+def is_one_task(path: Path) -> bool:
+    """Return True if a source is a TOML file with one task, and not a template for rows. A TOML file that is missing
+    counts as one task."""
+    if path.suffix != ".toml" or path.is_dir():
+        return False
+    return not path.exists() or ROWS not in read_toml_file(path, field="task")
+
+
+def load_example(path: Path) -> Example:
+    """Return the task in file `path`, not validated, with the solution in the file's table `gold`. Raises InvalidField
+    and TooLarge as `load_group` does."""
+    task = load_table(path)
+    if ROWS in task:
+        raise InvalidField(
+            f"{path} is a template for the tasks of its rows, and here one task is wanted",
+            field="task",
+            hint=f"`outrider run {path} -n 4` rolls out all of them, `outrider eval` evaluates the policy on them",
+        )
+    gold = task.pop("gold", None)
+    return Example(id=path.stem, task=task, gold=None if gold is None else gold_of(gold, path))
+
+
+def load_table(path: Path) -> dict[str, Any]:
+    """Return the content of a task's TOML file, with `upload` steps of files beside it replaced by `write` steps."""
+    task = read_toml_file(path, field="task")
+    places = [("task.runtime", task.get("runtime"))]
+    graded = [("task.evaluator", task.get("evaluator"))]
+    if isinstance(later := task.get("then"), list):
+        places += [(f"task.then.{number}", step) for number, step in enumerate(later)]
+        graded += [
+            (f"{field}.evaluator", step.get("evaluator")) for field, step in places[1:] if isinstance(step, dict)
+        ]
+    places += [(f"{field}.runtime", each.get("runtime")) for field, each in graded if isinstance(each, dict)]
+    for field, place in places:
+        if isinstance(place, dict) and isinstance(steps := place.get("prepare"), list):
+            place["prepare"] = [
+                sent
+                for number, step in enumerate(steps)
+                for sent in _inlined(step, f"{field}.prepare.{number}.upload", path.parent)
+            ]
+    return task
+
+
+def gold_of(table: Any, path: Path) -> Gold:
+    """Parse the table `gold` of the file `path`."""
+    try:
+        return msgspec.convert(table, Gold)
+    except msgspec.ValidationError as error:
+        raise InvalidField(
+            f"[gold] in {path}: {error}", field="gold", hint="give it `patch`, `run` or `reply`"
+        ) from error
+
+
+def _inlined(step: Any, field: str, folder: Path) -> Iterator[Step]:
+    """Yield the steps to send for one step: `write` steps for an upload from `folder`, else the step itself."""
+    if not isinstance(step, dict) or step.keys() != {"upload", "to"}:
+        yield step
+        return
+    upload, target = step["upload"], step["to"]
+    # Values that are not text, and paths that leave the folder, are sent unchanged, because the service refuses them.
+    local = isinstance(upload, str) and isinstance(target, str) and not Path(upload).is_absolute()
+    if not local or ".." in Path(upload).parts or not (folder / upload).exists():
+        yield step
+        return
+    source = folder / upload
+    if source.is_file():
+        yield _write_file(source, target, folder, field)
+        return
+    entries = sorted(source.rglob("*"))
+    for entry in entries:
+        place = f"{target.rstrip('/')}/{entry.relative_to(source).as_posix()}"
+        if entry.is_file():
+            yield _write_file(entry, place, folder, field)
+        elif not entry.is_dir() or entry.is_symlink():
+            raise InvalidField(f"{entry} is neither a file nor a folder, and cannot be sent with the task", field=field)
+        elif not any(entry.iterdir()):
+            yield {"run": f"mkdir -p {shlex.quote(place)}"}
+    if not entries:
+        yield {"run": f"mkdir -p {shlex.quote(target)}"}
+
+
+def _write_file(source: Path, target: str, root: Path, field: str) -> Step:
+    if not source.resolve().is_relative_to(root.resolve()):
+        raise InvalidField(f"{source} is a link that leaves the task's folder", field=field)
+    try:
+        data = source.read_bytes()
+    except OSError as error:
+        raise InvalidField(f"cannot read {source}: {error.strerror}", field=field) from error
+    text = base64.b64encode(data).decode()  # a JSON string cannot hold arbitrary bytes
+    if len(text) > MAX_INLINE_FILE:
+        raise TooLarge(
+            f"{source} has {len(data)} bytes, too many to send with the task",
+            field=field,
+            hint="put it into the service's files folder (outrider serve --files DIR), not beside the task",
+        )
+    executable = bool(source.stat().st_mode & 0o100)
+    return {"write": text, "to": target, "encoding": "base64", "executable": executable}
