@@ -95,8 +95,8 @@ def overflow_fault(
         return None
     words = "does not fit the model" if context is None else f"does not fit a context of {context}"
     return EngineMisbehaved(
-        f"engine {engine!r} says that a prompt of {most} tokens {words}: {error.message}",
-        hint="if it serves the model with less context than the model has, say so: model.context_tokens",
+        f"engine {engine!r} says that a prompt of at most {most} tokens {words}: {error.message}",
+        hint="if it serves the model with less context than the model has, set model.context_tokens",
     )
 
 
