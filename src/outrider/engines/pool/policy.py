@@ -262,7 +262,7 @@ class Policy:
         finally:
             self._draining = False
         if (mode := self.gate.mode) is None:
-            raise Conflict("the policy was resumed before it had come to rest", hint="pause it again")
+            raise Conflict("the policy was resumed before the pause was complete", hint="pause it again")
         if mode == "abort":
             self.gate.cuts += 1
 
