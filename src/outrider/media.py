@@ -75,7 +75,7 @@ def note_of_image(image: Image) -> str:
 
 
 def pixel_size(data: bytes) -> tuple[int, int] | None:
-    """Return the width and height of a PNG, JPEG or GIF; None if the data does not say."""
+    """Return the width and height of a PNG, JPEG or GIF; None if the data does not contain the size."""
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
         return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
     if data.startswith((b"GIF87a", b"GIF89a")) and len(data) >= 10:

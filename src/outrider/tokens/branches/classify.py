@@ -376,7 +376,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
     """Decide about a segment: by the client's declaration, else by the first of the other rules of RULES that applies.
-    A declaration keeps the parent, and the label if it has none, of the rule that would otherwise apply."""
+    With a declaration, the parent still comes from these rules, and so does a label that is not declared."""
     guess = _guess(signals, segment)
     declared = segment.first.declared
     if declared is None:
