@@ -52,8 +52,8 @@ class Section(BaseModel):
 
 
 class Setting(NamedTuple):
-    """`option` is the option of the command line, such as "--port PORT". `default` is the default in words, if the
-    value of the field does not show the default."""
+    """The command-line option of a setting, such as "--port PORT", and its default in words, if the value of the field
+    does not show the default."""
 
     option: str | None = None
     default: str | None = None
@@ -202,7 +202,7 @@ class PluginsConfig(Section):
 
     allow: Annotated[tuple[str, ...], Setting("--allow-plugin MODULE")] = ("outrider.lab.demo.task",)
     """[Python](security.md#what-tasks-may-name) that tasks may name as `package.module:attribute`, and that runs inside
-    the service; the flag adds to the other sources and the default."""
+    the service; the flag adds to the value from the environment or the file, or else to the default."""
 
 
 class CallbacksConfig(Section):
@@ -334,7 +334,7 @@ class Config(Section):
 
 
 ADDED = {"plugins.allow": PluginsConfig().allow}
-"""Settings whose flags add to the values of the environment and the file, or to the default, which stands here."""
+"""Settings whose flags add to the value from the environment or the file, or else to the default given here."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"})
 """Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
 service."""
@@ -390,7 +390,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
 
 
 def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], environment: Mapping[str, Any]) -> InvalidField:
-    """Return the error for a setting, which names the source of the value: a variable by its name."""
+    """Return the error for a wrong setting. The error names the source of the value, a variable by its name."""
     location = fault["loc"]
     path = ".".join(map(str, location))
     source = next((name for name, values in reversed(sources) if _has_value(values, location)), "nowhere")

@@ -134,7 +134,7 @@ def _tried(name: str, runtime: RuntimeKind, can: Availability) -> Availability:
             detail = f"a sandbox was tried, and does not work: {told[-1] if told else error.message}"
             return Availability(ok=False, detail=detail, hint=error.hint or HINTS[name])
     if name == "namespace" and os.stat("/usr").st_uid == os.geteuid() and not writable:
-        detail = f"{can.detail}; /usr is read-only in them, for what is mounted in it or how it is mounted itself"
+        detail = f"{can.detail}; /usr is read-only in the sandboxes, because of its own mount or a mount below it"
         return Availability(ok=True, detail=detail, hint=READ_ONLY_HINT)
     return can
 
@@ -212,9 +212,9 @@ def _gpus() -> tuple[Finding, ...]:
     if found := NVIDIA.visible():
         return tuple(Finding(name=gpu.name, ok=True, detail=f"{gpu.model} {gpu.uuid}".strip()) for gpu in found)
     if not (there := NVIDIA.gpus()):
-        hint = "only tasks that ask for GPUs need some; name those of another maker with --sandbox-gpu"
+        hint = "only tasks that ask for GPUs need a GPU; name GPUs of another maker with --sandbox-gpu"
         return (Finding(name="NVIDIA", ok=False, detail="no GPU that this user may open", hint=hint),)
-    hint = "unset CUDA_VISIBLE_DEVICES, or name those that sandboxes may use: --sandbox-gpu 0"
+    hint = "unset CUDA_VISIBLE_DEVICES, or name the GPUs that sandboxes may use: --sandbox-gpu 0"
     detail = f"{len(there)}, of which CUDA_VISIBLE_DEVICES leaves none"
     return (Finding(name="NVIDIA", ok=False, detail=detail, hint=hint),)
 

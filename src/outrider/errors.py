@@ -71,8 +71,8 @@ NO_THREAD = "can't start new thread"
 
 
 class Overflow(msgspec.Struct, frozen=True):
-    """`prompt_tokens` is the number of tokens of a prompt, or a lower bound of this number. `context_tokens` is the
-    size of the context that the prompt does not fit."""
+    """The sizes of a prompt and of the context that the prompt does not fit, in tokens. `prompt_tokens` may be a lower
+    bound."""
 
     prompt_tokens: int
     context_tokens: int

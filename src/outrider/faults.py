@@ -1,7 +1,7 @@
 """The faults of a request or of settings in plain words, made from the faults that pydantic reports.
 
-The module knows pydantic's kinds of faults, and no model of ours. Invariant: the words name no value, because a value
-may be a secret.
+The module depends on pydantic's kinds of faults, and on no model of ours. Invariant: the texts in WORDS name no value,
+because a value may be a secret; the text of a validator is kept, and may name the value.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def fault_text(fault: ErrorDetails, kind: type[BaseModel] | None = None) -> str:
 
 
 def known_names(kind: type[BaseModel], place: Sequence[int | str]) -> list[str]:
-    """Return the names of the fields that the object at `place` may have, a location of a fault below `kind`."""
+    """Return the names of the fields that the object at `place` may have. `place` is the location of a fault below
+    `kind`."""
     models = [kind]
     for part in place:
         fields = [field.annotation for model in models for name, field in model.model_fields.items() if name == part]

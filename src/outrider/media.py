@@ -14,7 +14,7 @@ from outrider.errors import RequestError
 from outrider.messages import Attachment, Image, Message, Part, Role, Text, WireMessages, message_of_parts
 
 MAX_USER_RUN = 64
-"""Maximum number of user and system messages between a tool's result and a message with a file of the tool."""
+"""Maximum distance, in messages, from a message with a tool's file back to the tool's result."""
 MAX_ADDRESS = 200
 """Maximum number of characters of an address in a text. A longer address is left out."""
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,32}/[\w.+-]{1,64}", re.ASCII)
@@ -75,7 +75,7 @@ def note_of_image(image: Image) -> str:
 
 
 def pixel_size(data: bytes) -> tuple[int, int] | None:
-    """Return the width and height of a PNG, JPEG or GIF; None if the data does not say."""
+    """Return the width and height of a PNG, JPEG or GIF; None if the data does not contain the size."""
     if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR" and len(data) >= 24:
         return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
     if data.startswith((b"GIF87a", b"GIF89a")) and len(data) >= 10:
@@ -93,9 +93,9 @@ def pixel_size(data: bytes) -> tuple[int, int] | None:
 
 
 class ReadableMessages:
-    """`WireMessages` in which texts stand for what the model does not read of tools' results: for attachments, and if
-    `images` is False also for images. Images of the user stay, because a task whose images the model does not get is
-    another task. `described` has the media types that texts stand for, by message, of the messages parsed so far."""
+    """`WireMessages` with texts in place of the files that the model does not read: attachments, and if `images` is
+    False also the images of tools' results. Images of the user stay, because a task whose images the model does not get
+    is another task. `described` maps the index of a parsed message to the media types of its replaced files."""
 
     __slots__ = ("_images", "_messages", "described")
 

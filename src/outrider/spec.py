@@ -417,9 +417,9 @@ class TaskSpec(Spec):
         *earlier, last = [self.evaluator, *(step.evaluator for step in self.then)]
         for evaluator in earlier:
             if not isinstance(evaluator.carry, list | None):
-                raise ValueError("evaluator.carry must name paths where another step follows: the sandbox goes on")
+                raise ValueError("evaluator.carry must be a list of paths if another step follows in the sandbox")
             if evaluator.keep:
-                raise ValueError("evaluator.keep is for the last step: what several have carried cannot be kept")
+                raise ValueError("evaluator.keep is for the last step: the carried files of only one step can be kept")
         for evaluator in (*earlier, last):
             paths = evaluator.carry if isinstance(evaluator.carry, list) else []
             if PurePosixPath("/") in (self.runtime.workdir / PurePosixPath(path) for path in paths):

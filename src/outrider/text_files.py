@@ -55,8 +55,9 @@ def read_toml_file(path: Path, *, field: str, limit: int = MAX_TOML, what: str =
 
 
 def toml_line(text: str, field: str) -> int | None:
-    """Return the number of the line of valid TOML that sets a field, a dotted path whose numbers count tables of a
-    list, or else of its table. None if neither has a line of its own, as in an inline table."""
+    """Return the number, from 1, of the line that sets `field` in valid TOML, or else of the header of its table.
+    Returns None if neither has a line of its own, as in an inline table. `field` is a dotted path, in which a number
+    counts the tables of a list."""
     counts: dict[str, int] = {}
     table, found = "", None
     for number, line in enumerate(text.split("\n"), 1):

@@ -248,6 +248,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     Positions with mask 0 (context, and sampled tokens that this row does not train) have log-probability 0.0 and
     version -1.
 
+    row, rows: the number of this row, from 0, and the number of the session's rows.
     prompt_length: ids before the first sampled one.
     reward: the verdict's reward for this row, or else for the session. None if the session has no verdict, or if the
         task does not train rows of this kind (`BranchPolicy`): such a row must not be trained on.
@@ -334,8 +335,8 @@ class ChatRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's sampled tokens: sampled = trained + masked + dropped. `unsure` counts those of them in turns of the
-    kind `unsure`. `drift` counts ids for which the engine reported other ids than were recorded."""
+    """A session's sampled tokens: sampled = trained + masked + dropped. `unsure` counts the sampled tokens of turns of
+    the kind `unsure`. `drift` counts ids for which the engine reported other ids than were recorded."""
 
     sampled: int = 0
     trained: int = 0

@@ -538,7 +538,7 @@ async def test_a_false_gate_does_not_stall_a_pause(start: Starts) -> None:
             await pausing
         end = await node.ended()
         assert end.code == Close.SILENT
-        assert "had its generations end" in end.reason
+        assert "generations have not ended" in end.reason
         [session] = await running.service.store.sessions(view.id)
         assert session.result is None
         await policy.resume()

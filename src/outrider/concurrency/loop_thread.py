@@ -44,7 +44,7 @@ class LoopThread:
     @contextmanager
     def open(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
         """Enter an asynchronous context manager, and leave it at the end of the block. The manager is entered and left
-        in one task, as task groups and cancel scopes require."""
+        in one task, as task groups and cancel scopes require. An error of the block does not reach the manager."""
         opened: Future[tuple[T, asyncio.Event]] = Future()
 
         async def hold() -> None:

@@ -107,8 +107,8 @@ class Watchdog:
     def stalled_seconds(self) -> float:
         """Return the total seconds of all stalls until now: the counted stalls, the noted stalls, and a stall that has
         just ended if the timer has not counted it yet."""
-        now = time.monotonic() - self._seen - PERIOD
-        return self.stalls.total + self._noted + (now if now >= STALL else 0.0)
+        latest = time.monotonic() - self._seen - PERIOD
+        return self.stalls.total + self._noted + (latest if latest >= STALL else 0.0)
 
     def note(self, seconds: float) -> None:
         """Add a stall of another process, for which this process waited `seconds` seconds. `stalls` excludes noted

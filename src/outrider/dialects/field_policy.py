@@ -91,7 +91,7 @@ CHAT: Table = (
     *SERVER_EXTENSIONS,
     *_noted("thinking.budget_tokens", "reasoning.max_tokens", reason=_BUDGET),
     *_noted("parallel_tool_calls", reason=_PARALLEL, neutral=(True,)),
-    *_noted("top_logprobs", "prompt_logprobs", reason="only the sampled token's is given", neutral=(0,)),
+    *_noted("top_logprobs", "prompt_logprobs", reason="only sampled tokens have log-probabilities", neutral=(0,)),
     *_noted("web_search_options", reason="a hosted tool: nothing here can search"),
     *_noted("verbosity", reason="no chat template here takes it"),
     *_noted("modalities", "audio", reason="the model writes text only", neutral=(["text"],)),

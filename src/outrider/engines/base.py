@@ -141,9 +141,10 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(Protocol):
     """An inference backend that takes token ids.
 
-    `generate` raises ContextOverflow, EngineRejected or EngineUnavailable, before the first chunk or between chunks.
-    Closing the generator aborts the generation on the server. The pool checks every chunk (`pool.checks`). `health`
-    never raises. `start` and `close` are called once, by the owner of the engine.
+    `generate` raises an EngineError, such as ContextOverflow, EngineRejected, EngineUnavailable or EngineMisbehaved,
+    before the first chunk or between chunks. Closing the generator aborts the generation on the server. The pool checks
+    every chunk (`pool.checks`). `pause` and `resume` raise an EngineError. `health` never raises. `start` and `close`
+    are called once, by the owner of the engine.
     """
 
     name: str

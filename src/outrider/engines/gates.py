@@ -226,9 +226,9 @@ class PolicyGate:
             if (left := follower.since + seconds - now) > 0:
                 waits.append(left)
                 continue
-            what = "had its generations end" if answered else "answered"
+            what = "its generations have not ended" if answered else "it has not answered"
             self.forget(name)
-            follower.lost(f"it has not {what} within {seconds:g} s of a pause of the policy")
+            follower.lost(f"{what} within {seconds:g} s of a pause of the policy")
         return min(waits, default=None)
 
     def paused_seconds(self) -> float:

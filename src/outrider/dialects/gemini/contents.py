@@ -189,7 +189,7 @@ def user_message(parts: Sequence[WirePart], where: str, start: int = 0) -> Messa
         if part.function_response is not None:
             refuse(f"{at}.functionResponse", "has a key that is written with escapes: write it in plain letters")
         if part.hosted:
-            refuse(f"{at}.{part.hosted[0]}", "only a content of role 'model' may have what Google's tools did")
+            refuse(f"{at}.{part.hosted[0]}", "only a content of role 'model' may have the work of Google's tools")
         if (image := _image(part, at)) is not None:
             read.append(image)
         elif part.text:

@@ -86,7 +86,7 @@ class Servers:
             if urlsplit(url).scheme not in ("http", "https"):
                 raise EngineRejected(
                     f"engine {self._engine!r} is a router with a worker {url}, which cannot be told to pause",
-                    hint="only workers with http:// URLs can",
+                    hint="only workers with http:// or https:// URLs can",
                 )
             client = self._connect(url)
             await client.start()

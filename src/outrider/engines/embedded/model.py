@@ -50,7 +50,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             "rope scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
             "sliding window attention": bool(config.get("use_sliding_window")),
             "biases": family == "llama" and bool(config.get("attention_bias") or config.get("mlp_bias")),
-            "its activation": config.get("hidden_act", "silu") != "silu",
+            "the activation function": config.get("hidden_act", "silu") != "silu",
             "quantised weights": "quantization_config" in config,
         }
         if found := [name for name, present in unsupported.items() if present]:

@@ -184,7 +184,7 @@ class HttpClient:
         try:
             return orjson.loads(content) if content.strip() else None
         except orjson.JSONDecodeError as error:
-            raise EngineMisbehaved(f"engine {self._name!r} answered {path} with something not JSON") from error
+            raise EngineMisbehaved(f"engine {self._name!r} answered {path} with a body that is not JSON") from error
 
     def _started(self) -> Connections:
         if self._connections is None:

@@ -323,7 +323,7 @@ class PoolReply(Generic[T]):
 class _Attempt:
     """One request of a call to one engine. `new_tokens` is the number of prompt tokens that are not in the session's
     context on this engine, and `generated` the number of tokens received. `begun` is True once a chunk has passed the
-    checks. `version` and `cuts` are those of the engine and of the gate at the beginning."""
+    checks. `version` is the engine's version and `cuts` the gate's count at the beginning."""
 
     def __init__(self, calls: EngineCalls, member: EngineRecord, asked: AnyRequest, *, whole: bool) -> None:
         self.member = member
@@ -499,7 +499,7 @@ class Flight:
             raise self._take_error() from None
 
     def _take_error(self) -> EngineSilent:
-        """Return the error and forget it. An error that the flight still had would form a cycle with its traceback."""
+        """Remove the error from the flight and return it. If the flight kept the error, both would form a cycle."""
         assert self.error is not None
         error, self.error = self.error, None
         return error

@@ -95,8 +95,8 @@ def overflow_fault(
         return None
     words = "does not fit the model" if context is None else f"does not fit a context of {context}"
     return EngineMisbehaved(
-        f"engine {engine!r} says that a prompt of {most} tokens {words}: {error.message}",
-        hint="if it serves the model with less context than the model has, say so: model.context_tokens",
+        f"engine {engine!r} says that a prompt of at most {most} tokens {words}: {error.message}",
+        hint="if it serves the model with less context than the model has, set model.context_tokens",
     )
 
 
@@ -141,7 +141,7 @@ class TokenCheck:
             # SGLang reports "NaN happened" here, and the last id is then not the sampled id.
             if chunk.stop_match not in self._sampling.stop:
                 raise EngineMisbehaved(
-                    f"engine {self._engine!r} stopped at {chunk.stop_match[:100]!r}, which nobody asked for"
+                    f"engine {self._engine!r} stopped at {chunk.stop_match[:100]!r}, which is no requested stop string"
                 )
         else:
             _check_count(self._engine, "the id it stopped at", chunk.stop_match)
@@ -271,4 +271,4 @@ def _check_versions(engine: str, versions: Sequence[VersionSpan], tokens: int) -
 
 def _check_count(engine: str, what: str, count: int | None) -> None:
     if count is not None and not 0 <= count <= MAX_COUNT:
-        raise EngineMisbehaved(f"engine {engine!r} says {what} = {str(count)[:100]}, which cannot be")
+        raise EngineMisbehaved(f"engine {engine!r} reports {what} = {str(count)[:100]}, which is impossible")

@@ -164,7 +164,7 @@ class HealthChecks:
             await self.check(engine)
         except TimeoutError as error:
             raise EngineUnavailable(
-                f"engine {engine.name!r} does not say how it is ({HEALTH_SECONDS:.0f} s)", field="url"
+                f"engine {engine.name!r} sent no health report within {HEALTH_SECONDS:.0f} s", field="url"
             ) from error
         except OutriderError:
             raise

@@ -262,7 +262,7 @@ class Policy:
         finally:
             self._draining = False
         if (mode := self.gate.mode) is None:
-            raise Conflict("the policy was resumed before it had come to rest", hint="pause it again")
+            raise Conflict("the policy was resumed before the pause was complete", hint="pause it again")
         if mode == "abort":
             self.gate.cuts += 1
 
@@ -352,8 +352,8 @@ class Policy:
         if member.name not in self._warned and Capability.VERSIONED_CACHE not in capabilities_of(member.engine):
             self._warned.add(member.name)
             log.warning(
-                "engine %s does not say that it keeps the keys and values of each policy version apart: have it forget"
-                " its prefix cache when you change its weights, or list Capability.VERSIONED_CACHE in its capabilities",
+                "engine %s may reuse keys and values of an older policy version: clear its prefix cache when you change"
+                " its weights, or list Capability.VERSIONED_CACHE in its capabilities",
                 member.name,
             )
 

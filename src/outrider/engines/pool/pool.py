@@ -1,6 +1,6 @@
 """Manages the engines of one model. Engines are added, drained and removed one by one, or follow a router's list.
 
-`members` assigns an engine to a session, `call` runs a call, `health` checks whether the engines work, `silence`
+`placement` assigns an engine to a session, `call` runs a call, `health` checks whether the engines work, `silence`
 detects engines that have stopped responding, and `policy` pauses the engines while their weights change. Invariant: the
 pool closes each engine that it has started exactly once.
 """
@@ -54,9 +54,10 @@ class EnginePool:
     rejected. `context_tokens` is the model's context from the settings, None if not set. `text` makes a decoder of
     token ids, which finds stop strings in generations that were cut off and continued. `check` is called whenever an
     engine joins or returns, and may refuse the engine by raising an EngineError such as ModelMismatch. A request waits
-    up to `patience` seconds while no engine serves, so that no session fails while an engine restarts. `known` and
-    `keep` restore and store the policy's version (see `Policy`). `paces` are the paces of an earlier pool's engines, by
-    engine name (see `paces()`).
+    up to `patience` seconds while no engine serves, so that no session fails while an engine restarts. `probing`
+    gives the waits between probes of a failed engine, `silence` the limits for silent engines, and `look_seconds` the
+    seconds between two readings of a list of engines. `known` and `keep` restore and store the policy's version (see
+    `Policy`). `paces` are the paces of an earlier pool's engines, by engine name (see `paces()`).
 
     Pools of other processes may follow this pool. `leader.py` has the code for the leading pool, and `changes`
     publishes whenever the leader's state may have changed. A following pool gets a `follows` argument, which makes the

@@ -111,7 +111,7 @@ class SilenceWatch:
         elif lost and overtaken:
             flight.cut(
                 EngineSilent(
-                    f"engine {member.name!r} has given a call nothing for {silent:.0f} s, and later calls tokens"
+                    f"engine {member.name!r} has sent nothing to a call for {silent:.0f} s, but tokens to later calls"
                 )
             )
         goes = (flight.begun or overtaken) and self._health.has_another(member)
@@ -194,8 +194,8 @@ class GivenUp(msgspec.Struct, frozen=True):
     """A wait that a call's consumer gave up.
 
     `began` is the start time of the wait for the chunk that did not arrive. `waited` is the number of seconds waited,
-    and `usual` the number of seconds that the engine usually takes, None if unknown. Both are for this chunk alone or,
-    if the reply as a whole is later than this chunk in relation to the usual seconds, for all chunks of the reply.
+    and `usual` the number of seconds that the engine usually takes, None if unknown. Both are for this chunk alone, or
+    for all chunks of the reply if the whole reply exceeds its usual seconds by a larger factor than this chunk.
     """
 
     began: float
@@ -233,11 +233,11 @@ async def _vouch(engine: str, given_up: GivenUp, question: TokenProbe | None, be
         elif question.answered is not None:
             silent += question.answered
         else:
-            raise question.error or EngineUnavailable(f"engine {engine!r} was not heard again after a call")
+            raise question.error or EngineUnavailable(f"engine {engine!r} sent nothing more after a call")
     if too_long(silent, given_up.usual, before):
-        others = f", and {before:.1f} s while others did before it" if before else ""
+        others = f", and for {before:.1f} s during the calls given up before" if before else ""
         raise EngineSilent(
-            f"engine {engine!r} gave nothing for {silent:.1f} s while a call waited that was then given up{others}"
+            f"engine {engine!r} sent nothing for {silent:.1f} s during a call that was then given up{others}"
         )
 
 

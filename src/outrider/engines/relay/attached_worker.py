@@ -291,7 +291,7 @@ class AttachedWorker:
         except EngineError as error:
             return EngineHealth(ok=False, detail=error.message)
         if health is None:
-            return EngineHealth(ok=False, detail=f"worker {self.name!r} did not say how it is")
+            return EngineHealth(ok=False, detail=f"worker {self.name!r} sent no health report")
         try:
             check_health(self._engine, health)
         except EngineMisbehaved as error:

@@ -50,8 +50,8 @@ LABELS: tuple[tuple[str, str], ...] = (
 )
 """Beginnings of words and the labels of side calls. Words are searched for in a side call's system prompt; if none is
 found, in the call's question. The word that comes first in the text decides, because prompts for titles mention topics,
-and prompts for topics mention titles. Words such as "router" or "loop" are not among them: agents of many programs
-have them in their prompts."""
+and prompts for topics mention titles. Words such as "router" or "loop" are left out, because the prompts
+of many programs' agents have these words."""
 
 _LABEL_OF = dict(LABELS)
 _LABEL_WORD = re.compile(rf"\b({'|'.join(re.escape(word) for word, _ in LABELS)})")
@@ -202,8 +202,8 @@ def _is_quoted(
 
 
 def _repeats_earlier(session: SegmentedSession, source: Turn, text: str) -> bool:
-    """Return True if the text has a part of the reply before `source` in its conversation that the reply of `source`
-    has not. Then the text is a history that is written out, not a summary in its place."""
+    """Return True if the text has a part of the previous reply in the conversation of `source`, and the reply of
+    `source` does not have this part. Then the text is a history that is written out, and not a summary."""
     if source.parent is None or source.reply is None:
         return False
     before = session.turns[source.parent].reply
@@ -216,8 +216,8 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
     `source`. Returns None if the conversation of `source` is none of the candidates' and did not begin with the history
     of one of them, as messages or as text. For example, another agent has only quoted the newest reply.
 
-    If the history is cut in the very next request, `first`, a single question may be about a history that it does not
-    quote: some programs give the summariser only the kinds of the events."""
+    A single question that quotes no history summarises the history that the very next request, `first`, cuts: some
+    programs give the summariser only the kinds of the events."""
     own = session.segment_of(source.index)
     if own in candidates and source.parent is not None:
         return own
@@ -239,8 +239,8 @@ def _summarised(session: SegmentedSession, source: Turn, first: Turn, candidates
 
 
 def _is_written_out(segment: Segment, source: Turn, asked: str) -> bool:
-    """Return True if the text `asked`, the request of `source`, has the segment's history: its opening, or what one of
-    its newest LOOK_BACK replies before `source` said or called. A client may leave the opening out."""
+    """Return True if the text `asked`, the request of `source`, has the segment's history: its opening, or a part of
+    one of its newest LOOK_BACK replies before `source`. A client may leave the opening out."""
     opening = opening_text(segment.first.messages) if segment.starts_conversation else ""
     if opening and opening in asked:
         return True

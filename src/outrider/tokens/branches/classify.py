@@ -310,16 +310,16 @@ class BranchRule(msgspec.Struct, frozen=True):
 
 RULES = (
     BranchRule("declared", "as declared", "the client declares the kind, and the other rules would give another kind"),
-    BranchRule("main", "main", "of a step's conversations, the one that does its work"),
+    BranchRule("main", "main", "the conversation that does the work of a step"),
     BranchRule("continued", "compaction", "a request quotes a summary, or keeps only the history's end"),
-    BranchRule("forked", "as its origin", "a history that is changed, or goes on otherwise, stays what it was"),
-    BranchRule("purpose", "as it says", "the client names the call's purpose, with a word that is known"),
+    BranchRule("forked", "as its origin", "a history that is changed, or continues in another way, keeps its kind"),
+    BranchRule("purpose", "as named", "the client names the call's purpose by a known word"),
     BranchRule("no tools", "auxiliary", "a side call's words, no tools, and nothing uses the answer"),
     BranchRule("own agent", "subagent", "the client names another agent than for its other calls"),
-    BranchRule("spawned", "subagent", "it begins with what an earlier tool call was given"),
+    BranchRule("spawned", "subagent", "it begins with a text from an earlier tool call"),
     BranchRule("other tools", "auxiliary", "a side call's words, tools of its own, and nothing uses the answer"),
-    BranchRule("unused", "unsure", "one question of its own, and no later call shows the answer"),
-    BranchRule("other", "subagent", "a conversation of its own that is none of these works by itself"),
+    BranchRule("unused", "unsure", "one separate question, and no later call shows the answer"),
+    BranchRule("other", "subagent", "any other separate conversation is the work of a sub-agent"),
 )
 """Rules for segments, in the order of `_decide_segment`. The first rule that applies decides."""
 
@@ -376,7 +376,7 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
 
 def _decide_segment(signals: Signals, segment: Segment) -> Decision:
     """Decide about a segment: by the client's declaration, else by the first of the other rules of RULES that applies.
-    A declaration keeps the parent, and the label if it has none, of the rule that would otherwise apply."""
+    With a declaration, the parent still comes from these rules, and so does a label that is not declared."""
     guess = _guess(signals, segment)
     declared = segment.first.declared
     if declared is None:

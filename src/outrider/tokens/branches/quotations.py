@@ -54,10 +54,12 @@ class _Answer:
 
 
 def quoting_turns(session: SegmentedSession, replies: Collection[int]) -> dict[int, int]:
-    """Return, for those of the turns `replies` whose reply is in a message of a later request, the first turn with such
-    a request. The message is the whole reply, or has a part of the reply (a line, or a text in a JSON reply or in a
-    tool call's arguments) that was not in the request for the reply. A part has at least QUOTE_LENGTH characters. A
-    message that a turn of the session sampled does not count. The letters' case does not matter."""
+    """Return, for each turn in `replies` whose reply a later request quotes, the first turn with such a request.
+
+    A message quotes a reply if the message is the whole reply, or has a part of the reply (a line, or a text in a JSON
+    reply or in a tool call's arguments) that was not in the request for the reply. A part has at least QUOTE_LENGTH
+    characters. A message that a turn of the session sampled does not count. The comparison ignores the case of letters.
+    """
     found: dict[int, int] = {}
     waiting: deque[_Answer] = deque(maxlen=MAX_WAITING)
     compared = 0

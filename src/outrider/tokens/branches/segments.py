@@ -30,15 +30,15 @@ QUOTE_LENGTH = 12
 """Minimum number of characters of a text that counts as quoted. Shorter texts, such as "Done.", are repeated in many
 conversations."""
 SUMMARY_LENGTH = 16
-"""Minimum number of characters of a summary. A shorter answer that reappears hands over, such as "Over to QA."."""
+"""Minimum number of characters of a summary. A shorter answer that reappears is a handover, such as "Over to QA."."""
 QUOTE_SHARE = 0.8
 """A summary is recognised if lines with at least this fraction of its characters reappear. The fraction is below 1
 because clients wrap summaries in other text and leave parts out."""
 
 STEPS_PER_TURN = 100
-"""Maximum number of turns that one call of `replies_read` visits. All calls of `lacks_replies` together visit at most
-this number for each turn of the session. Without this limit, the time for a session with many long histories would be
-quadratic in the number of turns."""
+"""Maximum number of turns that one call of `replies_read` visits. All calls of `lacks_replies` and `lacks_beginning`
+together visit at most this number for each turn of the session. Without this limit, the time for a session with many
+long histories would be quadratic in the number of turns."""
 
 MAX_ENDS = 20
 """Maximum number of earlier conversations, those with the newest last replies, that are compared with the opening of a
@@ -74,7 +74,7 @@ class SegmentedSession:
 
     continued: the turns with a continuation (`_continued_turns`).
     taken_over: by turn index, the segments that take over the turn's history (`source`).
-    handed_over: the numbers of the segments to which another conversation passed its work on unseen.
+    handed_over: the numbers of the segments to which another conversation passed its work on (`_find_hand_overs`).
 
     The *body* of a reply is the digest by which replies are compared. It does not depend on call ids and reasoning.
     """
@@ -257,9 +257,9 @@ class SegmentedSession:
         return False
 
     def lacks_beginning(self, turn: Turn, old: Turn) -> bool:
-        """Return True if the turn's request lacks the beginning of the history that ends with `old`, as a history does
-        that was cut to its end: its first reply, and its first message or its second reply. A history that lacks only
-        later replies, or a single reply, was edited."""
+        """Return True if the turn's request has the history that ends with `old` cut to its end: the request lacks the
+        history's first reply, and its first message or its second reply. A history that lacks only later replies, or a
+        single reply, was edited. Returns False if the session has used up its steps (STEPS_PER_TURN)."""
         path = [old]
         while path[-1].parent is not None:
             self._steps_left -= 1
@@ -381,8 +381,8 @@ def reached_agent(turn: Turn) -> bool:
 def used_answers(session: SegmentedSession) -> dict[RequestKey, int]:
     """Return, for each request with several replies, the index of the turn whose reply the agent used. Replies that
     were cut off do not count. The used reply is the first reply with a continuation, else the last reply that another
-    request contains, else the last reply. A request whose replies the agent wanted side by side, because it sent the
-    request again before it had a reply, is left out if nothing shows which one was used: it may have used them all."""
+    request contains, else the last reply. A request that the agent sent again before it had a reply is left out if
+    nothing shows which reply was used, because the agent may have used all of them."""
     answers: dict[RequestKey, list[Turn]] = {}
     for turn in session.turns:
         if turn.finish is not FinishReason.ABORT:

@@ -394,7 +394,7 @@ class PlaceholderTokenizer:
 
 
 def make_renderer(tokenizer: Tokenizer, name: str | None) -> Renderer:
-    """Make the renderer called `name`: a family, or `template:FAMILY`. The latter renders whole prompts by the chat
+    """Make the renderer called `name`: a family, or `template:FAMILY`, which renders whole prompts by the chat
     template in the tokenizer's folder, and appends later messages by the rules of the family. If `name` is None, the
     family comes from the table of model names in the `renderers` package. Raises InvalidField if the table has no
     family for the model, the family is unknown, the tokenizer is not of the family, or the folder has no template that
