@@ -77,15 +77,15 @@ class ContainerRuntime:
         """Return the spec's image name. Raises InvalidField for a spec without an image."""
         if spec.rootfs is not None:
             raise InvalidField(
-                f"{spec.kind!r} sandboxes are made of images",
+                f"{spec.kind!r} sandboxes are made from images",
                 field="task.runtime.rootfs",
-                hint="name one in task.runtime.image, or use runtime kind 'namespace'",
+                hint="name an image in task.runtime.image, or use runtime kind 'namespace'",
             )
         if spec.image is None:
             raise InvalidField(
                 f"{spec.kind!r} sandboxes need an image",
                 field="task.runtime.image",
-                hint=f"name one that `{self.engine.name} images` lists",
+                hint=f"name an image that `{self.engine.name} images` lists",
             )
         return spec.image
 
