@@ -137,7 +137,7 @@ def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> s
     if not refused:
         return None
     flags = " ".join(f"--allow-host {host}" for host in sorted(refused | hosts))
-    return f"the network was refused to RUN; to allow it: outrider image build {context} {flags}; or {engine_hint(context)}"
+    return f"RUN has no network; to allow it: outrider image build {context} {flags}; or {engine_hint(context)}"
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
