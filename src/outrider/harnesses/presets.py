@@ -73,7 +73,7 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         if (self.kind == "npm") != (self.node is not None):
-            raise ValueError("'node' is required for kind 'npm', and allowed for no other kind")
+            raise ValueError("'node' is required for kind 'npm', and allowed for this kind only")
         if self.python is not None and (self.kind != "pip" or not _MINOR.fullmatch(self.python)):
             raise ValueError("'python' is allowed for kind 'pip' only, and must be a minor version such as '3.12'")
 

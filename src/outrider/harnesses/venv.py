@@ -70,7 +70,7 @@ def read_venv(path: str) -> Venv:
         interpreter = Path(os.path.normpath(interpreter.parent / interpreter.readlink()))
     if not os.access(interpreter, os.X_OK) or not interpreter.is_file():
         raise InvalidField(
-            f"the interpreter of {path!r} is missing: bin/python leads to {interpreter}",
+            f"the interpreter of {path!r} is gone: bin/python leads to {interpreter}",
             field=FIELD,
             hint="make the environment anew",
         )

@@ -561,7 +561,7 @@ class Reader:
         )
 
     def _add_it(self, word: str) -> str:
-        return f"add {word} to {self._context}: the authors of a data set may have left the file out of git"
+        return f"add {word} to {self._context}: a data set may lack the file because its authors left it out of git"
 
     def _checked(
         self, one: Instruction, word: str, root: ContextFolder, present: list[Path]
@@ -578,7 +578,7 @@ class Reader:
                 raise self._refusal(
                     one.line,
                     f"{word!r} would show the agent files of the task that an agent must not see",
-                    hint=f"Harbor uses only {self._context}, and this line fails there: remove the line, or move the"
+                    hint=f"Harbor builds {self._context} alone, and this line fails there: remove the line, or move the"
                     " files that the image needs into this folder",
                 )
             if not goal.is_dir() and not goal.is_file():

@@ -77,7 +77,7 @@ class ContainerRuntime:
         """Return the spec's image name. Raises InvalidField for a spec without an image."""
         if spec.rootfs is not None:
             raise InvalidField(
-                f"{spec.kind!r} sandboxes are made from images",
+                f"{spec.kind!r} sandboxes are made of images",
                 field="task.runtime.rootfs",
                 hint="name an image in task.runtime.image, or use runtime kind 'namespace'",
             )
