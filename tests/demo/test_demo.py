@@ -174,9 +174,9 @@ def test_the_check_passes_what_is_right() -> None:
 @pytest.mark.parametrize(
     ("field", "index", "value", "complaint"),
     [
-        ("ids", -2, 40, "no turn said it"),
+        ("ids", -2, 40, "is the text of no turn"),
         ("loss_mask", -1, 0, "its samples train"),
-        ("loss_mask", 0, 1, "no turn said it"),
+        ("loss_mask", 0, 1, "is the text of no turn"),
         ("logprobs", -1, 0.5, "log-probability 0.5"),
         ("logprobs", 0, -0.5, "mask 0 with log-probability -0.5"),
         ("versions", -1, -1, "version -1"),

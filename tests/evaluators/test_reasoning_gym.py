@@ -171,7 +171,7 @@ async def test_what_cannot_be_scored_is_refused_at_submission(host: Host) -> Non
     code = {**one("number_sorting"), "answer": "__import__('os')._exit(0)"}
     cases: list[tuple[Any, str, str]] = [
         *(({**good, "metadata": {"source_dataset": bad}}, name, why) for bad, why in UNUSABLE.items()),
-        ({**good, "metadata": {}}, name, "which data set"),
+        ({**good, "metadata": {}}, name, "the name of a data set"),
         ({**good, "metadata": {"source_dataset": "nosuch"}}, "entry", "no data set 'nosuch'"),
         ({**good, "answer": None}, "entry.answer", "own answer"),
         ({**good, "metadata": {"source_dataset": "countdown"}}, "entry", "not 1"),

@@ -152,6 +152,6 @@ async def test_a_desktop_that_does_not_open_is_an_error_with_what_was_printed() 
 
 
 def test_settings_of_a_desktop_need_one() -> None:
-    with pytest.raises(ValidationError, match="not among `tools`"):
+    with pytest.raises(ValidationError, match='needs "desktop" in `tools`'):
         ToolOptions.model_validate({"desktop": {"width": 100}})
     assert ToolOptions.model_validate({"tools": ["desktop"], "desktop": {"width": 100}}).desktop is not None

@@ -308,4 +308,4 @@ async def test_without_git_no_patch_is_applied(world: World) -> None:
     bare = await world.start("process", env={"PATH": "/nowhere"})
     with pytest.raises(RuntimeFailure, match="git applies no patch here") as failure:
         await bare.patch(EDIT)
-    assert "an image that has it" in (failure.value.hint or "")
+    assert "an image with git" in (failure.value.hint or "")

@@ -166,7 +166,7 @@ def test_a_run_reaches_the_hosts_that_are_named(store: ImageStore, context: Path
     [
         ("COPY --from=small /nowhere /x", "that image has no /nowhere"),
         ("COPY --from=small /loop* /x", "that image has no /loop"),
-        ("COPY --from=small --chmod=700 /etc /x", "--chmod only for files"),
+        ("COPY --from=small --chmod=700 /etc /x", "--chmod is supported for files only"),
     ],
 )
 def test_what_another_image_does_not_have(store: ImageStore, context: Path, line: str, says: str) -> None:

@@ -47,7 +47,7 @@ async def no_model(model: str, *_: object, **__: object) -> FrozenReply:
 
 
 class OpenSandbox(Protocol):
-    """Opens another sandbox, with `resources` as its limits, or else with those of its runtime."""
+    """Opens another sandbox, with the limits `resources`, or with the limits of its runtime if `resources` is None."""
 
     def __call__(self, resources: Resources | None = None) -> AbstractAsyncContextManager[Runtime]: ...
 
@@ -69,7 +69,7 @@ class NothingKept:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise EvaluatorError(
-            "no files of this session were kept: it can be graded again only by what its agent said",
+            "no files of this session were kept: it can be regraded only by the agent's replies",
             hint="tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs",
         )
 
@@ -110,7 +110,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluator(Protocol):
-    """Grades one outcome. `evaluate` raises EvaluatorError when grading fails. The caller sets the time limit."""
+    """Grades one outcome. `evaluate` raises EvaluatorError when grading fails. The caller bounds the call by the time
+    limit `task.evaluator.seconds`."""
 
     async def evaluate(self, outcome: Outcome) -> Verdict: ...
 

@@ -66,7 +66,9 @@ class CombiningEvaluator:
         turns: dict[int, float] = {}
         if not self._weighted:
             if rewarding := next((name for name, verdict in verdicts.items() if verdict.turns), None):
-                raise EvaluatorError(f"part {rewarding!r} rewards turns, and kind 'all' has only one reward for all")
+                raise EvaluatorError(
+                    f"part {rewarding!r} rewards turns, but kind 'all' gives only a reward for the whole session"
+                )
             reward = float(all(verdict.reward >= self._numbers[name] for name, verdict in verdicts.items()))
         else:
             for name, verdict in verdicts.items():
@@ -87,7 +89,7 @@ def _parts(
     for name, given in given_parts.items():
         field = f"{FIELD}.options.parts.{name}"
         if not name or "/" in name:
-            raise InvalidField("the name of a part must not have a /", field=field)
+            raise InvalidField("the name of a part must not be empty and must not have a /", field=field)
         specs[name] = spec = part_spec(given, whole, field)
         programs[name] = sum(inner.kind in RUN_PROGRAMS for inner, _ in nested_specs(spec, field))
     made = {}
@@ -118,6 +120,8 @@ async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[s
                 raise EvaluatorError(message) from error
             raise EvaluatorError(message, hint=error.hint, log_tail=error.log_tail, inside=error.inside) from error
         if verdict.rows:
-            raise EvaluatorError(f"part {name!r} rewards rows, in place of a whole that other parts have a share in")
+            raise EvaluatorError(
+                f"part {name!r} rewards rows, which cannot be combined with the rewards of other parts"
+            )
         verdicts[name] = verdict
     return verdicts

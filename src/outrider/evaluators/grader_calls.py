@@ -82,12 +82,17 @@ async def post(
                 said = redacted(content.decode("utf-8", "replace"), [key] if key else ())[:MAX_SAID]
                 refused = Refused(
                     f"grader {grader.name!r} {failure}",
-                    hint="a redirect is not followed: give its address" if reply.status // 100 == 3 else None,
+                    hint="redirects are not followed: name the final address in the setting graders"
+                    if reply.status // 100 == 3
+                    else None,
                     log_tail=said,
                 )
                 refused.status = reply.status
                 raise refused
-    raise EvaluatorError(f"grader {grader.name!r} {failure}, {attempts} times", hint="see whether it runs")
+    raise EvaluatorError(
+        f"grader {grader.name!r} {failure}, {attempts} times",
+        hint="check that the grader runs at the url in the setting graders",
+    )
 
 
 def variable(name: str | None, grader: str) -> str | None:

@@ -128,16 +128,16 @@ async def output(runtime: Runtime, done: ExecResult) -> str:
 
 async def leave_out(runtime: Runtime, folder: str, patterns: Sequence[str]) -> None:
     """Remove every path below the folder if the end of the path matches a pattern. `*` also matches slashes, as in
-    tar."""
+    tar. Does nothing if the folder cannot be entered. Raises EvaluatorError if a path cannot be removed."""
     words = [word for pattern in patterns for word in ("-o", "-path", f"*/{pattern.rstrip('/')}")][1:]
     found = shlex.join(["find", ".", "-mindepth", "1", "-depth", "(", *words, ")", "-exec", "rm", "-rf", "{}", "+"])
     done = await runtime.exec(f"cd {shlex.quote(folder)} 2> /dev/null || exit 0; {found}", seconds=STEP_SECONDS)
     if done.exit_code != 0:
-        raise EvaluatorError(f"what is excluded of {folder} cannot be removed", log_tail=done.log_tail(), inside=True)
+        raise EvaluatorError(f"the excluded files in {folder} cannot be removed", log_tail=done.log_tail(), inside=True)
 
 
 def parse_json(text: bytes) -> dict[str, float]:
-    """Parse reward.json. Raises ValueError."""
+    """Return the values in reward.json by name. Raises ValueError."""
     try:
         values = json.loads(text)
     except RecursionError as error:
@@ -148,7 +148,7 @@ def parse_json(text: bytes) -> dict[str, float]:
 
 
 def parse_text(text: bytes) -> dict[str, float]:
-    """Parse reward.txt. Raises ValueError."""
+    """Return the number in reward.txt, under the name `reward`. Raises ValueError."""
     return {REWARD: number(float(text.decode()), REWARD)}
 
 

@@ -43,8 +43,8 @@ KINDS: dict[str, type[WeightedOptions] | type[AllOptions]] = {"weighted": Weight
 
 
 def nested_specs(spec: EvaluatorSpec, field: str = FIELD) -> Iterator[tuple[EvaluatorSpec, str]]:
-    """Yield the spec and all specs nested in it, each with the path of its field. Raises InvalidField for an invalid
-    spec."""
+    """Yield the spec and all specs nested in the spec, each with the path of its field. Raises InvalidField for an
+    invalid spec."""
     yield spec, field
     if spec.kind in KINDS:
         with renamed_field(FIELD, field):
@@ -59,7 +59,7 @@ def part_spec(given: dict[str, Any], whole: EvaluatorSpec, field: str) -> Evalua
     field below `field`."""
     for name in WHOLE:
         if name in given:
-            raise InvalidField("is the whole's, and no part has one of its own", field=f"{field}.{name}")
+            raise InvalidField("must be set on the combining evaluator, not on a part", field=f"{field}.{name}")
     try:
         return EvaluatorSpec.model_validate({**given, **{name: getattr(whole, name) for name in WHOLE}})
     except ValidationError as error:

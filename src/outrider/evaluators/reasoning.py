@@ -50,11 +50,14 @@ class ReasoningGymEvaluator:
         name = metadata.get("source_dataset") if isinstance(metadata, dict) else None
         if not isinstance(name, str):
             raise InvalidField(
-                "does not say which data set it is of", field="task.evaluator.options.entry.metadata.source_dataset"
+                "must be the name of a data set of reasoning-gym",
+                field="task.evaluator.options.entry.metadata.source_dataset",
             )
         check_data_set(name, field="task.evaluator.options.entry.metadata.source_dataset")
         if not isinstance(entry.get("answer"), str):
-            raise InvalidField("must be the entry's own answer, a text", field="task.evaluator.options.entry.answer")
+            raise InvalidField(
+                "must be the text of the entry's own answer", field="task.evaluator.options.entry.answer"
+            )
         LIBRARY.require()
 
     async def check_spec(self, host: Host) -> None:

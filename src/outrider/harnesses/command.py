@@ -173,10 +173,12 @@ class CommandHarness:
 def check_instruction(instruction: str) -> None:
     """Raise InvalidField for an instruction that cannot be passed to a program."""
     if "\0" in instruction:
-        raise InvalidField("must not contain NUL: a program is given it", field="task.instruction")
+        raise InvalidField(
+            "must not contain NUL, because programs get it as an argument or variable", field="task.instruction"
+        )
     if (size := len(instruction.encode())) > MAX_INSTRUCTION:
         raise InvalidField(
-            f"is {size} bytes; a program can be given {MAX_INSTRUCTION}",
+            f"has {size} bytes, more than the {MAX_INSTRUCTION} that a program can get",
             field="task.instruction",
             hint="put the long part into a file with a prepare step",
         )

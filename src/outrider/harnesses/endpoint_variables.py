@@ -1,4 +1,4 @@
-"""The environment variables for the address of a session's model, under the names of all vendors.
+"""The environment variables of a session's model endpoint, under the names that the vendors' programs read.
 
 Invariant: no task can set these variables.
 """

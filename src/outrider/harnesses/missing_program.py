@@ -51,8 +51,8 @@ _LIBRARY = re.compile(r"error while loading shared libraries: (?P<name>[^:\n]+):
 """Message of the dynamic loader of the GNU C library for a missing library. The loader then also exits with 127."""
 
 OTHER_ROOT = (
-    "the program was built for another root than the sandbox's: build it for that one, or statically, install in the "
-    "image what it needs, or leave task.runtime.image out"
+    "the program was built for another root file system: build it for the sandbox's, or link it statically, or install "
+    "the missing file in the image, or remove task.runtime.image"
 )
 
 
@@ -179,17 +179,18 @@ def _not_there(name: str) -> Missing:
     where = f"{name} is not in the sandbox" if "/" in name else f"{name} is in no folder of the sandbox's PATH"
     if on_host is None:
         put = (
-            "put it there: with a prepare step (`write` or `upload`), in the image, or by showing what this machine has"
+            "install it in the image, or write it with a prepare step (`write` or `upload`), or show a folder of this "
+            "machine"
         )
         show = f'mounts = [{{source = "{posixpath.dirname(name)}"}}] below [runtime]' if "/" in name else "mounts"
         return Missing(
             where,
-            f"{put}: with venv below [harness] if it is in a virtual environment, else with {show}; the operator allows"
-            " that with `outrider serve --allow-path PATH`",
+            f"{put}: with venv below [harness] for a virtual environment, else with {show}; the operator allows the"
+            " folder with `outrider serve --allow-path PATH`",
         )
     if on_host.startswith(tuple(f"{folder}/" for folder in SYSTEM)):
         return Missing(
-            f"{where}, whose root is not the host's: there it is {on_host}",
+            f"{where}, whose root is not the host's; on the host it is {on_host}",
             "install it in the image (outrider image build), or leave task.runtime.image out",
         )
     program = Path(on_host)
@@ -205,7 +206,7 @@ def _not_there(name: str) -> Missing:
 
 
 def _allow(path: Path) -> str:
-    return f"the operator allows that with `outrider serve --allow-path {path}`"
+    return f"the operator allows the path with `outrider serve --allow-path {path}`"
 
 
 def _loader(head: bytes) -> str | None:

@@ -73,9 +73,9 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         if (self.kind == "npm") != (self.node is not None):
-            raise ValueError("kind 'npm' needs 'node', and only it")
+            raise ValueError("'node' is required for kind 'npm', and allowed for this kind only")
         if self.python is not None and (self.kind != "pip" or not _MINOR.fullmatch(self.python)):
-            raise ValueError("'python' is of kind 'pip' only, and a minor version such as '3.12'")
+            raise ValueError("'python' is allowed for kind 'pip' only, and must be a minor version such as '3.12'")
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -132,6 +132,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def preset_names() -> list[str]:
+    """Return the names of all built-in presets, sorted."""
     found = files("outrider.harnesses").joinpath("presets").iterdir()
     return sorted(entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml"))
 
@@ -154,7 +155,7 @@ def _read(name: str) -> Preset:
         type="string",
         default=preset.dialects[0],
         choices=preset.dialects,
-        help="The API in which it talks to its model.",
+        help="The API of the program's model calls.",
     )
     return msgspec.structs.replace(preset, options={DIALECT: option, **preset.options})
 
@@ -163,7 +164,7 @@ def checked_options(
     preset: Preset, given: Mapping[str, Any], *, field: str = "task.harness.options"
 ) -> dict[str, OptionValue]:
     """Return the preset's options with defaults filled in. Raises InvalidField for an option that is unknown, missing,
-    or of the wrong type."""
+    of the wrong type, or not one of its choices."""
     for name in given:
         if name not in preset.options:
             known = ", ".join(sorted(preset.options)) or "none"

@@ -42,7 +42,7 @@ class ToolOptions(Spec):
     @model_validator(mode="after")
     def _desktop_is_used(self) -> Self:
         if self.desktop is not None and "desktop" not in self.tools:
-            raise ValueError("desktop: is an option of the tools 'desktop', which are not among `tools`")
+            raise ValueError('desktop: needs "desktop" in `tools`')
         return self
 
 

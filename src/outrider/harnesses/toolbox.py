@@ -63,8 +63,9 @@ TOOLS: dict[PlainTool, ToolSpec] = {
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool defined by an agent. `run` gets those arguments of a call that `spec` lists as properties, and returns the
-    text for the model. Required arguments are always present. Any exception of `run` ends the agent."""
+    """A tool defined by an agent. `run` gets the arguments that `spec` lists as properties, and returns the text for
+    the model. Required arguments are always present. A run that exceeds the toolbox's time limit is cancelled. Any
+    exception of `run` ends the agent."""
 
     spec: ToolSpec
     run: Callable[[HarnessContext, Mapping[str, Any]], Awaitable[str]]

@@ -61,7 +61,7 @@ def read_venv(path: str) -> Venv:
     """Read the virtual environment in a folder. Raises InvalidField for a missing or broken environment."""
     prefix = Path(os.path.normpath(path))
     if ":" in path:
-        raise InvalidField("has a colon, with which it cannot be in PATH", field=FIELD)
+        raise InvalidField("has a colon, which separates folders in PATH", field=FIELD)
     home = _home(prefix)
     links: list[Path] = []
     interpreter = prefix / "bin" / "python"
@@ -166,8 +166,8 @@ def _own(folder: Path) -> bool:
 
 
 async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
-    """Run compileall. Returns True after a complete run. Exit code 1 also counts as complete, because some files may be
-    in the syntax of another Python version."""
+    """Run compileall for at most `seconds`. Returns True after a complete run. Exit code 1 also counts as complete,
+    because some files may be in the syntax of another Python version."""
     log.info("compiling the modules of %s", venv.prefix)
     libraries = [re.escape(str(folder)) for folder in sources if (folder / "os.py").exists()]
     left_out = f"^({'|'.join(libraries) or '-'})/{UNCOMPILED}/"
@@ -185,7 +185,9 @@ async def _compile(venv: Venv, sources: Sequence[Path], seconds: float) -> bool:
         async with asyncio.timeout(seconds):
             await program.wait()
     except TimeoutError:
-        log.warning("the modules of %s are not compiled after %g s; it goes on later", venv.prefix, seconds)
+        log.warning(
+            "the modules of %s are not all compiled after %g s; the next session continues", venv.prefix, seconds
+        )
         return False
     finally:
         if program.returncode is None:
@@ -204,8 +206,8 @@ def _home(prefix: Path) -> Path:
         raise InvalidField(
             f"{str(prefix)!r} is no virtual environment: it has no pyvenv.cfg that can be read",
             field=FIELD,
-            hint="name the folder that `python -m venv` or `uv venv` made; one of conda has no base interpreter: show "
-            "it with task.runtime.mounts, and name its programs by their whole paths",
+            hint="name a folder made by `python -m venv` or `uv venv`; for a conda environment, use "
+            "task.runtime.mounts and the full paths of its programs",
         ) from error
     home = settings.get("home", "")
     if not os.path.isabs(home):

@@ -1,8 +1,8 @@
-"""The way of a build's RUN to the package indexes that the operator names: an HTTP proxy on a Unix socket.
+"""The HTTP proxy through which the RUN steps of a build reach the hosts that the operator allows.
 
-The sandbox of a build has no network. A program in it reaches this proxy at the sandbox's endpoint, and, through it,
-the named hosts, either directly or through the proxy that this process's own variables name. Invariants: a connection
-is made only to a named host and port; without names none is made; the address and the password of the operator's own
+The sandbox of a build has no network. A program in the sandbox reaches this proxy at the sandbox's endpoint. The proxy
+connects to an allowed host directly, or through the operator's own proxy, which this process's variables name.
+Invariants: a connection is made only to an allowed host and port; the address and the password of the operator's own
 proxy are not passed into the sandbox.
 """
 
@@ -24,44 +24,45 @@ HEAD_SECONDS = 60.0
 CONNECT_SECONDS = 30.0
 CHUNK = 64 << 10
 MAX_REFUSED = 32
-"""Maximum number of refused hosts that are remembered, for the hint."""
+"""Maximum number of refused hosts kept for the hint."""
 PORTS = (80, 443)
-"""Ports of a host that is named without a port."""
+"""The allowed ports of a host given without a port."""
 HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?(:[0-9]{1,5})?")
 INDEXES = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX"),
     *("NPM_CONFIG_REGISTRY", "npm_config_registry", "GOPROXY", "CARGO_REGISTRIES_CRATES_IO_INDEX"),
 )
-"""Variables that name an index. RUN gets those of this process whose host it may reach."""
+"""Variables with the URL of a package index. RUN gets each of them whose value in this process has an allowed host."""
 LOCAL = "localhost,127.0.0.1,::1"
 
 
 def checked_hosts(hosts: Iterable[str]) -> frozenset[str]:
-    """Return the hosts in lower case. Raises InvalidField for a text that is no host."""
+    """Return the hosts (`name` or `name:port`) in lower case. Raises InvalidField for any other text."""
     found = frozenset(host.lower() for host in hosts)
     for host in sorted(found):
         if not HOST.fullmatch(host):
             raise InvalidField(
                 f"{host!r} is no host",
                 field="allow_host",
-                hint="a name without https:// and path, such as mirror.lan:3141",
+                hint="give a name without https:// and without a path, such as mirror.lan:3141",
             )
     return found
 
 
 def proxy_variables(endpoint: str) -> dict[str, str]:
-    """Return the variables that make programs in a sandbox use the proxy at its endpoint."""
+    """Return the variables that make programs in a sandbox use the proxy at the sandbox's endpoint."""
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
     return {**dict.fromkeys(names, endpoint), "no_proxy": LOCAL, "NO_PROXY": LOCAL}
 
 
 def index_variables(hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of this process that name an index on one of the hosts. A URL with a password is left out:
-    a Dockerfile is somebody else's program."""
+    """Return the variables of `environ` (by default this process's) with the URL of an index on one of the hosts. A URL
+    with a user name or a password is left out, because the author of a Dockerfile must not read the operator's
+    passwords."""
     environ = variables() if environ is None else environ
     found = {}
     for name in INDEXES:
-        with suppress(ValueError):  # no URL, or no port
+        with suppress(ValueError):  # the value is no URL, or its port is no number
             url = urlsplit(environ.get(name, ""))
             port = url.port or (443 if url.scheme == "https" else 80)
             if url.hostname and url.username is None and allowed(hosts, url.hostname, port):
@@ -75,7 +76,7 @@ def allowed(hosts: frozenset[str], host: str, port: int) -> bool:
 
 
 class NotPassedOn(Exception):
-    """A request that the proxy does not pass on. `status` is the status line of the reply."""
+    """A request that the proxy does not pass on. `status` is the reply's status code with its reason phrase."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
@@ -83,8 +84,8 @@ class NotPassedOn(Exception):
 
 
 class BuildProxy:
-    """The proxy of one build. `environ` names the operator's own proxy (HTTPS_PROXY, HTTP_PROXY), by default this
-    process's environment."""
+    """The proxy of one build. The variables `environ`, by default this process's, may name the operator's own proxy
+    (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that do not need it (NO_PROXY)."""
 
     def __init__(self, hosts: frozenset[str], environ: Mapping[str, str] | None = None) -> None:
         self._hosts = hosts
@@ -93,7 +94,8 @@ class BuildProxy:
 
     @property
     def refused(self) -> frozenset[str]:
-        """The hosts that programs asked for and were not allowed to reach, with their ports unless usual."""
+        """The hosts to which the proxy has refused connections, at most MAX_REFUSED, each with its port unless the port
+        is one of PORTS."""
         return frozenset(self._refused)
 
     @asynccontextmanager
@@ -152,10 +154,11 @@ class BuildProxy:
     async def _reached(
         self, target: str, head: bytes, tunnel: bool
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Connect to the host of a request. Returns the connection, and the bytes to send first. Raises NotPassedOn."""
+        """Connect to the host of a request. `head` is the request's head, `tunnel` is True for CONNECT. Returns the
+        connection, and the bytes to send first. Raises NotPassedOn, and ValueError for a malformed request."""
         url = urlsplit(f"//{target}" if tunnel else target)
         if not tunnel and url.scheme != "http":
-            raise NotPassedOn("400 Bad Request", f"{target[:200]} is no address of HTTP")
+            raise NotPassedOn("400 Bad Request", f"{target[:200]} is no http:// address")
         host, port = (url.hostname or "").rstrip("."), url.port or (443 if tunnel else 80)
         if not allowed(self._hosts, host, port):
             shown = host if port in PORTS else f"{host}:{port}"
@@ -185,7 +188,8 @@ class BuildProxy:
         return reader, writer, b""
 
     def _upstream(self, tunnel: bool, host: str) -> tuple[str, int, str] | None:
-        """Return the operator's own proxy for a host: its name, its port, and the header with its password."""
+        """Return the operator's own proxy for a host (its name, its port, and the header line with its password, or
+        ""), or None for a direct connection. Raises NotPassedOn for a proxy that is not an HTTP proxy."""
         exempt = self._environ.get("no_proxy") or self._environ.get("NO_PROXY") or ""
         for name in filter(None, (part.strip().lstrip(".").lower() for part in exempt.split(","))):
             if name == "*" or host == name or host.endswith(f".{name}"):
@@ -195,7 +199,9 @@ class BuildProxy:
             if value := self._environ.get(name):
                 url = urlsplit(value if "://" in value else f"http://{value}")
                 if url.scheme != "http" or not url.hostname:
-                    raise NotPassedOn("502 Bad Gateway", f"{name} of this machine names no proxy that speaks HTTP")
+                    raise NotPassedOn(
+                        "502 Bad Gateway", f"the variable {name} of this machine is no http:// address of a proxy"
+                    )
                 word = f"{unquote(url.username or '')}:{unquote(url.password or '')}"
                 header = f"Proxy-Authorization: Basic {b64encode(word.encode()).decode()}\r\n" if url.username else ""
                 return url.hostname, url.port or 80, header
@@ -203,7 +209,8 @@ class BuildProxy:
 
 
 def one_request(head: bytes, path: str, query: str, header: str = "") -> bytes:
-    """Return the head of a request with another target, as the only request of its connection."""
+    """Return a request's head with `path` and `query` as its target, without the headers for proxies, with the line
+    `header`, and with `Connection: close`."""
     first, *fields = head[:-4].decode("latin-1").split("\r\n")
     method, _, version = first.split(" ")
     kept = [
@@ -218,7 +225,7 @@ def one_request(head: bytes, path: str, query: str, header: str = "") -> bytes:
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass on the bytes of one direction, and then its end."""
+    """Copy the bytes of one direction to its end, and then end the other side's input."""
     with suppress(OSError):
         while data := await reader.read(CHUNK):
             writer.write(data)

@@ -1,8 +1,8 @@
-"""Has a container engine build the image of a Dockerfile, for what sandbox/image_build.py cannot do.
+"""Builds the image of a Dockerfile with podman or docker, for Dockerfiles that sandbox/image_build.py does not support.
 
-The engine, podman or docker, keeps the image under the name by which Harbor tasks find it, for its own sandboxes, and
-the image store gets a copy for the others. Invariants: the steps have no network unless the caller says so; the image
-of a Dockerfile whose user or start command no sandbox would honour is refused.
+The engine keeps the image under the name that Harbor tasks use, for sandboxes of kind podman or docker. The image store
+gets a copy, for the other kinds. Invariants: the steps have no network unless the caller allows it; a Dockerfile with
+a user other than root, or with an ENTRYPOINT that starts a program, is refused, because no sandbox applies them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class BuiltImage(NamedTuple):
 
 
 def built_image(context: Path, store: ImageStore) -> BuiltImage:
-    """Return the image of a folder's Dockerfile, made by an engine or by `outrider image build`. Raises InvalidField if
-    the image is not built, or if the Dockerfile cannot be read as a plan."""
+    """Return the image of a folder's Dockerfile, built by a container engine or by Outrider. Raises InvalidField if the
+    image was not built on this machine, or if the Dockerfile is not supported."""
     made_by_engine = engine_name(context)
     if made_by_engine in store.names():
         return BuiltImage(made_by_engine, checked_dockerfile(context, store))
@@ -61,8 +61,8 @@ def built_image(context: Path, store: ImageStore) -> BuiltImage:
 
 
 def engine_name(context: Path) -> str:
-    """Return the name of the image that an engine builds of a folder. It depends on all files of the folder that its
-    .dockerignore does not leave out."""
+    """Return the name of the image that an engine builds from a folder. The name depends on the content of all files in
+    the folder, except the files that the .dockerignore leaves out. Raises InvalidField."""
     ignore = read_ignore(context)
     out = frozenset(left_out(context, ignore)) if ignore.patterns else frozenset()
     text = read_text_file(context / DOCKERFILE, field="dockerfile", limit=MAX_FILE)
@@ -71,6 +71,7 @@ def engine_name(context: Path) -> str:
 
 
 def left_out(context: Path, ignore: Ignore) -> list[str]:
+    """Return the paths in the folder that the .dockerignore leaves out."""
     found = []
     for at, folders, files in os.walk(context):
         for name in (*folders, *files):
@@ -82,7 +83,8 @@ def left_out(context: Path, ignore: Ignore) -> list[str]:
 
 
 def checked_dockerfile(context: Path, store: ImageStore) -> Health | None:
-    """Return the HEALTHCHECK of a Dockerfile that an engine builds. Raises InvalidField for what no sandbox honours."""
+    """Return the HEALTHCHECK of a Dockerfile that an engine builds. Raises InvalidField for a user other than root and
+    for an ENTRYPOINT that starts a program, because no sandbox applies them."""
     text = read_text_file(context / DOCKERFILE, field="dockerfile", limit=MAX_FILE)
     return Reader(context / DOCKERFILE, store).health(text)
 
@@ -96,9 +98,10 @@ def build_by_engine(
     network: bool = False,
     note: Callable[[str], None] = lambda text: None,
 ) -> RootImage:
-    """Build the image of a folder's Dockerfile by an engine, and import it. `network`: the steps have the engine's
-    network. Blocks. Raises InvalidField for the Dockerfile, BadImage with the end of the engine's output, and
-    RuntimeUnavailable without the engine."""
+    """Build the image of a folder's Dockerfile with an engine, and import the image. The image in the store gets the
+    engine's name for it, and also `name` if given. If `network` is true, the steps have the engine's network. `note` is
+    called with a line before each part of the work. Blocks. Raises InvalidField for the Dockerfile, BadImage with the
+    end of the engine's output, and RuntimeUnavailable if the engine is not installed."""
     checked_dockerfile(context, store)
     program = shutil.which(engine)
     if program is None:
@@ -112,7 +115,7 @@ def build_by_engine(
     user = _run([program, "image", "inspect", "--format", "{{.Config.User}}", own], network).strip()
     if user not in ROOTS:
         raise InvalidField(
-            f"the image of {context / DOCKERFILE} has the user {user!r} of its base: sandboxes have only root",
+            f"the image of {context / DOCKERFILE} has the user {user!r} of its base, but sandboxes have only root",
             field="dockerfile",
             hint="end the Dockerfile with USER root, if the task can be solved as root",
         )
@@ -127,7 +130,8 @@ def build_by_engine(
 
 
 def _run(command: Sequence[str], network: bool) -> str:
-    """Run an engine's command, and return its output. Raises BadImage."""
+    """Run an engine's command, and return its standard output. `network` is True if the steps already have a network.
+    Raises BadImage."""
     try:
         done = subprocess.run(
             command,
@@ -139,7 +143,7 @@ def _run(command: Sequence[str], network: bool) -> str:
     except subprocess.TimeoutExpired as error:
         raise BadImage(f"{' '.join(command[:3])} took over {BUILD_SECONDS} s") from error
     if done.returncode != 0:
-        hint = None if network else "if a step needs a network that it may have, add --network"
+        hint = None if network else "if a step needs the network, and may have it, add --network"
         tail = (done.stdout + done.stderr)[-LOG_TAIL:].decode(errors="replace")
         raise BadImage(f"{' '.join(command[:3])} exited with {done.returncode}", hint=hint, log_tail=tail)
     return done.stdout.decode(errors="replace")

@@ -108,13 +108,13 @@ def _refusal(one: Named, place: Kept, relation: str) -> InvalidField:
             f"{place.rule.what}, {place.path}, lies in {one.path}, which is visible in {one.setting} sandboxes:"
             " agents could read it",
             field="sandboxes.runtimes",
-            hint=f"move it elsewhere, or leave {one.setting!r} out of sandboxes.runtimes",
+            hint=f"move {place.path} elsewhere, or leave {one.setting!r} out of sandboxes.runtimes",
         )
     what = place.rule.what if str(one.path) == str(place.path) else f"{place.rule.what}, {place.path}"
     return InvalidField(
         f"{one.setting} names {one.path}, which {relation} {what}: tasks could read it",
         field=one.setting,
-        hint="name a folder that holds only what tasks may read, such as one beside it",
+        hint="name a folder with nothing but files that tasks may read",
     )
 
 

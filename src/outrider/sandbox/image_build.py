@@ -64,11 +64,11 @@ def build_image(
 ) -> RootImage:
     """Build the image of a folder's Dockerfile in sandboxes of kind `namespace`, unless the image exists. The image
     gets the name used by Harbor tasks, and `name`. RUN may reach `hosts` (see build_proxy.py). `seconds` bounds each
-    RUN; `note` is called with a line before each step. Blocks; call it outside of an event loop. Raises InvalidField
-    for the Dockerfile, BadImage naming the line that failed, and RuntimeUnavailable."""
+    RUN; `note` is called with a line before each step. Blocks, and must be called outside of an event loop. Raises
+    InvalidField for the Dockerfile, BadImage with the line that failed, and RuntimeUnavailable."""
     if name is not None and "@" in name:
         raise InvalidField(
-            f"{name!r} has a digest, which is of an image of a registry", field="name", hint="give it a name without @"
+            f"{name!r} has a digest, which only images of a registry have", field="name", hint="give a name without @"
         )
     plan = read_dockerfile(context, store)
     image = Build(store, hosts=checked_hosts(hosts), seconds=seconds, note=note).image(plan)
@@ -78,7 +78,7 @@ def build_image(
 
 
 class Build:
-    """Builds the images of plans, those of earlier stages first."""
+    """Builds the images of plans. The images of earlier stages are built first."""
 
     def __init__(
         self, store: ImageStore, *, hosts: frozenset[str], seconds: float, note: Callable[[str], None]
@@ -133,16 +133,16 @@ class Build:
 
 
 def run_hint(context: Path, refused: frozenset[str], hosts: frozenset[str]) -> str | None:
-    """Return what to do about a RUN that failed: name the hosts that it was kept from."""
+    """Return the hint for a RUN that failed, with the hosts that the proxy has refused; None if there are none."""
     if not refused:
         return None
     flags = " ".join(f"--allow-host {host}" for host in sorted(refused | hosts))
-    return f"it asked for the network; if it may: outrider image build {context} {flags}; or {engine_hint(context)}"
+    return f"RUN has no network; to allow it: outrider image build {context} {flags}; or {engine_hint(context)}"
 
 
 async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str], drafts: Path, seconds: float) -> None:
-    """Carry out one step. RUN gets the variables `env` beside its own. Raises RuntimeFailure, also if a command
-    fails."""
+    """Carry out one step. RUN gets the variables `env` in addition to its own, which take precedence, and is killed
+    after `seconds`. Raises RuntimeFailure, also if a command fails."""
     match step:
         case RunInstruction():
             variables = {**env, **step.env}
@@ -167,7 +167,7 @@ async def carry_out(runtime: Runtime, step: BuildStep, *, env: Mapping[str, str]
 
 
 async def goes_into(runtime: Runtime, step: Copy | CopyFrom | WriteFile) -> bool:
-    """Return whether a file is put into the folder that is the target."""
+    """Return whether a file is put into the target, because the target is a folder."""
     if step.into:
         return True
     return (await runtime.exec(f"test -d {shlex.quote(step.target)}", seconds=QUICK_SECONDS)).exit_code == 0
@@ -189,8 +189,8 @@ def kept_part(source: Path, without: Sequence[Path], drafts: Path) -> Path:
 
 
 async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path) -> None:
-    """Copy files of another image, whose root is `origin`. A source that is a link is followed within that image;
-    links in a folder stay links. Raises RuntimeFailure."""
+    """Copy files of another image, whose root is `origin`, into the sandbox. A source that is a link is followed within
+    `origin`. Links in a folder stay links. `drafts` is a folder for temporary files. Raises RuntimeFailure."""
     found = [path for source in step.sources for path in await asyncio.to_thread(matches, origin, source)]
     into = step.into or len(found) > 1 or (found[0].is_file() and await goes_into(runtime, step))
     for number, path in enumerate(found):
@@ -202,7 +202,7 @@ async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path
                 await checked(runtime, ["chmod", step.mode, target])
             continue
         if step.mode is not None:
-            raise RuntimeFailure("COPY takes --chmod only for files here")
+            raise RuntimeFailure("COPY --chmod is supported for files only")
         copy, links = await asyncio.to_thread(without_links, path, drafts)
         await runtime.upload(copy, step.target)
         for begin in range(0, len(links), LINKS_AT_ONCE):
@@ -212,7 +212,7 @@ async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path
             )
             done = await runtime.exec(["/bin/sh", "-e"], stdin=script.encode(), seconds=QUICK_SECONDS)
             if done.exit_code != 0:
-                raise RuntimeFailure("cannot make links", log_tail=done.log_tail())
+                raise RuntimeFailure("the links of the copied folder cannot be made", log_tail=done.log_tail())
 
 
 def matches(origin: Path, source: str) -> list[Path]:
@@ -269,6 +269,7 @@ def without_links(source: Path, drafts: Path) -> tuple[Path, list[tuple[str, str
 
 
 async def checked(runtime: Runtime, command: list[str]) -> None:
+    """Run a command. Raises RuntimeFailure if the command fails."""
     done = await runtime.exec(command, seconds=QUICK_SECONDS)
     if done.exit_code != 0:
         raise RuntimeFailure(f"{' '.join(command)} exited with {done.exit_code}", log_tail=done.log_tail())

@@ -137,7 +137,7 @@ class Judge:
             messages = (*question.messages, said, Message(role=Role.USER, content=question.again))
         raise EvaluatorError(
             f"the judge gave no grade in {options.tries} replies",
-            hint="see its replies: another model or template may do better, or more max_tokens",
+            hint="read the replies in the log tail, and try another model or template, or a higher max_tokens",
             log_tail="\n\n".join(self.said)[-4096:],
         )
 

@@ -27,8 +27,8 @@ SAMPLES = 8
 """Number of sessions of one group."""
 
 LANES = LanesConfig(init=8, run=32, eval=8)
-"""The size of the lane `run` lets all sessions run at once, because the embedded engine has about 7
-times the throughput if it computes 32 requests together."""
+"""The lane `run` has room for all sessions at once, because the embedded engine has about 7 times the throughput for 32
+concurrent requests."""
 
 
 async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> RolloutSummary:

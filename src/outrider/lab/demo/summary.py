@@ -186,7 +186,7 @@ def _one_sample_faults(sample: Sample, turns: Sequence[TurnView], tokenizer: Tok
     # The trained tokens of a turn are contiguous.
     for mask, run in groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0]):
         if mask and (text := tokenizer.decode([token for _, token in run])) not in sampled:
-            yield f"{name}: {text!r} is trained on, but no turn said it"
+            yield f"{name}: {text!r} is trained on, but is the text of no turn"
     for mask, logprob, version in zip(sample.loss_mask, sample.logprobs, sample.versions, strict=True):
         if not (logprob <= 0.0 and version >= 0 if mask else logprob == 0.0 and version == -1):
             yield f"{name}: mask {mask} with log-probability {logprob} and version {version}"

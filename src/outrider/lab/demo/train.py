@@ -40,8 +40,8 @@ from outrider.trainers.weights import PolicyWeights
 GROUPS, SAMPLES = 8, 8
 """Number of groups of a training step, and number of sessions of a group."""
 INFLIGHT = 8
-"""Maximum number of concurrent groups, enough to fill the run lane. This is not more than a batch needs, because
-surplus groups would be too old for the next batch."""
+"""Maximum number of concurrent groups: enough to fill the run lane, but no more than one batch needs, because surplus
+groups would be too old for the next batch."""
 MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within one
@@ -259,7 +259,7 @@ def _train(
     steps: list[TrainStep] = []
     lanes = LaneWatch(client.asynchronous)
 
-    class Steps(TrainerCallback):  # type: ignore[misc]  # the same
+    class Steps(TrainerCallback):  # type: ignore[misc]  # TRL has no types here
         """Reports each step, sets the learning rate, and ends the training when the task is solved or the time is up.
 
         The learning rate follows a cosine of the completed share of the steps or of the time, whichever share is

@@ -163,7 +163,7 @@ def _saved(open_: Open) -> Layered:
     """Read the image of a `docker save` archive, whose layers are files."""
     images = _document(open_("manifest.json"), "manifest.json", list[Saved])
     if len(images) != 1:
-        raise BadImage("the archive holds several images: save one")
+        raise BadImage("the archive has several images: save only one")
     [image] = images
     names = _checked(image.layers)
     digest = hashlib.sha256(b"".join(digest_of_file(open_(name)).encode() for name in names)).hexdigest()
@@ -214,7 +214,7 @@ def digest_of(path: Path, without: frozenset[str] = frozenset()) -> str:
     found = hashlib.sha256()
     names = [str(path)]
     for folder, folders, files in os.walk(path):
-        # os.walk then uses this order on every machine, and does not descend into what does not count.
+        # os.walk then visits the folders in the same order on every machine, and skips the paths of `without`.
         folders[:] = sorted(name for name in folders if os.path.join(folder, name) not in without)
         names += [os.path.join(folder, name) for name in sorted((*folders, *files))]
     for name in names:

@@ -3,8 +3,8 @@
 sandbox/image_build.py runs the steps. The supported part of the language is FROM an image of this machine or an earlier
 stage, COPY and ADD of local files and of other images' files, RUN, SHELL, WORKDIR, ENV, ARG, HEALTHCHECK, USER root,
 and here-documents. Labels, ports, volumes and start commands do not affect files, and are left out. Invariants:
-anything else, and any file from outside the context, is refused with the Dockerfile's name and line, and with what to
-do; two Dockerfiles have the same key only if they make the same image.
+any other instruction, and any file outside of the context, is refused with the Dockerfile's name and line, and with a
+hint; two Dockerfiles have the same key only if they make the same image.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from outrider.text_files import read_text_file
 
 DOCKERFILE = "Dockerfile"
 ENVIRONMENT, TASK_TOML = "environment", "task.toml"
-"""A folder of this name beside such a file is the context of a Harbor task."""
+"""A folder `environment` beside a file `task.toml` is the build context of a Harbor task."""
 SECRETS = frozenset({"tests", "solution", "steps", TASK_TOML})
 """Files of a Harbor task that its agent must not see."""
 FORMAT = 1
@@ -148,7 +148,7 @@ BuildStep = Copy | CopyFrom | WriteFile | RunInstruction | MakeFolder
 
 class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of an image's build from `base`. `env` and `workdir` are the image's settings. `digest` is the plan's
-    key in the form of a digest. `health` is no part of the image: a task's prepare step carries it out."""
+    key in the form of a digest. `health` is no part of the image: a prepare step of the task runs the check."""
 
     file: Path
     base: BaseImage
@@ -161,8 +161,8 @@ class BuildPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The image's name in the store. It depends on the base image, the instructions and the copied files, but not
-        on their folder."""
+        """The image's name in the store. The name depends on the base image, the instructions and the copied files, but
+        not on the folder of these files."""
         return f"dockerfile/{self.digest.removeprefix('sha256:')[:32]}"
 
     @property
@@ -186,7 +186,8 @@ class BuildStage:
 
 
 class ContextFolder(msgspec.Struct, frozen=True):
-    """A folder that files are copied from, and what it leaves out."""
+    """A folder from which COPY takes files, and the patterns of its .dockerignore. `whole_task` is True for the folder
+    of a Harbor task, which has files that the agent must not see."""
 
     folder: Path
     ignore: Ignore
@@ -194,7 +195,8 @@ class ContextFolder(msgspec.Struct, frozen=True):
 
 
 def read_dockerfile(context: Path, store: ImageStore) -> BuildPlan:
-    """Return the plan of a folder's Dockerfile. Reads the copied files for their digests. Raises InvalidField."""
+    """Return the plan of a folder's Dockerfile. Blocks while the copied files are read for their digests. Raises
+    InvalidField."""
     file = context / DOCKERFILE
     return Reader(file, store).plan(read_text_file(file, field="dockerfile", limit=MAX_FILE))
 
@@ -294,7 +296,7 @@ class Reader:
                     )
             elif isinstance(step, CopyFrom):
                 fields["origin"] = step.origin.digest
-            # Tags, because a class with another name must not change the keys of images that are already built.
+            # Tags are used, because renaming a class must not change the keys of images that are already built.
             said.append([type(step).__struct_config__.tag, fields])
         return BuildPlan(
             file=self._file,
@@ -381,9 +383,9 @@ class Reader:
             raise self._refusal(
                 one.line,
                 f"the image {next(iter(found))!r} of this machine is not known to be {pinned}",
-                hint=f"{pull} (which checks the digest); or, to take the image that is here, write only {whole}",
+                hint=f"{pull} (which checks the digest); or, to use this machine's image, write only {whole}",
             )
-        other = f"write only {whole}, and outrider image import FILE {short}" if at else ""
+        other = f"write only {whole} and run: outrider image import FILE {short}" if at else ""
         raise self._refusal(
             one.line,
             f"there is no image {reference!r} on this machine",
@@ -444,7 +446,7 @@ class Reader:
             raise self._refusal(
                 one.line,
                 f"ENTRYPOINT {one.text}: a sandbox starts no program of its image",
-                hint="remove the line; what the program prepares can be done by RUN, or by a health check of the task"
+                hint="remove the line, and do the program's preparations in a RUN or in a health check of the task"
                 " (environment.healthcheck in task.toml)",
             )
 
@@ -520,7 +522,7 @@ class Reader:
         stage.steps.append(Copy(line=one.line, sources=sources, target=target, into=into, mode=mode, without=without))
 
     def _origin(self, one: Instruction, value: str) -> BaseImage:
-        """Return the stage or the image that COPY takes files from."""
+        """Return the image that COPY takes files from: an earlier stage's, or one of the store."""
         [name] = self._words(Instruction(one.line, one.name, value)) or [""]
         stage = self._named_stage(name)
         if stage is self._stage:
@@ -528,21 +530,22 @@ class Reader:
         return self._image(one, name) if stage is None else self._base_of(stage)
 
     def sources(self, one: Instruction, word: str) -> list[tuple[Path, tuple[Path, ...]]]:
-        """Return the files and folders of the build context that match `word`, a path or pattern, each with what the
-        .dockerignore leaves out of it. Links are resolved. The context is the Dockerfile's folder. For a path that is
-        only in the folder of the whole task, it is that folder, as where `docker build -f` was run there."""
+        """Return the files and folders of the build context that match `word`, a path or pattern, each with the paths
+        below it that the .dockerignore leaves out. Links are resolved. The context is the Dockerfile's folder. A path
+        that is only in the folder of the whole task is taken from there, as if `docker build -f` had been run in that
+        folder."""
         if "://" in word or word.startswith("git@"):
             raise self._refusal(
                 one.line,
                 f"{one.name} {word}: nothing is downloaded here",
-                hint=f"download the file into {self._context}, and name it here",
+                hint=f"download the file into {self._context}, and give its path in this line",
             )
         inside = posixpath.normpath(word.lstrip("/") or ".")
         if inside.split("/")[0] == "..":
             raise self._refusal(
                 one.line,
                 f"{word!r} leads out of {self._context}",
-                hint="move the file there, and name it without ..",
+                hint="move the file into this folder, and give its path without ..",
             )
         for root in self._roots:
             matching = sorted(root.folder.glob(inside)) if WILD.search(inside) else [root.folder / inside]
@@ -558,7 +561,7 @@ class Reader:
         )
 
     def _add_it(self, word: str) -> str:
-        return f"add {word} to {self._context}: a data set may lack it because its authors left it out of git"
+        return f"add {word} to {self._context}: a data set may lack the file because its authors left it out of git"
 
     def _checked(
         self, one: Instruction, word: str, root: ContextFolder, present: list[Path]
@@ -574,9 +577,9 @@ class Reader:
             if root.whole_task and any(not name or name[0] in SECRETS for name in names):
                 raise self._refusal(
                     one.line,
-                    f"{word!r} would show the agent files of the task that it must not see",
-                    hint=f"Harbor builds {self._context} alone, and this line fails there: remove it, or move what the"
-                    " image needs there",
+                    f"{word!r} would show the agent files of the task that an agent must not see",
+                    hint=f"Harbor builds {self._context} alone, and this line fails there: remove the line, or move the"
+                    " files that the image needs into this folder",
                 )
             if not goal.is_dir() and not goal.is_file():
                 raise self._refusal(
@@ -601,8 +604,8 @@ class Reader:
         return found
 
     def _left_out(self, one: Instruction, root: ContextFolder, path: Path, goal: Path) -> Iterator[Path]:
-        """Yield what the .dockerignore leaves out of a folder: files and, unless a pattern takes files back, whole
-        folders. Refuses links that lead out of the folder."""
+        """Yield the paths in a folder that the .dockerignore leaves out: files and, unless a pattern takes files back,
+        whole folders. Raises InvalidField for a link that leads out of the folder."""
         ignore = root.ignore
         for at, folders, files in os.walk(goal):
             entered = []
@@ -621,7 +624,7 @@ class Reader:
             folders[:] = entered
 
     def _filled(self, one: Instruction, document: HereDocument) -> str:
-        # split() would remove quotes and line ends
+        # `_words` is not used, because its call of `split` would remove quotes and line ends.
         try:
             return filled_words([document.body.replace(r"\$", "\0")], self._known())[0]
         except ValueError as error:
@@ -640,14 +643,14 @@ class Reader:
             raise self._refusal(one.line, f"{one.name} {one.text}: {error}") from error
 
     def _beyond(self, line: int, message: str) -> InvalidField:
-        """Return the error for what Docker can do and this builder cannot."""
+        """Return the error for an instruction that Docker supports and this builder does not."""
         return self._refusal(line, message, hint=engine_hint(self._file.parent))
 
     def _refusal(self, line: int, message: str, *, hint: str | None = None) -> InvalidField:
         return InvalidField(
             f"{self._file}, line {line}: {message[:MAX_MESSAGE]}",
             field="dockerfile",
-            hint=hint or "correct the line: no container engine takes it either",
+            hint=hint or "correct the line: container engines refuse it, too",
         )
 
 
@@ -656,13 +659,13 @@ def base_of(name: str, image: RootImage) -> BaseImage:
 
 
 def kept_digest(path: Path, without: tuple[Path, ...]) -> str:
-    """Return the digest of a source without what is left out of it."""
+    """Return the digest of a source without the paths of `without`."""
     return digest_of(path, frozenset(map(str, without)))
 
 
 def with_documents(one: Instruction) -> str:
-    """Return the script of a RUN. A RUN that is only a here-document has it as its script; a first line with #! names
-    the program that runs it."""
+    """Return the script of a RUN. If the RUN is only a here-document, the script is the here-document's body, run by
+    the program that a first line with #! names."""
     if len(one.documents) != 1 or one.text != one.documents[0].word:
         return "\n".join((one.text, *(document.text for document in one.documents)))
     [document] = one.documents

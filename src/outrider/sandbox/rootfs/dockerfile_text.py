@@ -18,14 +18,14 @@ WITH_DOCUMENTS = frozenset({"RUN", "COPY", "ADD"})
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^{}]*))?\})")
 MAX_VALUES = 128 << 10
 """Maximum characters of all variables of one kind together (ARG before FROM, ARG, ENV), and of the values filled into
-one instruction. Linux gives no program a longer variable. Without a bound, values that refer to other values could
-double their length with each line."""
+one instruction. Linux allows no longer variable. Without a bound, values that refer to other values could double in
+length with each line."""
 LITERAL = "\0"
 """Placeholder for a literal $ until variables are filled in."""
 
 
 class BadText(ValueError):
-    """The text is no Dockerfile from `line` on."""
+    """The text of a Dockerfile cannot be split into instructions. `line` is the number of the first bad line."""
 
     def __init__(self, line: int, message: str) -> None:
         super().__init__(message)
@@ -88,7 +88,7 @@ def _documents(text: str, lines: Iterator[tuple[int, str]], begin: int) -> Itera
     words.whitespace_split, words.commenters = True, ""
     try:
         opened = list(words)
-    except ValueError:  # quotes that the shell of the sandbox will judge
+    except ValueError:  # unbalanced quotes, which the sandbox's shell reports
         opened = text.split()
     for word in opened:
         if not (match := HERE_DOCUMENT.fullmatch(word)):

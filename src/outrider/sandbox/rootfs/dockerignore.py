@@ -73,8 +73,8 @@ class Ignore(msgspec.Struct, frozen=True):
 
 
 def read_ignore(context: Path) -> Ignore:
-    """Return the patterns of a context: none if it has no file of them. Raises InvalidField with the file and the
-    line."""
+    """Return the patterns of a context, which are none if the context has no file of IGNORE_FILES. Raises InvalidField
+    with the file and the line."""
     for name in IGNORE_FILES:
         if (file := context / name).exists():
             text = read_text_file(file, field="dockerfile", limit=MAX_FILE)
@@ -118,7 +118,7 @@ def expression(name: str) -> re.Pattern[str] | None:
         at += 1
         if char == "\\":
             if at == len(name):
-                raise ValueError("a backslash ends it")
+                raise ValueError("it ends with a backslash")
             shell += f"[{name[at]}]"
             at += 1
         elif char == "[":
@@ -130,4 +130,4 @@ def expression(name: str) -> re.Pattern[str] | None:
             at = end + 1
         else:
             shell += char
-    return re.compile(fnmatch.translate(shell))  # whose expressions take no more than quadratic time
+    return re.compile(fnmatch.translate(shell))  # expressions of `translate` take at most quadratic time

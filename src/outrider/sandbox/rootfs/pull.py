@@ -39,7 +39,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
 
     Raises InvalidField, RuntimeUnavailable without skopeo, and BadImage if skopeo fails (with its messages), if skopeo
     needs more than PULL_SECONDS, or if the image cannot be imported. Raises OSError if the disk is
-    full or this process lacks means."""
+    full or this process lacks a resource, such as descriptors."""
     checked_name(name)
     tool = shutil.which("skopeo")
     if tool is None:

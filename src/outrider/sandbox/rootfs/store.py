@@ -34,7 +34,8 @@ from outrider.sandbox.rootfs.unpack import UNREADABLE, BadImage, Contents, unpac
 
 NAME = re.compile(r"[a-z0-9]([a-z0-9._/-]{0,126}[a-z0-9])?(:[A-Za-z0-9._-]{1,64})?(@sha256:[0-9a-f]{64})?")
 PINNED = re.compile(r"@sha256:[0-9a-f]{64}")
-"""The digest at the end of a name: that of the registry's manifest. Only an image with this digest gets such a name."""
+"""The digest at the end of a name, which is the digest of the registry's manifest. Only an image with this digest gets
+such a name."""
 
 
 class RootImage(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,14 +250,14 @@ def checked_name(name: str) -> str:
 
 
 def _check_pin(name: str, digest: str, pulled: bool) -> None:
-    """Raises InvalidField for a name with a digest that the image is not known to have."""
+    """Raise InvalidField for a name with a digest that is not known to be the image's."""
     _, pinned, wanted = name.partition("@")
     if pinned and not pulled and digest != wanted:
         raise InvalidField(
             f"the archive has {digest}, and the name says {wanted}",
             field="name",
-            hint="the digest of a tag for several machines is in no archive: pull the image by its digest, or give it a"
-            " name without one",
+            hint="an archive lacks the digest of a tag for several machines: pull the image by its digest, or give it"
+            " a name without a digest",
         )
 
 

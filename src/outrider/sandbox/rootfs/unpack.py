@@ -2,8 +2,8 @@
 
 archives.py reads the image formats. Ownership, set-user-id bits and extended attributes are left out, because a sandbox
 over the folder has one user. Devices, sockets and pipes are left out and counted. Links in a layer are followed with
-the folder as `/`. Invariant: no archive can cause a read or a write outside of the folder. A
-malformed archive raises BadImage.
+the folder as `/`. Invariant: no archive can cause a read or a write outside of the folder. A malformed archive raises
+BadImage.
 """
 
 from __future__ import annotations

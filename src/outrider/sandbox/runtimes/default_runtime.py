@@ -1,5 +1,5 @@
-"""The runtime of `outrider demo` and `outrider harness check` when none is named. A task that names none has the
-default of `RuntimeSpec.kind`. Runtimes are looked up by name; no runtime is imported here."""
+"""The default runtime of `outrider demo` and `outrider harness check`. A task without a runtime has the default of
+`RuntimeSpec.kind`. Runtimes are looked up by name, so this module imports none."""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ class HttpCall:
         await self._send({"type": "http.response.body", "body": DONE})
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which responds to the call. The work is cancelled if the client disconnects before it ends."""
+        """Run `work`, which responds to the call. The work is cancelled if the client disconnects before the work
+        ends."""
         await while_connected(self._scope, work)
 
 

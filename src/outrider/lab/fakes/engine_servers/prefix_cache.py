@@ -14,8 +14,9 @@ BLOCK = 4
 
 
 class PrefixCache:
-    """The cache for `ServeSettings.prefix_cache`. `hits` is the number of found tokens, `stale` the number of found
-    tokens computed with other weights, and `salts` has the salt of every lookup."""
+    """The cache for `ServeSettings.prefix_cache`. `weights` of its methods is the version of the weights. `hits` is the
+    number of found tokens, `stale` the number of found tokens computed with other weights, and `salts` has the salt of
+    every lookup."""
 
     def __init__(self) -> None:
         self.hits = 0
@@ -29,11 +30,11 @@ class PrefixCache:
         self.salts.append(salt)
         found = 0
         for end in range(BLOCK, len(prompt), BLOCK):
-            of = self._blocks.get((salt, tuple(prompt[:end])))
-            if of is None:
+            cached_weights = self._blocks.get((salt, tuple(prompt[:end])))
+            if cached_weights is None:
                 break
             found = end
-            self.stale += BLOCK * (of != weights)
+            self.stale += BLOCK * (cached_weights != weights)
         self.hits += found
         return found
 

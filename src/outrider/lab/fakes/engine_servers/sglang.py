@@ -1,8 +1,9 @@
 """An engine behind SGLang's HTTP protocol: `/generate` with token ids, and the control routes.
 
 The responses are those of SGLang 0.5.17 on a GPU (tests/golden/real_engines), including its faults. A request at which
-the real server exits also ends this server. Requests that arrive during a pause wait until its end; requests that
-arrive during a pause in mode abort then get code 499. The error of a streamed request is an event of the stream.
+the real server exits also ends this server. Requests that arrive during a pause wait until the end of the pause;
+requests that arrive during a pause in mode abort then get code 499. The error of a streamed request is an event of the
+stream.
 """
 
 from __future__ import annotations

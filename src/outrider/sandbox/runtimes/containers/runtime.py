@@ -79,13 +79,13 @@ class ContainerRuntime:
             raise InvalidField(
                 f"{spec.kind!r} sandboxes are made of images",
                 field="task.runtime.rootfs",
-                hint="name one in task.runtime.image, or use runtime kind 'namespace'",
+                hint="name an image in task.runtime.image, or use runtime kind 'namespace'",
             )
         if spec.image is None:
             raise InvalidField(
                 f"{spec.kind!r} sandboxes need an image",
                 field="task.runtime.image",
-                hint=f"name one that `{self.engine.name} images` lists",
+                hint=f"name an image that `{self.engine.name} images` lists",
             )
         return spec.image
 

@@ -267,7 +267,7 @@ def sweep() -> int:
         try:
             _remove_node(parents, name)
             ended += 1
-        except OSError as error:  # for example, the groups are another user's. Other nodes' groups are still removed
+        except OSError as error:  # for example, another user's groups; the groups of other nodes are still removed
             log.warning("the control groups of the dead node %s cannot be removed: %s", name, error)
     return ended
 

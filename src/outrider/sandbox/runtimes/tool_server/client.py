@@ -25,7 +25,7 @@ FRAME_MAX = 2 * MAX_OUTPUT + (4 << 20)
 PART_MIN = 1 << 10
 """Minimum bytes counted for a part: many small parts cost more than their bytes."""
 STRAY_MAX = 64 << 20
-"""Maximum bytes received, between two replies, for calls that nobody awaits any more. A cancelled call may have sent
+"""Maximum bytes received, between two replies, for calls that are no longer awaited. A cancelled call may have sent
 parts that are still on their way."""
 TEXT_MAX = 4096
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)

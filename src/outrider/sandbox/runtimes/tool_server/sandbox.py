@@ -235,7 +235,7 @@ class ToolServerSandbox:
         if done.code == KILLED and server.starved():
             raise RuntimeFailure(
                 f"{command!r:.100} was killed, and the host has run out of memory meanwhile",
-                hint="lower sandboxes.memory_mb, or memory_mb of the tasks, so that the host has enough for all",
+                hint="lower sandboxes.memory_mb, or memory_mb of the tasks: the host needs memory for all sandboxes",
             )
         return ExecResult(
             exit_code=done.code,
@@ -308,7 +308,7 @@ class ToolServerSandbox:
         if done.exit_code in (1, 128):
             raise PatchConflict(done.log_tail())
         if done.exit_code != 0:
-            hint = "patches are applied by git: use an image that has it" if done.exit_code == 127 else None
+            hint = "patches are applied by git: use an image with git" if done.exit_code == 127 else None
             raise RuntimeFailure("git applies no patch here", hint=hint, log_tail=done.log_tail(), inside=True)
 
     async def upload(self, source: Path, target: str) -> None:
