@@ -79,9 +79,11 @@ MULTIPLE = re.compile(
 THOUSANDS = re.compile(r"(?<![\d,.{])\d{1,3}(?:,\d{3})+(?![\d,])")
 EVERYWHERE = re.compile(
     r"""(.*[^\s,;("])[\s,;(]*
-        (?: "?\s*for\ (?:all|any|every)(?:\ real(?:\ numbers?)?)?\s*"?\s*[a-z] (?:\s*\\in\s*\\mathbb\s*\{?R\}?)?
-          | (?:"?\s*(?:for|where)(?:\ (?:all|any|every))?\s*"?\s*|[,;(]\s*)[kmn]\s*\\in\s*\\mathbb\s*\{?Z\}?
-          | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*[kmn] )\s*"?\)?$""",
+        (?: (?:"?\s*for\ (?:all|any|every)(?:\ real(?:\ numbers?)?)?\s*"?|\\forall)\s*([a-z])
+            (?:\s*\\in\s*\\mathbb\s*\{?R\}?)?
+          | (?:"?\s*(?:for|where)(?:\ (?:all|any|every))?\s*"?\s*|\\forall\s*|[,;(]\s*)
+            ([kmn])\s*\\in\s*\\mathbb\s*\{?Z\}?
+          | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*([kmn]) )\s*"?\)?$""",
     re.VERBOSE | re.DOTALL,
 )
 """A condition behind an answer that every real number or every integer fulfils: `f(x) = x` for all *x*."""
@@ -114,8 +116,14 @@ def clean(text: str) -> str:
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d{3})", ",", text)
     text = re.sub(r" {2,}", " ", text).strip()
     text = SPACED_THOUSANDS.sub(lambda found: found[0].replace(" ", ""), text)
-    text = EVERYWHERE.sub(r"\1", text.rstrip(". ").rstrip(",; "))
+    text = EVERYWHERE.sub(_without_condition, text.rstrip(". ").rstrip(",; "))
     return _unwrapped(text.rstrip(",; ")).strip()
+
+
+def _without_condition(found: re.Match[str]) -> str:
+    """Return the text before the condition, if the condition is on a variable of this text."""
+    text, name = found[1], found[2] or found[3] or found[4]
+    return text if re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])|(?<=\d){name}\b", text) else found[0]
 
 
 def _words(found: re.Match[str]) -> str:
@@ -205,6 +213,8 @@ SAID = re.compile(
 )
 MATHS = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$((?:\\\$|[^$\n])+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST_WORDS = re.compile(r"(?:\bis\b|\bare\b|[:=])\s*([^:=]{1,200})$")
+SHORT_REPLY = 40
+"""Maximum characters of a reply that is an answer as a whole: `D`, `Monday`."""
 HOPE = re.compile(r"(?i:\s*I hope it is correct.*$)", re.DOTALL)
 SENTENCE = re.compile(r"(?:\.|!|\?)(?=\s|$|\*)|\n")
 EXPLAINED = re.compile(r",?\s+(?:since|because|which is|as (?:required|desired|shown|claimed))\b.*$", re.DOTALL)
@@ -251,7 +261,7 @@ def candidates(reply: str) -> list[str]:
         found.append(last[1])
     elif sentences and len(sentences[-1]) <= 200 and (number := re.search(r"-?\d[^a-z]*(?:[a-z]+)?$", sentences[-1])):
         found.append(number[0])
-    return found
+    return found or ([reply] if len(reply) <= SHORT_REPLY else [])
 
 
 def unsure(sentence: str) -> bool:
