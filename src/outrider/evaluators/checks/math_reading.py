@@ -587,11 +587,16 @@ class _Reader:
 
     def _scaled(self, factor: Expr, value: Value | None, text: str) -> Value:
         """Return a vector or a matrix, multiplied by a number."""
-        rows = value.rows if isinstance(value, Grid) else [value.items] if isinstance(value, Coordinates) else []
-        if not rows or not all(isinstance(one, Quantity) for row in rows for one in row):
-            return Words(text)
-        scaled = tuple(tuple(replace(one, value=factor * one.value) for one in row) for row in rows)
-        return Grid(scaled) if isinstance(value, Grid) else replace(value, items=scaled[0])
+
+        def times(row: tuple[Value, ...]) -> tuple[Value, ...]:
+            return tuple(replace(one, value=factor * one.value) if isinstance(one, Quantity) else one for one in row)
+
+        match value:
+            case Grid(rows=rows) if all(isinstance(one, Quantity) for row in rows for one in row):
+                return Grid(tuple(map(times, rows)))
+            case Coordinates(items=items) if all(isinstance(one, Quantity) for one in items):
+                return replace(value, items=times(items))
+        return Words(text)
 
     def _quantity(self, text: str, depth: int) -> Value:
         text = text.strip()
