@@ -321,8 +321,8 @@ async def test_without_a_node_it_is_an_error(outcome: Callable[[EvaluatorSpec], 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "options.gold"),
-    ({"gold": True}, "options.gold"),
-    ({"gold": float("nan")}, "options.gold"),
+    ({"gold": True}, "options.gold.0"),
+    ({"gold": float("nan")}, "options.gold.0"),
     ({"gold": ""}, "options.gold.0"),
     ({"gold": []}, "options.gold"),
     ({"gold": "1", "seconds": 0}, "options.seconds"),
