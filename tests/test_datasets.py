@@ -90,7 +90,9 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
         ("a.jsonl", "[1]", "has a list where a row must be an object"),
         ("a.json", '["x"]', "has a str where a row must be an object"),
         ("a.csv", "a,b", "is no dataset"),
+        ("a.jsonl.gz", "no gzip", "cannot read .*a.jsonl.gz"),
         ("a.parquet", "no parquet", "cannot read .*a.parquet"),
+        ("train-0.parquet", "", "is no saved dataset"),
         ("state.json", "{", "cannot read .*test_a_broken_file"),
         ("state.json", "[]", "cannot read .*test_a_broken_file"),
         ("state.json", '{"_data_files": [{"filename": "a.arrow"}]}', "cannot read .*test_a_broken_file"),
@@ -98,8 +100,9 @@ def test_rows_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
 )
 def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(InvalidField, match=message):
-        list(read_rows(tmp_path if name == "state.json" else tmp_path / name))
+    with pytest.raises(InvalidField, match=message) as raised:
+        list(read_rows(tmp_path if name in ("state.json", "train-0.parquet") else tmp_path / name))
+    assert raised.value.hint or "state.json" in name
 
 
 @pytest.mark.parametrize("name", ["nowhere", "nowhere.jsonl", "nowhere.parquet"])

@@ -103,6 +103,14 @@ def test_messages_are_the_instruction(tmp_path: Path) -> None:
     assert [sums.id, code.id] == ["0", "1"]
 
 
+def test_messages_may_be_json_text(tmp_path: Path) -> None:
+    packed, text = examples(
+        "verl", tmp_path, {**GSM8K, "prompt": json.dumps(GSM8K["prompt"])}, {**GSM8K, "prompt": "[1]"}
+    )
+    assert packed.task["instruction"] == GSM8K["prompt"][0]["content"]
+    assert text.task["instruction"] == "[1]"
+
+
 def test_each_message_of_a_conversation_has_its_role(tmp_path: Path) -> None:
     said = [("system", "Be short."), ("user", "6 times 7?"), ("assistant", "41."), ("user", "No.")]
     prompt = [{"role": role, "content": content} for role, content in said]
@@ -143,6 +151,13 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("verl", {**GSM8K, "reward_model": {}}, "reward_model.ground_truth", "is missing"),
     ("verl", {**GSM8K, "reward_model": None}, "reward_model.ground_truth", "is missing"),
     ("verl", {**GSM8K, "ability": "logic"}, "ability", "is 'logic'"),
+    (
+        "verl",
+        {**GSM8K, "reward_model": {"ground_truth": ["5", None]}},
+        "reward_model.ground_truth",
+        "is no answer: None",
+    ),
+    ("nemo-gym", {**NEMO_MATH, "expected_answer": float("nan")}, "expected_answer", "is no answer: nan"),
     ("verl", {**EURUS, "reward_model": {"ground_truth": {"tests": 1}}}, "reward_model.ground_truth", "is an object"),
     ("verl", {**EURUS, "reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": []}'}}, "", "has 1 inputs and 0"),
     ("nemo-gym", {"expected_answer": "1"}, "responses_create_params.input", "is missing"),

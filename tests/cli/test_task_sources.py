@@ -106,6 +106,7 @@ async def test_what_is_imported_is_the_same_without_what_it_came_from(cli: Cli, 
         ('{"id": "a", "task": {}}\n{"id": "a", "task": {}}', "two tasks .* the id 'a'"),
         ('{"id": "a", "task": {}, "gold": {"runs": 1}}', "task 1 of .*gold"),
         ("[1]", "line 1 of"),
+        ("", "has no tasks"),
     ],
 )
 async def test_a_broken_file_of_tasks_is_named(cli: Cli, tmp_path: Path, text: str, says: str) -> None:

@@ -326,7 +326,8 @@ async def test_without_a_node_it_is_an_error(outcome: Callable[[EvaluatorSpec], 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "options.gold"),
-    ({"gold": 1}, "options.gold"),
+    ({"gold": True}, "options.gold.0"),
+    ({"gold": float("nan")}, "options.gold.0"),
     ({"gold": ""}, "options.gold.0"),
     ({"gold": []}, "options.gold"),
     ({"gold": "1", "seconds": 0}, "options.seconds"),
@@ -345,6 +346,7 @@ async def test_what_cannot_be_graded_is_refused_at_submission(host: Host) -> Non
         with pytest.raises(InvalidField) as caught:
             await submitted(options, host)
         assert caught.value.field == f"task.evaluator.{field}", options
+    await submitted({"gold": [18, 0.5]}, host)
     await submitted({"gold": ["\\frac{1}{2}", "Monday", "(1, 2)", "x^2 + 1", "12 \\text{ cm}"]}, host)
     await submitted({"gold": ["0.0", "0", "1-1", "0.00001", "-0.00001", "0.5", "1/3", "10^{30}", "\\sqrt2"]}, host)
     await submitted({"gold": ["50\\%", "x^2", "\\{1,2\\}", "\\infty", "-\\infty", "2+3i", "x=0.5", "[0,1]"]}, host)

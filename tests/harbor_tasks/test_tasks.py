@@ -577,6 +577,23 @@ def test_links_that_lead_out_or_in_a_circle_are_refused(tmp_path: Path, place: s
         harbor_examples(tmp_path, offline=True)
 
 
+@pytest.mark.parametrize("place", ["environment", "tests"])
+def test_a_dockerfile_of_another_folder_is_not_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Its image would show the agent the files of that folder."""
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    folder = harbor_task(tmp_path / "tasks" / "a", '[verifier]\nenvironment_mode = "separate"\n')
+    other = tmp_path / "project"
+    other.mkdir()
+    (other / "Dockerfile").write_text("FROM base\nCOPY . /\n")
+    (folder / place).rename(tmp_path / "away") if (folder / place).exists() else None
+    (folder / place).symlink_to(other)
+    for read in (lambda: build_contexts(tmp_path / "tasks"), lambda: harbor_examples(tmp_path / "tasks", offline=True)):
+        with pytest.raises(InvalidField, match=f"{place} is a link that leaves the task's folder"):
+            read()
+
+
 def test_an_instruction_that_lies_elsewhere_is_refused(tmp_path: Path) -> None:
     folder = harbor_task(tmp_path / "tasks" / "a")
     (tmp_path / "secret").write_text("the host's")

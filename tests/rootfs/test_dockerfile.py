@@ -170,6 +170,10 @@ REFUSED = {
     "FROM base\nADD https://example.org/x /": (2, "nothing is downloaded"),
     "FROM base\nADD packed.tar /": (2, "ADD would unpack 'packed.tar'"),
     "# escape=`\nFROM base": (1, "another escape character"),
+    "FROM base\nENV A=${PATH%%:*}": (2, "${PATH%%:*}"),
+    "FROM base\nENV A=${B:-${C:-x}}": (2, "is not of the forms"),
+    "FROM base\nCOPY <<E /x\n${A:?no}\nE": (2, "is not of the forms"),
+    "FROM $UNSET": (1, "FROM $UNSET is not supported"),
 }
 
 
@@ -208,6 +212,16 @@ def test_a_dockerfile_that_is_none(context: Path, store: ImageStore) -> None:
         planned(context, store, "# nothing")
     with pytest.raises(InvalidField, match="cannot read"):
         read_dockerfile(context / "sub", store)
+    assert planned(context, store, "\ufeffFROM base\n").steps == ()
+    (context.parent / "secret").write_text("root:x:0:0")
+    for name in ("Dockerfile", ".dockerignore"):
+        (context / name).unlink(missing_ok=True)
+        (context / name).symlink_to("../secret")
+        with pytest.raises(InvalidField, match=f"{name} is a link that leads out of") as refused:
+            read_dockerfile(context, store)
+        assert "root:x" not in refused.value.message
+        (context / name).unlink()
+        (context / "Dockerfile").write_text("FROM base\n")
 
 
 def left_out(context: Path, store: ImageStore, patterns: str) -> list[str]:

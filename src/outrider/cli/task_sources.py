@@ -78,6 +78,8 @@ def examples_in(
     InvalidField."""
     given = Additions(image=image, test_command=test_command)
     examples = _examples_in(source, limit, given, offline=offline)
+    if not examples:
+        raise InvalidField(f"{source} has no tasks", field="source", hint="name a source with at least one row or task")
     return examples if faults else usable(examples, source)
 
 

@@ -7,6 +7,7 @@ reward 0 and a reason; a machine that cannot run the check is an EvaluatorError.
 from __future__ import annotations
 
 from functools import partial
+from math import isfinite
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -38,7 +39,12 @@ class MathOptions(Spec):
 
     gold: Annotated[
         tuple[Gold, ...],
-        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+        BeforeValidator(
+            lambda given: [
+                str(one) if isinstance(one, int | float) and not isinstance(one, bool) and isfinite(one) else one
+                for one in (given if isinstance(given, list | tuple) else [given])
+            ]
+        ),
         Field(strict=False, min_length=1, max_length=64),
     ]
     answer_file: SandboxPath | None = None

@@ -12,8 +12,10 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from outrider.tasks.columns import Additions, Columns, Draft, kind_of
@@ -118,6 +120,9 @@ def nemo_gym_swe(columns: Columns, given: Additions) -> Draft:
 def question(columns: Columns, name: str) -> str:
     """Return the text of a question, which is a text or a list of messages."""
     value = columns.get(name)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if not is_conversation(value):
         return columns.text(name)
     try:
@@ -169,7 +174,12 @@ def unpacked(packed: str) -> Any:
 
 def by_answer(columns: Columns, answer: Any, name: str) -> tuple[dict[str, Any], Gold | None]:
     """Return the evaluator that compares an answer as mathematics, and the known solution."""
-    answers = [str(one) for one in (answer if isinstance(answer, list) else [answer])]
+    given = answer if isinstance(answer, list) else [answer]
+    for one in given:
+        if not isinstance(one, str | int | float) or (isinstance(one, float) and not math.isfinite(one)):
+            columns.fault(name, f"is no answer: {one!r:.60}")
+            return {}, None
+    answers = [str(one) for one in given]
     if not answers or not all(one.strip() for one in answers):
         columns.fault(name, "is empty")
         return {}, None

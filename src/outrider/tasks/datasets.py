@@ -43,6 +43,7 @@ usually shrink to a fifth of their size. A file that shrinks to a two-hundredth 
 PLACEHOLDER = re.compile(r"\{row\.([^{}]+)\}")
 WHOLE_ROW = "{row}"
 TEMPLATE_SOURCES = (".jsonl", ".json", ".parquet")
+COPY_AGAIN = "the file may be incomplete: copy it again"
 HUMAN_EVAL: dict[str, Any] = {
     "instruction": "Complete this Python function, and write all of it into the file solution.py.\n\n{row.prompt}",
     "evaluator": {
@@ -162,10 +163,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield from _saved_dataset(path)
             else:
                 yield from _pyarrow("pyarrow.parquet").read_table(path).to_pylist()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # pyarrow raises all of these
-            raise InvalidField(
-                f"cannot read {path}: {getattr(error, 'strerror', None) or error}", field="source"
-            ) from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:  # pyarrow's
+            reason = getattr(error, "strerror", None) or error
+            raise InvalidField(f"cannot read {path}: {reason}", field="source", hint=COPY_AGAIN) from error
         return
     packed = path.name.endswith(".jsonl.gz")
     if path.suffix not in TEMPLATE_SOURCES and not packed:
@@ -174,10 +174,11 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         )
     try:
         text = (_decompressed(path) if packed else path.read_bytes()).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InvalidField(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}", field="source"
-        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidField(f"cannot read {path}: {error}", field="source", hint="save the file as UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidField(f"cannot read {path}: {reason}", field="source", hint=COPY_AGAIN) from error
     # The text is split only at "\n", because splitlines() would also split at separators that may be part of a JSON
     # string.
     lines = text.split("\n") if packed or path.suffix == ".jsonl" else None
@@ -189,10 +190,17 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             value = json.loads(line)
             check_depth(value)
         except (ValueError, RecursionError) as error:
-            raise InvalidField(f"{where} is not JSON: {error}", field="source") from error
+            hint = "mend the line, or copy the file again: each line must hold one object"
+            raise InvalidField(
+                f"{where} is not JSON: {error}", field="source", hint=hint if lines is not None else COPY_AGAIN
+            ) from error
         for row in value if lines is None and isinstance(value, list) else [value]:
             if not isinstance(row, dict):
-                raise InvalidField(f"{where} has a {type(row).__name__} where a row must be an object", field="source")
+                raise InvalidField(
+                    f"{where} has a {type(row).__name__} where a row must be an object",
+                    field="source",
+                    hint='write each row as an object of its columns: {"question": "..."}',
+                )
             yield row
 
 
@@ -437,7 +445,9 @@ def _saved_dataset(folder: Path) -> Iterator[dict[str, Any]]:
             hint=f"name one: {', '.join(str(folder / s) for s in splits)}",
         )
     if not state.exists():
-        raise InvalidField(f"{folder} has no state.json: it is no saved dataset", field="source")
+        files = sorted(str(file) for file in folder.rglob("*") if file.suffix in TEMPLATE_SOURCES)[:3]
+        hint = f"name one file: {', '.join(files)}" if files else "name a file of rows, or a folder of `save_to_disk`"
+        raise InvalidField(f"{folder} has no state.json: it is no saved dataset", field="source", hint=hint)
     arrow = _pyarrow("pyarrow")
     described = json.loads(state.read_text("utf-8"))
     if described.get("_indices_data_files"):

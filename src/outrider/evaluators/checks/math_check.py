@@ -11,9 +11,9 @@ from typing import Any
 
 from math_verify import parse
 
-from outrider.evaluators.checks.math_comparison import Comparison, chosen
+from outrider.evaluators.checks.math_comparison import CHOICE, Comparison, chosen
 from outrider.evaluators.checks.math_reading import Quantity, Several, Value, Words, plain_words, read
-from outrider.evaluators.checks.math_text import candidates, clean
+from outrider.evaluators.checks.math_text import candidates, clean, unsure
 from outrider.evaluators.checks.math_units import read_unit
 
 UNIT_AFTER = re.compile(
@@ -87,7 +87,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     texts = [request["answer"]] if request["whole"] else candidates(request["answer"])
     if request["whole"] and (unit := UNIT_AFTER.match(request.get("after", ""))) and read_unit(unit[1]) is not None:
         texts.insert(0, f"{request['answer']} \\text{{{unit[1]}}}")
-    if not request["whole"] and not any(_readable(text) for text in texts):
+    if not request["whole"] and not any(_readable(text) for text in texts) and not unsure("".join(texts[:1])):
         texts += [part for part in parse(request["answer"], parsing_timeout=None) if isinstance(part, str)]
     texts = [text for text in texts if text.strip()]
     found = next((text for text in texts if _readable(text)), next(iter(texts), None))
@@ -98,7 +98,7 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
     equal = next((gold for gold, value in golds if _equal(gold, value, found, tolerance)), None)
     if equal is None and texts[0] != found:
         equal = next(
-            (gold for gold, value in golds if isinstance(value, Words) and _equal(gold, value, texts[0], None)), None
+            (gold for gold, value in golds if in_words(gold, value) and _equal(gold, value, texts[0], None)), None
         )
     return {"found": found, "equal": equal}
 
@@ -106,6 +106,10 @@ def check(request: dict[str, Any]) -> dict[str, Any]:
 def _calculates(text: str) -> bool:
     """Return True if the text has an unevaluated calculation, which may be the calculation that the task requires."""
     return WRITTEN.search(text) is not None or WRITTEN.search(clean(text)) is not None
+
+
+def in_words(gold: str, value: Value) -> bool:
+    return isinstance(value, Words) or CHOICE.fullmatch(clean(gold)) is not None
 
 
 def _readable(text: str) -> bool:

@@ -46,6 +46,8 @@ CHOSEN = re.compile(
     r'(?:(?i:"?\s*(?:option|choice|answer)\s*"?)\s*)?"?\s*(?:\(\s*([A-J])\s*\)|([A-J])\s*[).:]|([A-Ja-j])(?=\s*"?$))(.*)$',
     re.DOTALL,
 )
+OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
+"""What behind a letter makes it one of several."""
 CONSTANTS = ("C", "c", "K", "k")
 
 
@@ -227,7 +229,7 @@ class Comparison:
         with_unit, bare = (gold.value, answer.value) if one is not None else (answer.value, gold.value)
         sides = (with_unit, bare) if one is not None else (bare, with_unit)
         exact = _in_base_units(with_unit, unit)
-        if unit == PERCENT or unit.turns:  # a percentage and an angle are also numbers without a unit
+        if not unit.dimensions or unit.turns:  # a percentage, a dozen and an angle are also numbers without a unit
             if self.equal(*((exact, bare) if one is not None else (bare, exact))):
                 return True
             if unit == PERCENT and not (bare.is_number and bool(abs(bare) > 1)):
@@ -310,7 +312,7 @@ def chosen(gold: str, answer: str) -> bool | None:
     if letter is None:
         return None
     found = CHOSEN.match(answer.replace("{", "").replace("}", ""))
-    if found is None or re.search(r"\b(?:or|and)\b|\([A-J]\)", found[4]):
+    if found is None or OTHER_LETTER.search(found[4]):
         return False
     return str(found[1] or found[2] or found[3]).upper() == gold.strip("()")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
 from typing import TypeGuard
@@ -19,7 +19,7 @@ from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_la
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from sympy import Expr, Set, Symbol
 
-from outrider.evaluators.checks.math_text import alternatives, clean, closing, split
+from outrider.evaluators.checks.math_text import MULTIPLES, alternatives, clean, closing, split
 from outrider.evaluators.checks.math_units import OTHERS, Unit, read_unit
 
 
@@ -146,7 +146,10 @@ NUMBERS = {word: number for number, word in enumerate(COUNTED)}
 BASES = {**NUMBERS, "sixteen": 16}
 ORDERED = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 ORDINALS = {word: number for number, word in enumerate(ORDERED, start=1)}
-NOTHING = ("no solution", "no solutions", "none", "no real solution", "no real solutions", "empty set", "no answer")
+NOTHING = re.compile(
+    r"none|empty set|no answer"
+    r"|(?:(?:there (?:is|are)|(?:\w+ ){1,3}ha(?:s|ve)) )?no (?:real )?solutions?(?: exists?)?"
+)
 EVERYTHING = ("all real numbers", "all reals", "all real", "real numbers", "the set of real numbers", "any real number")
 NOWHERE = ("dne", "does not exist", "doesnt exist", "undefined", "not defined")
 NUMBER_SETS = {"N": "natural numbers", "Z": "integers", "Q": "rational numbers", "C": "complex numbers"}
@@ -156,9 +159,15 @@ NO_NOUN = frozenset((
     "and", "or", "not", "no", "nor", "is", "are", "was", "isnt", "wrong", "incorrect", "right", "correct",
     "hence", "so", "then", "than", "if", "but", "else", "between", "maybe", "to", "because", "since", "therefore",
     "thus", "from", "at", "for", "by", "with", "more", "less", "about", "any", "anything", "all", "none",
-    "either", "never", "given", "mod", "base", "per", "of", "out", "in", "only", "except",
+    "either", "never", "given", "mod", "base", "of", "out", "in", "only", "except", "instead", "unless", "until",
+    "through", "versus", "below", "above", "under", "over", "plus", "minus", "point", "negative", "squared", "cubed",
+    "factorial", "mistaken", "false", "true", "nope", "score", "half", "halve", "cent",
+    *COUNTED, *ORDERED, *(f"{word}teen" for word in ("thir", "four", "fif", "six", "seven", "eigh", "nine")),
+    *(f"{word}ty" for word in ("twen", "thir", "for", "fif", "six", "seven", "eigh", "nine")), *MULTIPLES,
+    "eleventh", "twelfth", "twentieth", "hundredth", "thousandth", "millionth",
 ))  # fmt: skip
 """Words behind a number that do not say what is counted."""
+EACH = frozenset(("per", "each", "every"))
 FUNCTIONS = r"sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|ln|log|exp|pi|infinity|infty|theta|alpha|beta|phi"
 RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|sim|simeq)(?![a-zA-Z])|[=<>]")
 BASED = re.compile(r'\(?"?([0-9A-Za-z]+)"?\)?\s*(?:_\s*\{?\s*"?\s*(\w+)\s*"?\s*\}?|"?\s*\bbase\s+(\w+)\s*"?)$')
@@ -187,6 +196,10 @@ SPELLING = NormalizationConfig(
 )
 MEANING = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
 ENVIRONMENT = re.compile(r"\\begin\s*\{(\w+)\*?\}\s*(?:\{[^{}]*\})?(.*)\\end\s*\{\1\*?\}$", re.DOTALL)
+LEAD = re.compile(
+    r'"[^"]*\b(?:answer|result|value)\b[^"]*\b(?:is|are)\s*:?\s*"|(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is:?|:) '
+)
+SCALED = re.compile(r"([^=<>]{1,80}?)\s*(?:\\cdot|\\times)?\s*(\\begin\s*\{[pb]?matrix\}.*)$", re.DOTALL)
 OPERATORS = {"<": sympy.Lt, ">": sympy.Gt, "\\le": sympy.Le, "\\ge": sympy.Ge, "\\ne": sympy.Ne}
 
 
@@ -502,7 +515,7 @@ class _Reader:
             return Equation(numbers[0].value - numbers[1].value)
         if name is None and any(one.value.free_symbols for one in numbers):
             return Words(text)
-        value = _of_chain(numbers)
+        value = _of_chain(numbers, signs[len(signs) - len(numbers) + 1 :])
         if value is None:
             return Words(text)
         return value if name is None else Assigned(name, value)
@@ -558,6 +571,10 @@ class _Reader:
 
     def _grid(self, text: str, depth: int) -> Value | None:
         found = ENVIRONMENT.match(text)
+        if found is None and (scaled := SCALED.match(text)) is not None:
+            return self._scaled(
+                expression(scaled[1] + "1" * (scaled[1] == "-")), self._grid(scaled[2], depth + 1), text
+            )
         if found is None:
             return Words(text) if text.startswith("\\begin") else None
         if found[1] not in ("pmatrix", "bmatrix", "matrix", "array", "smallmatrix"):
@@ -568,20 +585,31 @@ class _Reader:
             return Words(text)
         return Coordinates(tuple(row[0] for row in rows), "|") if len(rows[0]) == 1 else Grid(rows)
 
+    def _scaled(self, factor: Expr, value: Value | None, text: str) -> Value:
+        """Return a vector or a matrix, multiplied by a number."""
+
+        def times(row: tuple[Value, ...]) -> tuple[Value, ...]:
+            return tuple(replace(one, value=factor * one.value) if isinstance(one, Quantity) else one for one in row)
+
+        match value:
+            case Grid(rows=rows) if all(isinstance(one, Quantity) for row in rows for one in row):
+                return Grid(tuple(map(times, rows)))
+            case Coordinates(items=items) if all(isinstance(one, Quantity) for one in items):
+                return replace(value, items=times(items))
+        return Words(text)
+
     def _quantity(self, text: str, depth: int) -> Value:
         text = text.strip()
         if (number := rational(text)) is not None:
             return Quantity(number)
         if (words := _number_in_words(text)) is not None:
             return Quantity(words)
-        if text.startswith('"') and (
-            lead := re.match(r'"[^"]*\b(?:answer|result|value)\b[^"]*\b(?:is|are)\s*:?\s*"', text)
-        ):
+        if (lead := LEAD.match(text)) is not None:
             return self.item(text[lead.end() :], depth + 1)
         if (money := MONEY.match(text)) is not None:
             inner = self._quantity(f"{money[1]}{money[3]}".replace("+-", "-"), depth + 1)
             unit = OTHERS_BY_SIGN[money[2]]
-            if isinstance(inner, Quantity) and (inner.unit is None or inner.unit == unit) and not inner.noun:
+            if isinstance(inner, Quantity) and inner.unit in (None, unit) and (not inner.noun or inner.noun & EACH):
                 return Quantity(inner.value, unit)
             return Words(text)
         if "\\pm" in text:
@@ -615,9 +643,9 @@ class _Reader:
             words = plain_words(tail).split()
             if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"[a-z][a-z-]{2,}", word) for word in words):
                 return None
-            if not NO_NOUN.isdisjoint(words) or re.search(r"[\\^_*/+=]", tail):
-                return None
             noun = frozenset(word.removesuffix("s") for word in words)
+            if not NO_NOUN.isdisjoint(noun.union(words)) or re.search(r"[\\^_*/+=]", tail):
+                return None
         elif unit.turns and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", head):
             return None  # the angle of the function
         elif not quoted and re.fullmatch(r"[a-zA-Z](?:\^.*)?", tail.strip()) and not (self._letters or tail[0] == " "):
@@ -638,7 +666,7 @@ OTHERS_BY_SIGN = {"\\$": OTHERS[("dollar", "usd", "USD", "$", "buck")], **{
 
 def _special(text: str) -> Value | None:
     words = plain_words(text)
-    if text in ("\\emptyset", "\\{\\}", "\\{ \\}") or words in NOTHING:
+    if text in ("\\emptyset", "\\{\\}", "\\{ \\}") or NOTHING.fullmatch(words):
         return Region(sympy.S.EmptySet)
     if text in ("\\mathbb{R}", "\\mathbb R", "\\R", "\\Reals") or words in EVERYTHING:
         return Region(sympy.S.Reals)
@@ -693,13 +721,14 @@ def _expressions(sides: list[str]) -> Iterator[Expr]:
         return
 
 
-def _of_chain(numbers: list[Quantity]) -> Quantity | None:
-    """Return the value of a chain of equal or rounded numbers. Returns None if the numbers are different."""
+def _of_chain(numbers: list[Quantity], signs: list[str]) -> Quantity | None:
+    """Return the value of a chain of equal or rounded numbers. Returns None if the numbers are different. Behind `=` a
+    decimal is rounded only if it has a fraction and the number before it is no decimal (`7.01 = 7` is false)."""
     first = numbers[0]
     rounded: Expr | None = None
-    for one in numbers[1:]:
+    for one, sign in zip(numbers[1:], signs, strict=True):
         if one.value.free_symbols or first.value.free_symbols:
-            if len(numbers) > 2 or not one.value.free_symbols:
+            if first.value.free_symbols and (len(numbers) > 2 or not one.value.free_symbols):
                 first = one
                 continue
             return None
@@ -715,6 +744,8 @@ def _of_chain(numbers: list[Quantity]) -> Quantity | None:
             first = Quantity(first.value, first.unit or one.unit, first.noun or one.noun)
             continue
         digits = _decimals(one.value)
+        if sign == "=" and (one.value.is_Integer or _decimals(first.value) is not None):
+            return None
         if digits is None or not apart <= sympy.Rational(1, 10**digits):
             return None
         rounded = one.value

@@ -47,7 +47,9 @@ COMMANDS = {
 """The spelling that replaces a command, by the command's name."""
 COMMAND = re.compile(r"\\([a-zA-Z]+)")
 FONTS = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|mathcal|boxed|fbox|framebox|underline|ensuremath)\s*\{")
-WORDS = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*)\}")
+WORDS = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal|up)?|mathrm|mbox|hbox|operatorname\*?)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
+)
 COLOURS = re.compile(r"\\(?:text)?color\s*\{\w{1,30}\}")
 NAMED_IN_WORDS = (
     "lcm",
@@ -69,7 +71,22 @@ NAMED_IN_WORDS = (
 LETTERS_IN_WORDS = ("i", "e", "d", "T", "j")
 """Letters that some texts set upright though these letters are mathematics: `3\\mathrm{i}`."""
 POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([+-]?\d{1,4})(?![\w.^])")
+MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+MULTIPLE = re.compile(
+    r'(?<=[\d}])(?:(\s*"?)\s*\b(WORD)s?\b(?!\s*")|\s*"\s*(WORD)s?\s*")'.replace("WORD", "|".join(MULTIPLES))
+)
+"""A power of ten in words behind a number: `3.5 million`."""
 THOUSANDS = re.compile(r"(?<![\d,.{])\d{1,3}(?:,\d{3})+(?![\d,])")
+EVERYWHERE = re.compile(
+    r"""(.*[^\s,;("])[\s,;(]*
+        (?: (?:"?\s*for\ (?:all|any|every)(?:\ real(?:\ numbers?)?)?\s*"?|\\forall)\s*([a-z])
+            (?:\s*\\in\s*\\mathbb\s*\{?R\}?)?
+          | (?:"?\s*(?:for|where)(?:\ (?:all|any|every))?\s*"?\s*|\\forall\s*|[,;(]\s*)
+            ([kmn])\s*\\in\s*\\mathbb\s*\{?Z\}?
+          | "?\s*for\ (?:all\ |any\ |every\ )?integers?\s*"?\s*([kmn]) )\s*"?\)?$""",
+    re.VERBOSE | re.DOTALL,
+)
+"""A condition behind an answer that every real number or every integer fulfils: `f(x) = x` for all *x*."""
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,])(?<![\d.,] )([1-9]\d{0,2})((?: \d{3})+)(?! ?[\d/])")
 OPEN, CLOSE = "([{", ")]}"
 MAX_JOINED = 16
@@ -80,7 +97,7 @@ def clean(text: str) -> str:
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{''.join(RAISED[sign] for sign in found[0])}}}", text)
     text = re.sub("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
     text = "".join(SIGNS.get(sign, sign) for sign in text).replace("\N{FRACTION SLASH}", "/")
-    text = text.replace('"', " ").replace("\\!", "")
+    text = re.sub('["`]', " ", text).replace("\\!", "")
     text = re.sub(r"(?<!\\)\\[,;: ]|~|\\\n|\s", " ", text)
     text = re.sub(r"\*\*(?=\s*\d)(?<=[\w)}]\*\*)", "^", text).replace("**", " ")
     text = _without_dollars(text)
@@ -93,12 +110,20 @@ def clean(text: str) -> str:
     )
     text = WORDS.sub(_words, text)
     text = COMMAND.sub(lambda found: COMMANDS.get(found[1], found[0]), text)
-    text = re.sub(r"\\?%|(?i:\bpercent(?:age)?\b)", "%", text)
+    text = re.sub(r"\\?%|(?i:\bper ?cent(?:age)?\b)", "%", text)
     text = POWER_OF_TEN.sub(r"\1\\times 10^{\2}", text)
+    text = MULTIPLE.sub(lambda found: f"\\times 10^{{{MULTIPLES[found[2] or found[3]]}}}{found[1] or ''}", text)
     text = re.sub(r"(?<=\d)\s*\{\s*,\s*\}\s*(?=\d{3})", ",", text)
     text = re.sub(r" {2,}", " ", text).strip()
     text = SPACED_THOUSANDS.sub(lambda found: found[0].replace(" ", ""), text)
-    return _unwrapped(text.rstrip(". ").rstrip(",; ")).strip()
+    text = EVERYWHERE.sub(_without_condition, text.rstrip(". ").rstrip(",; "))
+    return _unwrapped(text.rstrip(",; ")).strip()
+
+
+def _without_condition(found: re.Match[str]) -> str:
+    """Return the text before the condition, if the condition is on a variable of this text."""
+    text, name = found[1], found[2] or found[3] or found[4]
+    return text if re.search(rf"(?<![a-zA-Z]){name}(?![a-zA-Z])|(?<=\d){name}\b", text) else found[0]
 
 
 def _words(found: re.Match[str]) -> str:
@@ -181,11 +206,24 @@ def _merge_outside(text: str) -> Callable[[re.Match[str]], str]:
     return lambda found: found[0] if depths[found.start()] else found[0].replace(",", "")
 
 
-SAID = re.compile(r"(?i:\b(?:answers?|solutions?|result)\b[^.:\n$\\=]{0,40}?(?:\bis\b|\bare\b|:|=)\**)[ \t]*:?[ \t]*")
+SAID = re.compile(
+    r"(?i:\b(?:answers?|solutions?|result)\b[^.:\n$\\=]{0,40}?(?:\bis\b|\bare\b|:|=)\**)[ \t]*:?[ \t]*"
+    r"|^####[ \t]*(?=\\?\$?-?[\d,./]+[ \t]*$)",
+    re.MULTILINE,
+)
 MATHS = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$((?:\\\$|[^$\n])+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 LAST_WORDS = re.compile(r"(?:\bis\b|\bare\b|[:=])\s*([^:=]{1,200})$")
+SHORT_REPLY = 40
+"""Maximum characters of a reply that is an answer as a whole: `D`, `Monday`."""
 HOPE = re.compile(r"(?i:\s*I hope it is correct.*$)", re.DOTALL)
 SENTENCE = re.compile(r"(?:\.|!|\?)(?=\s|$|\*)|\n")
+EXPLAINED = re.compile(r",?\s+(?:since|because|which is|as (?:required|desired|shown|claimed))\b.*$", re.DOTALL)
+"""What explains an answer behind it."""
+UNSURE = re.compile(
+    r"(?:n['\u2019]t|\b(?:not|or|nor|than|least|most|exceeds?)|[<>≤≥])[\s$*]+-?[\d.,]+\W*$|^[\s$*]*\d+%\d",
+    re.IGNORECASE,
+)
+"""The end of a sentence whose last number is not its answer: `41 or 42`, `at least 42`."""
 BETWEEN = re.compile(
     r"[\s$,;]|\\[()\[\]]|\\quad|\\text\s*\{|\}|\b(?:and|or|perhaps|maybe|possibly|else)\b|[a-zA-Z](?:_\d)?\s*="
 )
@@ -198,7 +236,11 @@ def candidates(reply: str) -> list[str]:
     found = []
     said = [match.end() for match in SAID.finditer(reply)]
     if said:
-        found.append(SENTENCE.split(reply[said[-1] :].strip(), maxsplit=1)[0])
+        rest = reply[said[-1] :].strip()
+        sentence = SENTENCE.split(rest, maxsplit=1)[0]
+        found.append(EXPLAINED.sub("", sentence))
+        if rest[len(sentence) :].startswith("?"):
+            return [rest]
     segments = list(MATHS.finditer(reply))
     if segments:
         first = len(segments) - 1
@@ -213,11 +255,18 @@ def candidates(reply: str) -> list[str]:
             found.append(texts[0])
         return found
     sentences = [one for one in SENTENCE.split(reply[-2000:]) if one and one.strip()]
+    if not said and sentences and unsure(sentences[-1]):
+        return [sentences[-1]]
     if sentences and (last := LAST_WORDS.search(sentences[-1])):
         found.append(last[1])
     elif sentences and len(sentences[-1]) <= 200 and (number := re.search(r"-?\d[^a-z]*(?:[a-z]+)?$", sentences[-1])):
         found.append(number[0])
-    return found
+    return found or ([reply] if len(reply) <= SHORT_REPLY else [])
+
+
+def unsure(sentence: str) -> bool:
+    """Return True if the last number of a sentence is not its answer."""
+    return UNSURE.search(sentence) is not None
 
 
 def joins(between: str) -> bool:

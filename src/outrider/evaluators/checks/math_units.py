@@ -27,8 +27,19 @@ def _unit(factor: str | int, turns: int = 0, **dimensions: int) -> Unit:
     return Unit(Fraction(factor), frozenset(dimensions.items()), turns)
 
 
-PREFIXES = {"n": -9, "µ": -6, "m": -3, "c": -2, "d": -1, "k": 3, "M": 6, "G": 9}
-PREFIX_NAMES = {"nano": -9, "micro": -6, "milli": -3, "centi": -2, "deci": -1, "kilo": 3, "mega": 6, "giga": 9}
+PREFIXES = {"f": -15, "p": -12, "n": -9, "µ": -6, "m": -3, "c": -2, "d": -1, "k": 3, "M": 6, "G": 9}
+PREFIX_NAMES = {
+    "femto": -15,
+    "pico": -12,
+    "nano": -9,
+    "micro": -6,
+    "milli": -3,
+    "centi": -2,
+    "deci": -1,
+    "kilo": 3,
+    "mega": 6,
+    "giga": 9,
+}
 METRIC = {
     ("m", "meter", "metre"): _unit(1, m=1),
     ("g", "gram", "gramme"): _unit("1/1000", kg=1),
@@ -51,6 +62,9 @@ METRIC = {
     ("cal", "calorie"): _unit("4.184", kg=1, m=2, s=-2),
     ("Wh",): _unit(3600, kg=1, m=2, s=-2),
     ("bit",): _unit(1, bit=1),
+    ("dyn", "dyne"): _unit("1/100000", kg=1, m=1, s=-2),
+    ("pc", "parsec"): _unit("3.0856775814913673e16", m=1),
+    ("G", "gauss"): _unit("1/10000", kg=1, s=-2, A=-1),
     ("B", "byte"): _unit(8, bit=1),
 }
 """Units that take prefixes. The first name is a symbol, and takes the short prefixes."""
@@ -59,6 +73,13 @@ OTHERS = {
     ("ft", "foot", "feet"): _unit("0.3048", m=1),
     ("yd", "yard"): _unit("0.9144", m=1),
     ("mi", "mile"): _unit("1609.344", m=1),
+    ("erg", "ergs"): _unit("1/10000000", kg=1, m=2, s=-2),
+    ("Å", "angstrom"): _unit("1/10000000000", m=1),
+    ("AU", "au"): _unit(149597870700, m=1),
+    ("ly", "light-year", "lightyear"): _unit(9460730472580800, m=1),
+    ("psi",): _unit("6894.757293168", kg=1, m=-1, s=-2),
+    ("Torr", "torr", "mmHg"): _unit("101325/760", kg=1, m=-1, s=-2),
+    ("dozen",): _unit(12),
     ("acre",): _unit("4046.8564224", m=2),
     ("ha", "hectare"): _unit(10000, m=2),
     ("l",): _unit("1/1000", m=3),
@@ -92,6 +113,7 @@ OTHERS = {
     ("cent", "¢"): _unit("1/100", usd=1),
     ("euro", "EUR", "€"): _unit(1, eur=1),
     ("£", "GBP"): _unit(1, gbp=1),
+    ("pence", "penny"): _unit("1/100", gbp=1),
     ("¥", "yen", "yuan"): _unit(1, yen=1),
     ("₹", "rupee", "Rs"): _unit(1, rupee=1),
     ("%",): _unit("1/100"),
@@ -133,7 +155,9 @@ SHARE = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 def read_unit(text: str) -> Unit | None:
     """Return the unit that the whole text names (`km/h`, `square feet`, `m s^{-2}`), or None."""
     text = SHARE.sub(r"\1/\2", text.replace('"', " ")).replace("\\mu", "µ").replace("μ", "µ").replace("\\Omega", "Ω")
-    text = re.sub(r"\\cdot|\\times|\*|\.(?=\s|$)|\bof angle\b", " ", re.sub(r"\bper\b", "/", text)).replace("{}", "")
+    text = re.sub(r"\\cdot|\\times|\*|\.(?=\s|$)|\b(?:of angle|old)\b", " ", re.sub(r"\bper\b", "/", text)).replace(
+        "{}", ""
+    )
     sides = text.replace("(", " ").replace(")", " ").split("/")
     factor, turns, exponents, found = Fraction(1), 0, dict[str, int](), False
     for number, side in enumerate(sides):

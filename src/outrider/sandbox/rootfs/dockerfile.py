@@ -32,7 +32,7 @@ from outrider.sandbox.rootfs.dockerfile_text import (
     json_list,
     split,
 )
-from outrider.sandbox.rootfs.dockerignore import MAX_FILE, Ignore, read_ignore
+from outrider.sandbox.rootfs.dockerignore import IGNORE_FILES, MAX_FILE, Ignore, read_ignore
 from outrider.sandbox.rootfs.store import PINNED, ImageStore, RootImage
 from outrider.sandbox.rootfs.unpack import is_tar
 from outrider.text_files import read_text_file
@@ -211,6 +211,13 @@ class Reader:
     def __init__(self, file: Path, store: ImageStore) -> None:
         self._file = file
         self._context = file.parent.resolve()
+        for each in (file, *(file.with_name(name) for name in IGNORE_FILES)):
+            if not each.resolve().is_relative_to(self._context):
+                raise InvalidField(
+                    f"{each} is a link that leads out of {self._context}",
+                    field="dockerfile",
+                    hint="put the file in its place",
+                )
         self._roots = [ContextFolder(self._context, read_ignore(self._context))]
         above = self._context.parent
         if self._context.name == ENVIRONMENT and (above / TASK_TOML).is_file():
@@ -324,7 +331,12 @@ class Reader:
     def read_from(self, one: Instruction) -> None:
         words = self._words(one, {**PLATFORMS, **self._early})
         wanted = words.pop(0).removeprefix("--platform=") if words and words[0].startswith("--platform=") else None
-        if not words or words[0].startswith("--") or (words[1:] and [words[1].upper(), *words[3:]] != ["AS"]):
+        if (
+            not words
+            or not words[0]
+            or words[0].startswith("--")
+            or (words[1:] and [words[1].upper(), *words[3:]] != ["AS"])
+        ):
             raise self._refusal(
                 one.line, f"FROM {one.text} is not supported here", hint="FROM IMAGE, or FROM IMAGE AS NAME"
             )

@@ -57,7 +57,7 @@ def instructions(text: str) -> Iterator[Instruction]:
     parts: list[str] = []
     begin = 0
     directives = True
-    lines = enumerate(text.split("\n"), 1)
+    lines = enumerate(text.removeprefix("\ufeff").split("\n"), 1)
     for number, line in lines:
         bare = line.strip()
         if directives and (directive := DIRECTIVE.fullmatch(bare)):
@@ -118,7 +118,8 @@ def split(text: str) -> list[str]:
 
 def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str]:
     """Fill in the variables of words: $NAME, ${NAME}, ${NAME:-WORD} and ${NAME:+WORD}, the last two also without the
-    colon. Unset variables are empty. Raises ValueError if the values have more than MAX_VALUES characters together."""
+    colon. Unset variables are empty. Raises ValueError for other forms, and if the values have more than MAX_VALUES
+    characters together."""
     room = MAX_VALUES
 
     def value(match: re.Match[str]) -> str:
@@ -136,6 +137,12 @@ def filled_words(words: Iterable[str], variables: Mapping[str, str]) -> list[str
             raise ValueError(f"its variables have more than {MAX_VALUES} characters")
         return found
 
+    words = list(words)
+    for word in words:
+        if (rest := VARIABLE.sub("", word)).find("${") >= 0:
+            raise ValueError(
+                f"{rest[rest.find('${') :][:60]!r} is not of the forms ${{NAME}}, ${{NAME:-TEXT}}, ${{NAME:+TEXT}}"
+            )
     return [VARIABLE.sub(value, word).replace(LITERAL, "$") for word in words]
 
 

@@ -25,11 +25,18 @@ Canaries are removed."""
 IGNORED_BY = ".harborignore"
 
 
+def inside(path: Path, task: Path) -> Path:
+    """Return the path. Raises InvalidField for a link that leaves the task's folder."""
+    if not path.resolve().is_relative_to(task.resolve()):
+        raise InvalidField(
+            f"{path} is a link that leaves the task's folder", field="source", hint="put its files in its place"
+        )
+    return path
+
+
 def instruction_in(folder: Path, task: Path) -> str:
     """Return the instruction, without the canaries at its beginning. Raises InvalidField."""
-    path = folder / "instruction.md"
-    if not path.resolve().is_relative_to(task.resolve()):
-        raise InvalidField(f"{path} is a link that leaves the task's folder", field="source")
+    path = inside(folder / "instruction.md", task)
     lines = read_text_file(path, field="source", limit=MAX_TEXT).split("\n")
     while lines and CANARY.fullmatch(lines[0].strip()):
         lines.pop(0)
@@ -80,13 +87,10 @@ def files_below(folder: Path, task: Path) -> Iterator[tuple[Path, PurePosixPath]
     """Yield the files below a folder, sorted, with their paths relative to the folder. Raises InvalidField for a link
     that leaves the task or leads in a circle, for a .harborignore, and for a path that is neither a file nor a
     folder."""
-    root = task.resolve()
     todo: list[tuple[Path, PurePosixPath, tuple[Path, ...]]] = [(folder, PurePosixPath(), ())]
     while todo:
         path, name, above = todo.pop()
-        real = path.resolve()
-        if not real.is_relative_to(root):
-            raise InvalidField(f"{path} is a link that leaves the task's folder", field="source")
+        real = inside(path, task).resolve()
         if real in above:
             raise InvalidField(f"{path} is a link to a folder that it is in", field="source")
         if real.is_dir():

@@ -24,7 +24,7 @@ from outrider.sandbox.rootfs.dockerfile import DOCKERFILE, Health
 from outrider.sandbox.rootfs.store import ImageStore
 from outrider.spec import MAX_INLINE_FILE, Limits, RuntimeSpec, fault_text
 from outrider.tasks.examples import Example, Gold
-from outrider.tasks.harbor.files import check_links, files_below, instruction_in, written
+from outrider.tasks.harbor.files import check_links, files_below, inside, instruction_in, written
 from outrider.tasks.harbor.network import network_uses
 from outrider.tasks.harbor.schema import (
     NETWORK_HINT,
@@ -107,7 +107,7 @@ def harbor_folders(root: Path) -> dict[str, Path]:
 def build_contexts(root: Path) -> list[Path]:
     """Return the folders with Dockerfiles of the Harbor tasks below a folder, sorted. The Dockerfiles are for the
     agents' sandboxes and for verifiers with their own images. Raises InvalidField for a broken task.toml."""
-    found = {path.parent for path in root.rglob(f"environment/{DOCKERFILE}")}
+    found = {inside(path.parent, path.parent.parent) for path in root.rglob(f"environment/{DOCKERFILE}")}
     for folder in harbor_folders(root).values():
         config = read_config(folder / TASK_TOML)
         steps: Sequence[HarborStep | None] = config.steps or [None]
@@ -115,7 +115,7 @@ def build_contexts(root: Path) -> list[Path]:
             verifier = separate_verifier(config, folder, step)
             context = None if verifier is None or verifier.image else verifier.context
             if context is not None and (context / DOCKERFILE).is_file():
-                found.add(context)
+                found.add(inside(context, folder))
     return sorted(found)
 
 
@@ -243,7 +243,7 @@ class HarborFolder:
             return self._sandbox(environment, field, self._image_of_agents()[0], self._loose_files())
         if (compose := verifier.context / COMPOSE).is_file():
             raise self._refusal(str(compose.relative_to(self._folder)), "services beside a verifier")
-        image = verifier.image or built_image(verifier.context, ImageStore()).name
+        image = verifier.image or built_image(inside(verifier.context, self._folder), ImageStore()).name
         return self._sandbox(environment, field, image, [])
 
     def _image_of_agents(self) -> tuple[str | None, Health | None]:
@@ -253,7 +253,7 @@ class HarborFolder:
         if image is not None:
             return image, None
         if (folder / DOCKERFILE).exists():
-            built = built_image(folder, ImageStore())
+            built = built_image(inside(folder, self._folder), ImageStore())
             return built.name, built.health
         for path, name in files_below(folder, self._folder) if folder.is_dir() else ():
             raise InvalidField(
