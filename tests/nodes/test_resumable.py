@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -159,6 +161,25 @@ async def test_a_peer_that_has_what_was_never_sent_gets_no_connection() -> None:
     one = ResumableSocket(MOST)
     await one.send(b"a")
     assert (await one.carry(Wire(100).ends[0], 1, one.take_over())).code == Close.NONSENSE
+
+
+@pytest.mark.parametrize("why", ["no piece", "never sent", "replaced"])
+async def test_nothing_keeps_a_socket_that_has_ended(why: str) -> None:
+    async def use() -> weakref.ref[ResumableSocket]:
+        one, wire = ResumableSocket(MOST), Wire(100)
+        replaced = one.take_over()
+        if why == "no piece":
+            await wire.ends[1].send(b"short")
+        elif why == "replaced":
+            one.take_over()
+        one.end(await one.carry(wire.ends[0], int(why == "never sent"), replaced))
+        with pytest.raises(Disconnected):
+            await one.receive()
+        return weakref.ref(one)
+
+    socket = await use()
+    gc.collect()
+    assert socket() is None
 
 
 class Counting(Socket):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 
 from outrider.wire.frames import Close
 from outrider.wire.link import Disconnected, Socket
@@ -28,9 +29,10 @@ MAX_UNREAD = 64 << 20
 FRAME_COST = 256
 """Bytes counted for an unread frame in addition to its length."""
 
-REPLACED = Disconnected(1006, "another connection has replaced this connection")
-NO_PIECE = Disconnected(Close.NONSENSE, "no piece of this protocol")
-NOT_SENT = Disconnected(Close.NONSENSE, "it acknowledges what was never sent")
+# Each end is a new exception, because a raised exception keeps alive the frames of its traceback and their sockets.
+REPLACED = partial(Disconnected, 1006, "another connection has replaced this connection")
+NO_PIECE = partial(Disconnected, Close.NONSENSE, "no piece of this protocol")
+NOT_SENT = partial(Disconnected, Close.NONSENSE, "it acknowledges what was never sent")
 
 
 class ResumableSocket(Socket):
@@ -110,9 +112,9 @@ class ResumableSocket(Socket):
         """Send and receive over a connection until the connection ends or is `replaced`. Returns the reason for the
         end. `arrived` is the number of pieces received by the peer."""
         if replaced.is_set():
-            return REPLACED
+            return REPLACED()
         if not self._acknowledge(arrived):
-            return NOT_SENT
+            return NOT_SENT()
         self._written = self._acknowledged
         self._to_write.set()
         async with asyncio.TaskGroup() as tasks:
@@ -124,14 +126,14 @@ class ResumableSocket(Socket):
             await asyncio.wait([*both, waiting], return_when=asyncio.FIRST_COMPLETED)
             for task in (*both, waiting):
                 task.cancel()
-        return next((task.result() for task in both if not task.cancelled()), REPLACED)
+        return next((task.result() for task in both if not task.cancelled()), None) or REPLACED()
 
     async def _write(self, socket: Socket, replaced: asyncio.Event) -> Disconnected:
         try:
             while True:
                 await self._to_write.wait()
                 if replaced.is_set():  # the new connection writes the remaining pieces
-                    return REPLACED
+                    return REPLACED()
                 self._to_write.clear()
                 while self._close is None and self._written - self._acknowledged < len(self._unacknowledged):
                     more, piece = self._unacknowledged[self._written - self._acknowledged]
@@ -139,7 +141,7 @@ class ResumableSocket(Socket):
                     self._ever_written = max(self._ever_written, self._written)
                     await socket.send(bytes([more]) + self.received.to_bytes(8, "little") + piece)
                     if replaced.is_set():
-                        return REPLACED
+                        return REPLACED()
                 if self._close is not None:
                     await socket.close(*self._close)
                     return Disconnected(*self._close)
@@ -153,18 +155,18 @@ class ResumableSocket(Socket):
             except Disconnected as end:
                 return end
             if replaced.is_set():
-                return REPLACED
+                return REPLACED()
             # Only the last piece of a frame may be shorter than PIECE, because many tiny pieces would take far more
             # memory than their bytes.
             more = len(piece) >= HEADER and piece[0] != 0
             if len(piece) < HEADER or (more and len(piece) != HEADER + PIECE) or len(piece) > HEADER + PIECE:
-                return NO_PIECE
+                return NO_PIECE()
             if self._parts_bytes + len(piece) - HEADER > self._most:
                 return Disconnected(Close.NONSENSE, f"a message of more than {self._most} bytes")
             self.last_arrival = asyncio.get_running_loop().time()
             self.received += 1
             if not self._acknowledge(int.from_bytes(piece[1:HEADER], "little")):
-                return NOT_SENT
+                return NOT_SENT()
             self._parts.append(piece[HEADER:])
             self._parts_bytes += len(piece) - HEADER
             if not more:
