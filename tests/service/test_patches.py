@@ -48,8 +48,10 @@ async def grade(outcome: Outcome) -> Verdict:
     return Verdict(reward=0.0, reason=f"{seen.stdout.decode()} is not {wanted.stdout.decode()}")
 
 
-async def run(w: World, agent: str, evaluator: dict[str, Any], *, exclude: Any = (), **fields: Any) -> SessionView:
-    carry = {"diff": "repo", "exclude": list(exclude)}
+async def run(
+    w: World, agent: str, evaluator: dict[str, Any], *, diff: str = "repo", exclude: Any = (), **fields: Any
+) -> SessionView:
+    carry = {"diff": diff, "exclude": list(exclude)}
     runtime = fields.pop("runtime", RUNTIME)
     return await w.run(harness=program(agent), runtime=runtime, evaluator={**evaluator, "carry": carry}, **fields)
 
@@ -156,3 +158,21 @@ async def test_a_folder_that_is_no_repository_is_an_error(world: MakeWorld, temp
         result = failed(session, Boundary.EVALUATOR, "evaluator_error")
         assert result.error is not None
         assert "no folder .git" in (result.error.log_tail or "")
+
+
+@pytest.mark.deep
+async def test_a_repository_whose_path_looks_like_a_pattern_has_only_its_own_changes(
+    world: MakeWorld, temporary: Path
+) -> None:
+    """Beside it is the folder that the pattern would match."""
+    make = "mkdir nextj; mkdir 'next[js]'; cd 'next[js]'; git init -q .; echo x > a; git add ."
+    prepare = [{"run": f"{make}; git -c user.name=x -c user.email=x commit -qm base"}]
+    async with world(http=True) as w:
+        session = await run(
+            w,
+            "echo y > 'next[js]/b'; echo z > nextj/c",
+            {"run": "cd 'next[js]' && grep -qx x a && grep -qx y b && test ! -e c || exit 1"},
+            diff="next[js]",
+            runtime={"kind": "namespace", "prepare": prepare},
+        )
+        assert result_of(session).verdict == Verdict(reward=1.0)

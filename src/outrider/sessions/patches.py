@@ -8,6 +8,7 @@ the sandbox's preparation left it, with the patch applied and without anything e
 
 from __future__ import annotations
 
+import glob
 import posixpath
 import shlex
 from pathlib import Path
@@ -68,7 +69,8 @@ def place_of(spec: DiffSpec, workdir: str) -> str:
 async def carried_paths(runtime: Runtime, repository: str) -> list[str]:
     """Return the paths in the repository's folder, except `.git`, for the snapshot of the agent's sandbox. Raises
     RuntimeFailure."""
-    found = [path for pattern in ("*", ".*") for path in await runtime.glob(f"{repository}/{pattern}")]
+    folder = glob.escape(repository)
+    found = [path for pattern in ("*", ".*") for path in await runtime.glob(f"{folder}/{pattern}")]
     return [path for path in found if posixpath.basename(path) not in (".", "..", ".git")]
 
 
