@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 import pytest
 
-from outrider.sessions.clock import LOOK_AGAIN, Budget, Cutoff, Stopwatch
+from outrider.sessions.clock import LOOK_AGAIN, Budget, Cutoff, PausableTimeout, Stopwatch
+from support.clock import pass_time, stop_time
 
 
 def never() -> float:
@@ -109,3 +111,52 @@ async def test_a_clock_that_stands_still_is_not_looked_at_all_the_time() -> None
         await asyncio.sleep(0.2)
     assert not budget.exhausted
     assert looks <= (loop.time() - began) / LOOK_AGAIN + 4
+
+
+async def test_a_paused_timeout_goes_on_after_an_exception() -> None:
+    stop_time()
+    timeout = PausableTimeout(1.0)
+
+    async def work() -> None:
+        async with timeout.block:
+            with suppress(ValueError), timeout.paused():
+                await pass_time(5.0)
+                raise ValueError
+            await pass_time(0.9)
+            assert not timeout.block.expired()
+            await pass_time(0.2)
+
+    with pytest.raises(TimeoutError):
+        await work()
+
+
+async def test_a_timeout_is_paused_until_the_last_of_its_pauses_ends() -> None:
+    stop_time()
+    timeout = PausableTimeout(1.0)
+
+    async def work() -> None:
+        async with timeout.block:
+            longer, shorter = timeout.paused(), timeout.paused()
+            await pass_time(0.5)
+            for pause in (shorter, longer):
+                pause.__enter__()
+            for pause in (shorter, longer):
+                await pass_time(5.0)
+                pause.__exit__(None, None, None)
+            await pass_time(0.4)
+            assert not timeout.block.expired()
+            await pass_time(0.2)
+
+    with pytest.raises(TimeoutError):
+        await work()
+
+
+async def test_a_pause_may_outlast_its_timeout() -> None:
+    timeout = PausableTimeout(1.0)
+    async with timeout.block:
+        pause = timeout.paused()
+        pause.__enter__()
+    pause.__exit__(None, None, None)
+    with timeout.paused():
+        await asyncio.sleep(0)
+    assert not timeout.block.expired()

@@ -1,4 +1,5 @@
-"""A session's own time: budgets limit working time, a cutoff ends a run, a stopwatch times the stages.
+"""A session's own time: budgets limit working time, a cutoff ends a run, a timeout can be paused, a stopwatch times the
+stages.
 
 Invariant: no budget is charged for time in which the event loop was blocked or the policy was paused, or for time
 outside a `spend` block, such as a wait for a slot.
@@ -8,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 LOOK_AGAIN = 0.02
 """Minimum seconds between two checks of a budget. A pause of the policy may last for minutes, and begin when almost
@@ -88,6 +89,35 @@ class Cutoff:
                 yield
         finally:
             self._timeout = None
+
+
+class PausableTimeout:
+    """The time limit of one block: `async with timeout.block:` raises TimeoutError once the block has taken `seconds`.
+    Time during which at least one block of `paused` runs does not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self.block = asyncio.timeout(seconds)
+        self._pauses = 0
+        self._left = seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        end = self.block.when()
+        if end is not None:  # no other pause runs
+            self._left = end - loop.time()
+        self._pauses += 1
+        self._set_end(None)
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if self._pauses == 0:
+                self._set_end(loop.time() + self._left)
+
+    def _set_end(self, when: float | None) -> None:
+        with suppress(RuntimeError):  # the time is over, or a task of the block has outlasted the block
+            self.block.reschedule(when)
 
 
 class Stopwatch:

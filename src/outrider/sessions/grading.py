@@ -42,7 +42,7 @@ from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
 from outrider.sessions.artifacts import GradingLog
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.blame import Blame, Facts, Stage, decide, end_of
-from outrider.sessions.clock import Stopwatch
+from outrider.sessions.clock import PausableTimeout, Stopwatch
 from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.patches import apply_patch, carried_paths, make_patch, place_of
 from outrider.sessions.priority_semaphore import Slot
@@ -406,10 +406,10 @@ class Grading:
         """Evaluate once. Raises EvaluatorError, or any OutriderError that the evaluator itself raises."""
         self._log.begin()
         seconds = self._task.evaluator.seconds
-        clock = asyncio.timeout(seconds)
-        off_the_clock = partial(_off_the_clock, clock, outcome.off_the_clock)
+        timeout = PausableTimeout(seconds)
+        off_the_clock = partial(_off_the_clock, timeout, outcome.off_the_clock)
         try:
-            async with clock:
+            async with timeout.block:
                 with plugin_code():
                     verdict = await self._evaluator.evaluate(
                         msgspec.structs.replace(
@@ -432,19 +432,11 @@ class Grading:
 
 
 @asynccontextmanager
-async def _off_the_clock(clock: asyncio.Timeout, off_the_clock: OffTheClock) -> AsyncIterator[None]:
-    """Stop the evaluation's clock while a block of `off_the_clock` runs."""
-    now = asyncio.get_running_loop().time
-    end = clock.when()
-    if end is None or clock.expired():  # another wait of the evaluator has stopped the clock, or the time is over
+async def _off_the_clock(timeout: PausableTimeout, off_the_clock: OffTheClock) -> AsyncIterator[None]:
+    """Pause the evaluation's time limit while a block of `off_the_clock` runs."""
+    with timeout.paused():
         async with off_the_clock():
             yield
-        return
-    left = end - now()
-    clock.reschedule(None)
-    async with off_the_clock():
-        yield
-    clock.reschedule(now() + left)
 
 
 @asynccontextmanager
