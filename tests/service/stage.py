@@ -194,12 +194,13 @@ class RawGrader:
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._after = int(spec.options.get("fails", 0))
+        self._error = TimeoutError if spec.options.get("times_out") else LookupError
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         stage = _stage.get()
         stage.count["graded"] += 1
         if stage.count["graded"] <= self._after:
-            raise LookupError("nothing here to grade")
+            raise self._error("nothing here to grade")
         return Verdict(reward=1.0)
 
 

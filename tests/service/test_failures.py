@@ -208,11 +208,13 @@ async def test_an_evaluator_that_hangs(world: MakeWorld) -> None:
 
 async def test_an_evaluator_of_ones_own_may_raise_anything(world: MakeWorld) -> None:
     async with world() as w:
-        broken = await w.run("ask", evaluator={"kind": RAW_GRADER, "options": {"fails": 9}}, max_attempts=2)
-        error = failed(broken, Boundary.EVALUATOR, "evaluator_error").error
-        assert error is not None
-        assert error.message == "the evaluator raised LookupError: nothing here to grade"
-        assert "in evaluate" in (error.log_tail or "")
+        for name, times_out in (("LookupError", False), ("TimeoutError", True)):
+            grader = {"kind": RAW_GRADER, "options": {"fails": 9, "times_out": times_out}}
+            broken = await w.run("ask", evaluator=grader, max_attempts=2)
+            error = failed(broken, Boundary.EVALUATOR, "evaluator_error").error
+            assert error is not None
+            assert error.message == f"the evaluator raised {name}: nothing here to grade"
+            assert "in evaluate" in (error.log_tail or "")
         w.stage.count.clear()
         assert result_of(await w.run("ask", evaluator={"kind": RAW_GRADER, "options": {"fails": 2}})).verdict
 

@@ -416,11 +416,11 @@ class Grading:
                             outcome, beside=self._beside, off_the_clock=off_the_clock, log=self._log.add
                         )
                     )
-        except TimeoutError as error:
-            raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
         except OutriderError:
             raise
-        except Exception as error:  # a plugin may raise anything
+        except Exception as error:  # a plugin may raise anything, also a TimeoutError of its own
+            if isinstance(error, TimeoutError) and timeout.block.expired():
+                raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
             log_tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
             raise EvaluatorError(f"the evaluator raised {type(error).__name__}: {error}", log_tail=log_tail) from error
         try:
