@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastapi.routing import APIRoute, APIWebSocketRoute
 
 from outrider.api.server import ROLES, control_app
 from outrider.client.client import AsyncClient
+from outrider.concurrency.chores import Failures
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, QuotaExceeded, Unauthorized
 from outrider.lifecycle import GroupState
@@ -285,3 +287,24 @@ async def test_the_audit_log_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     newest = [msgspec.json.decode(line)["at"] for path in kept for line in path.read_bytes().splitlines()]
     assert newest == [float(number) for number in range(100 - len(newest), 100)]
     assert len(newest) > 3
+
+
+async def test_a_line_that_does_not_fit_the_disk_leaves_nothing_in_the_audit_log(tmp_path: Path) -> None:
+    """By a limit on the size of files, which cuts a write short and then refuses."""
+    failures = Failures()
+    log = AuditLog(tmp_path, failures)
+
+    async def add(who: str) -> None:
+        await log.add(AuditEntry(at=0.0, who=who, role="admin", call="x", status=200))
+
+    await add("first")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "audit.jsonl").stat().st_size + 10, before[1]))
+    try:
+        await add("second")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [failing.name for failing in failures.failing()] == ["audit log"]
+    await add("third")
+    assert [line["who"] for line in audited(tmp_path)] == ["first", "third"]
+    assert not failures.failing()

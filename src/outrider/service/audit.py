@@ -1,7 +1,8 @@
 """Writes the audit log: one JSON line for each call that may change data, with the caller, the time and the outcome.
 
 The log is a file in the data folder and not a table, because log collectors can read a file, and the API cannot change
-a file. Invariant: the log has at most FILES files, each of at most FILE_BYTES plus one line.
+a file. Invariants: the log has at most FILES files, each of at most FILE_BYTES plus one line. A failed write leaves no
+part of its line.
 """
 
 from __future__ import annotations
@@ -64,7 +65,13 @@ class AuditLog:
     def _write(self, line: bytes) -> None:
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            os.write(file, line)
+            size = os.fstat(file).st_size
+            try:
+                while line:  # a disk that is almost full takes a part of the line first, and fails at the rest
+                    line = line[os.write(file, line) :]
+            except OSError:
+                os.ftruncate(file, size)
+                raise
             full = os.fstat(file).st_size >= FILE_BYTES
         finally:
             os.close(file)
