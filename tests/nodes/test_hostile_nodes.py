@@ -408,6 +408,20 @@ async def test_a_node_that_takes_and_takes_is_cut_off_before_it_costs_anything(s
         assert running.service.nodes().refused[0].name == "bad"
 
 
+async def test_an_attempt_that_a_node_cannot_run_keeps_the_labels_of_its_task(start: Starts) -> None:
+    async with start(processes=0) as running, HostileNode.joined(running.url) as node:
+        view = await running.submit("ask", labels={"run": "a"}, branches={"unsure": "drop"})
+        told = Told.by(await node.given())
+        error = ErrorRecord(boundary=Boundary.HARNESS, code="harness_error", message="no such program")
+        await node.say(CallReply(told.call, error=error))
+        result = (await running.done(view)).sessions[0].result
+        assert result is not None
+        assert result.error is not None
+        assert result.error.message == "no such program"
+        assert result.labels == {"run": "a"}
+        assert result.policy == told.result().policy
+
+
 async def test_a_long_error_is_cut(start: Starts) -> None:
     """5 MB, which would be searched for secrets, stored and shown."""
     text = "Bearer " * 700_000

@@ -282,7 +282,7 @@ class NodeConnection:
             # Either the attempt or its result cannot be sent, or the node cannot run the attempt. A retry would fail in
             # the same way, so the error is not retryable.
             record = msgspec.structs.replace(error.record(), retryable=False)
-            return session_result(session, StopReason.ERROR, [], task=None, error=record)
+            return session_result(session, StopReason.ERROR, [], task=attempt.task, error=record)
         finally:
             del self._running[session.id, session.attempt]
             self._let_go()
