@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -30,6 +31,7 @@ from outrider.schemas import GroupView, SessionView
 from outrider.sessions.resources import Capacity
 from outrider.spec import EngineSpec, PolicyUpdateSpec
 from outrider.trajectory import FinishReason, LogprobKind, Sample, SessionResult, TokenMode
+from outrider.wire.pipe import Pipe
 from support.stamping import StampingEngine
 
 from .conftest import Starts
@@ -513,6 +515,22 @@ async def test_a_process_that_cannot_start_keeps_the_service_from_starting(
         async with start():
             pass
     assert node_processes() == set()
+
+
+async def test_every_call_of_end_returns_when_the_process_is_gone() -> None:
+    ours, theirs = socket.socketpair()
+    pipe = await Pipe.over(ours, 1 << 20)
+    with theirs:
+        program = await asyncio.create_subprocess_exec("cat", stdin=theirs.fileno(), start_new_session=True)
+    process = spawning.NodeProcess(program, pipe)
+
+    async def ended() -> int | None:
+        await process.end()
+        return process.exit_code
+
+    first, second = await asyncio.gather(ended(), ended())
+    assert (first, second) == (0, 0)
+    assert await ended() == 0
 
 
 def test_a_process_is_told_no_secret_and_its_part_of_the_slots(tokenizer: Path) -> None:

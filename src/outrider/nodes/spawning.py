@@ -44,6 +44,7 @@ class NodeProcess:
     def __init__(self, process: asyncio.subprocess.Process, pipe: Pipe) -> None:
         self.pipe = pipe
         self._process = process
+        self._ending = asyncio.Lock()
         self._ended = False
 
     @classmethod
@@ -69,20 +70,21 @@ class NodeProcess:
 
     async def end(self) -> None:
         """End the process, and kill it if it has not exited after END_SECONDS. Everything that its plugins have left in
-        its process group is killed, too. Idempotent."""
-        if self._ended:
-            return
-        self._ended = True
-        self.pipe.abort()
-        try:
-            async with asyncio.timeout(END_SECONDS):
+        its process group is killed, too. Idempotent: a further call waits for the first."""
+        async with self._ending:
+            if self._ended:
+                return
+            self.pipe.abort()
+            try:
+                async with asyncio.timeout(END_SECONDS):
+                    await self._process.wait()
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    self._process.kill()
                 await self._process.wait()
-        except TimeoutError:
             with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the process was the leader of its own process group
+                os.killpg(self._process.pid, signal.SIGKILL)  # the process was the leader of its own process group
+            self._ended = True
 
     @property
     def exit_code(self) -> int | None:
