@@ -73,7 +73,7 @@ test-nightly: $(STAMPS)/real ## what .ci/run leaves out: hundreds of random exam
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "(nightly or hypothesis) and not real" \
 		--hypothesis-profile nightly --timeout 600 --durations 25 --durations-min 5 $(ARGS)
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m "nightly and real" \
-		--durations 25 --durations-min 5 tests/real tests/bench $(ARGS)
+		--durations 25 --durations-min 5 tests/real tests/bench tests/runtimes $(ARGS)
 
 check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff format --check

@@ -354,6 +354,7 @@ def test_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         find_apptainer()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(560)
 def test_all_of_it_as_an_ordinary_user(image: str) -> None:
     """These tests again, and a build."""

@@ -14,9 +14,8 @@ from outrider.errors import RuntimeFailure
 from outrider.sandbox.runtimes.base import MAX_OUTPUT, Runtime
 from outrider.sandbox.runtimes.kernel.process_marks import mark_of, marked
 
-from .world import CONTAINERS, World, snapshot
+from .world import IN_CONTAINERS, World, snapshot
 
-IN_CONTAINERS = [pytest.param(kind, marks=pytest.mark.real) for kind in (*CONTAINERS, "apptainer")]
 LANDLOCK = pytest.param("process-landlock", marks=pytest.mark.deep)  # it is "process" behind a filter of paths
 ALL = ["process", LANDLOCK, "namespace", "memory", *IN_CONTAINERS]
 REAL = ["process", LANDLOCK, "namespace", *IN_CONTAINERS]

@@ -23,7 +23,11 @@ from . import engines, sif_images
 
 CONTAINERS = ("docker", "podman", "podman-rootless")
 """Run by `make test-real`, where `.ci/sandboxes` has started their engines."""
-ISOLATING = ["namespace", *(pytest.param(kind, marks=pytest.mark.real) for kind in (*CONTAINERS, "apptainer"))]
+IN_CONTAINERS = [
+    *(pytest.param(kind, marks=pytest.mark.real) for kind in ("docker", "podman-rootless", "apptainer")),
+    pytest.param("podman", marks=[pytest.mark.real, pytest.mark.nightly]),  # between the first two
+]
+ISOLATING = ["namespace", *IN_CONTAINERS]
 """What keeps programs that nobody trusts apart from the host and from each other."""
 KINDS = {
     "process": "outrider.sandbox.runtimes.host_process.process:ProcessRuntime",
