@@ -19,7 +19,8 @@ _CONTROL = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""Return the text with all control characters but tab and newline written as \xNN, \uNNNN or \UNNNNNNNN."""
+    r"""Return the text with control characters (except tab and newline), invisible characters, direction marks and lone
+    surrogates written as \xNN, \uNNNN or \UNNNNNNNN."""
     return _CONTROL.sub(_escaped, text)
 
 

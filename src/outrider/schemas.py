@@ -383,7 +383,8 @@ class Artifact(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A path or pattern that the task names as an artifact, and the reason why it was not kept."""
+    """A file that was not kept as an artifact, or a pattern that gave no files, and the reason. `path` is "" for all
+    files that were not reached in time."""
 
     path: str
     reason: str

@@ -37,7 +37,8 @@ class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Images(msgspec.Struct, frozen=True):
-    """The output of `outrider image list --json`."""
+    """The output of `outrider image list --json`, and of `outrider image build --json` for a folder of several
+    Dockerfiles."""
 
     images: tuple[ImageRow, ...]
 

@@ -89,7 +89,8 @@ class Harness(Protocol):
         ...
 
     def mounts(self) -> tuple[Path, ...]:
-        """Return the host folders of the agent's program, to be mounted read-only in the sandbox at the same paths."""
+        """Return the host folders and files that the agent's program and its tools need, to be mounted read-only in the
+        sandbox at the same paths."""
         ...
 
     async def install(self, context: HarnessContext) -> None:

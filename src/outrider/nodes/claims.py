@@ -367,8 +367,9 @@ def shortened(result: SessionResult) -> SessionResult:
 
 
 def checked_stats(name: str, report: Report) -> NodeStats:
-    """Return the statistics of a node's report, with the service's name for the node, and with texts cut to their
-    maximum lengths. Raises Nonsense for impossible numbers."""
+    """Return the statistics of a node's report, with the service's name for the node, and with the list of
+    failures and its texts cut to their maximum lengths. Raises Nonsense for impossible numbers, and for lanes that are
+    too many or have too long a name."""
     stats = report.stats
     names_fit = all(len(lane.name) <= MAX_NAME for lane in stats.lanes)
     if not (_all_counts(stats) and len(stats.lanes) <= MAX_LANES and names_fit and stats.capacity <= MAX_SESSIONS):

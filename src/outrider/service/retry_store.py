@@ -1,6 +1,7 @@
-"""Retries work on the store until the database accepts it, so that a failing database delays sessions, but ends none.
+"""Calls the store again until the database accepts the call, so that a failing database delays the scheduler and the
+deliveries, but loses no result.
 
-Before that, `store/postgresql.py` tries each transaction again for `PATIENCE_SECONDS`. Invariant: `retry_store` returns
+With PostgreSQL, each call has first tried its transaction again for `PATIENCE_SECONDS`. Invariant: `retry_store` returns
 only after the work has succeeded.
 """
 

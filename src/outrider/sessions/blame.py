@@ -187,8 +187,8 @@ class BlameRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RULES = (
-    # Failures of the infrastructure come first. Their order decides only which error is reported: the broadest failure,
-    # because it may have caused the others.
+    # Failures of the infrastructure come first, the broadest of them first, because it may have caused the others.
+    # "sandbox failed" is the last of them, because this rule may blame the agent.
     BlameRule(
         name="turn not stored",
         when=("unrecorded",),

@@ -163,7 +163,8 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield from _saved_dataset(path)
             else:
                 yield from _pyarrow("pyarrow.parquet").read_table(path).to_pylist()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:  # pyarrow's
+        # pyarrow raises all of these, and so does reading a broken state.json.
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
             reason = getattr(error, "strerror", None) or error
             raise InvalidField(f"cannot read {path}: {reason}", field="source", hint=COPY_AGAIN) from error
         return

@@ -198,7 +198,8 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
         "outrider/cut_tokens": sum(row.cut for row in rows),
         "outrider/rows_left_out": sum(each.result.samples - len(each.rows) for each in trained),
     }
-    if rows:  # SkyRL combines each metric over the parts of a batch by the function in its name: "mean", "min" or "max"
+    if rows:
+        # SkyRL combines such a metric over the parts of a batch by the function in its name: "mean", "min" or "max".
         found |= {
             "outrider/turns_mean": sum(each.result.turns for each in trained) / len(trained),
             "outrider/version_min": min(row.sample.min_version for row in rows),

@@ -22,7 +22,8 @@ NAMED = 5
 
 
 def name_of_test(test: str) -> str:
-    """Return R2E-Gym's name of a test: pytest's without the file, with dots."""
+    """Return R2E-Gym's name of a test: pytest's name without the file, with "." in place of "::", and without the
+    message after " - "."""
     return ".".join(test.split("::")[1:]).split(" - ")[0]
 
 

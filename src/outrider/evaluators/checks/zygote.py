@@ -2,7 +2,7 @@
 
 A fork takes milliseconds and has the library loaded. Each check has its own fork: no check sees data of another check,
 and a hanging check is killed without affecting other checks. The process is started by `python -I -S -c` with one end
-of a socket as standard input. The process itself reads no answer. Invariants: the process has one thread; a check whose
+of a socket as standard input. The process itself reads no request: only the fork does. Invariants: the process has one thread; a check whose
 connection is hung up is killed; after a check has exited, this process writes the last line on the check's connection,
 unless the caller has left earlier output unread or this process is ending; when the control socket ends, or this
 process exits, every check is killed.

@@ -80,7 +80,7 @@ async def pull(reference: str, name: str, store: ImageStore) -> RootImage:
                 image = await shielded(lambda: asyncio.to_thread(store.import_, layout, name, pulled=True))
         except (BadImage, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise  # such as a lack of descriptors, which is this process's own
+                raise  # not recorded: a lack of descriptors, for example, concerns this process alone
             hint = error.hint if isinstance(error, BadImage) else None
             record.write(msgspec.json.encode(PullOutcome(failure=described(error), hint=hint, host=host_id())))
             raise
