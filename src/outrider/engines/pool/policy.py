@@ -307,8 +307,9 @@ class Policy:
 
     async def _resume_engines(self, known: KnownPolicy | None, loaded: Sequence[EngineRecord] | None = None) -> None:
         """Set the version if `known` is given, and resume the engines that respond, except engines that must first load
-        the current weights in `catch_up`. Engines that fail are marked as failed. If `loaded` is given, it contains the engines that have loaded the version's weights. Engines that are not in
-        `loaded` have joined since, and are also marked as failed."""
+        the current weights in `catch_up`. Engines that fail are marked as failed. If `loaded` is given, it contains the
+        engines that have loaded the version's weights. Engines that are not in `loaded` have joined since, and are also
+        marked as failed."""
         if known is not None and known.version < self.version:
             self._undone.add(self.version)
         self._known = known or self._known

@@ -208,9 +208,9 @@ class LiveShell:
         self.calls.reply(call, fields)
 
     def cancel(self) -> None:
-        """Interrupt the running input, now and every INTERRUPT_EVERY seconds: by SIGINT, and by SIGKILL for programs that
-        the interrupt does not reach. From interrupt number KILL_AFTER on, all its programs are killed; after interrupt
-        number RESTART_AFTER, the shell is restarted."""
+        """Interrupt the running input, now and every INTERRUPT_EVERY seconds: by SIGINT, and by SIGKILL for programs
+        that the interrupt does not reach. From interrupt number KILL_AFTER on, all its programs are killed; after
+        interrupt number RESTART_AFTER, the shell is restarted."""
         if not self.call:
             return
         self.ticks += 1
