@@ -242,7 +242,7 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
     if rule.treatment in (Treatment.OTHER, Treatment.PASSED) or is_absent(raw):
         return
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
-        value = _ANY.decode(raw)
+        value = decode(_ANY, raw, where + rule.name)
         # `in` compares by equality, so 1.0 and True are as neutral as 1.
         if value in _ASKS_NOTHING or value in rule.neutral:
             return
