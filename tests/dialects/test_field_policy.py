@@ -187,6 +187,26 @@ def test_an_unknown_field_is_noted(dialect: str) -> None:
     assert read(dialect, future={"x": 1}).ignored == ("unknown.future",)
 
 
+@pytest.mark.parametrize(
+    ("dialect", "above"),
+    [
+        ("chat", ("structured_outputs",)),
+        ("chat", ("stream_options",)),
+        ("chat", ("reasoning",)),
+        ("responses", ("reasoning",)),
+        ("responses", ("text",)),
+        ("messages", ("thinking",)),
+        ("messages", ("structured_outputs",)),
+        ("gemini", ("generationConfig", "thinkingConfig")),
+        ("gemini", ("toolConfig",)),
+        ("gemini", ("toolConfig", "functionCallingConfig")),
+    ],
+)
+def test_an_unknown_field_of_an_object_is_noted(dialect: str, above: tuple[str, ...]) -> None:
+    path = ".".join((*above, "future"))
+    assert read(dialect, **sent(FieldRule(path, Treatment.NOTED), 1)).ignored == (f"unknown.{path}",)
+
+
 def test_an_unknown_field_of_googles_configuration_is_noted() -> None:
     request = read("gemini", generation_config={"from_the_future": 1, "top_k": 3})
     assert request.ignored == ("unknown.generationConfig.fromTheFuture",)
