@@ -184,7 +184,7 @@ class StopWatch:
     def push(self, token_id: int) -> str | None:
         """Add the next token. Returns the stop string that this token completes if the stop string began before the
         cut, otherwise None."""
-        searched = max(self._before, len(self._seen))
+        searched = len(self._seen)
         self._seen += self._text.push((token_id,))
         for stop in self._stops:
             # The search starts at the first position at which a match ends in the token's text. The engine has searched
