@@ -44,11 +44,10 @@ async def test_a_cancelled_request_costs_its_owner_no_turn() -> None:
             served.append(owner + part)
             await asyncio.sleep(0)
 
-    async with asyncio.TaskGroup() as tasks:
-        async with turns.take("x"):
-            waiting = [tasks.create_task(work(owner, part)) for owner, part in ("a1", "a1", "a2", "b1")]
-            await asyncio.sleep(0)
-            waiting[0].cancel()
+    async with asyncio.TaskGroup() as tasks, turns.take("x"):
+        waiting = [tasks.create_task(work(owner, part)) for owner, part in ("a1", "a1", "a2", "b1")]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
     assert served == ["a1", "b1", "a2"]
 
 
