@@ -42,10 +42,11 @@ def test_a_flag_adds_to_a_list_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file, flags = tmp_path / "outrider.toml", {"plugins.allow": ["other"]}
     monkeypatch.setenv("OUTRIDER_PLUGINS__ALLOW", '["mine"]')
     assert load_config(flags).plugins.allow == ("mine", "other")
-    for text in ("mine", "*"):
+    file.write_text("plugins.allow = ['mine']")
+    for text, given in (("mine", flags), ("*", flags), ("*", {})):
         monkeypatch.setenv("OUTRIDER_PLUGINS__ALLOW", text)
         with pytest.raises(InvalidField, match="from OUTRIDER_PLUGINS__ALLOW") as refused:
-            load_config(flags)
+            load_config(given, file=file)
         assert "JSON" in (refused.value.hint or "")
     monkeypatch.delenv("OUTRIDER_PLUGINS__ALLOW")
     for text in ("5", '"mine"', "[5]"):

@@ -394,8 +394,8 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], environmen
     location = fault["loc"]
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
-    if ".".join(map(str, location[:2])) in ADDED:
-        having = having[1:] or having  # a flag is a text, so the wrong value is that of the source below
+    if len(having) > 1 and having[0] == sources[-1][0] and ".".join(map(str, location[:2])) in ADDED:
+        having = having[1:]  # a flag is a text, so the wrong value is that of the source below
     source = having[0] if having else "nowhere"
     hint = None
     if source == "the environment":
