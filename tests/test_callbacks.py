@@ -80,6 +80,15 @@ def test_a_changed_header_is_refused(changed: dict[str, str]) -> None:
         verify(signed() | changed, BODY, SECRET, now=NOW)
 
 
+def test_the_signed_text_cannot_be_divided_in_another_way() -> None:
+    """The parts are joined by dots, and a body may begin with any number and dot."""
+    body = b"1.5"
+    headers = signed(body=body)
+    for group_id, timestamp, rest in (("g-1.1700000000", "1", b"5"), ("g-1", "1700000000.1", b"5")):
+        with pytest.raises(Unauthorized, match="does not match"):
+            verify(headers | {"webhook-id": group_id, "webhook-timestamp": timestamp}, rest, SECRET, now=NOW)
+
+
 def test_a_changed_body_and_another_secret_are_refused() -> None:
     with pytest.raises(Unauthorized, match="does not match"):
         verify(signed(), BODY + b" ", SECRET, now=NOW)

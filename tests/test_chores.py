@@ -164,7 +164,16 @@ def test_what_fails_every_other_time_does_not_fill_the_log(caplog: pytest.LogCap
         assert len(caplog.records) == 2
         clock.now += QUIET_SECONDS
         failures.note("it", FULL)
-    assert len(caplog.records) == 3
+        assert len(caplog.records) == 3
+        failures.note_success("it")
+        failures.note("it", FULL)  # from now on it fails for ever
+        assert len(caplog.records) == 4
+        clock.now += QUIET_SECONDS
+        for _ in range(2):
+            failures.note("it", FULL)
+        assert len(caplog.records) == 5
+        failures.note_success("it")
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"] * 3
 
 
 def test_the_list_says_since_when_how_often_and_why() -> None:

@@ -38,6 +38,23 @@ def test_lists_come_from_the_environment_as_json(monkeypatch: pytest.MonkeyPatch
     assert load_config({}).sandboxes.allow == (Path("/one"), Path("/two"))
 
 
+def test_a_flag_adds_to_a_list_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, flags = tmp_path / "outrider.toml", {"plugins.allow": ["other"]}
+    monkeypatch.setenv("OUTRIDER_PLUGINS__ALLOW", '["mine"]')
+    assert load_config(flags).plugins.allow == ("mine", "other")
+    file.write_text("plugins.allow = ['mine']")
+    for text, given in (("mine", flags), ("*", flags), ("*", {})):
+        monkeypatch.setenv("OUTRIDER_PLUGINS__ALLOW", text)
+        with pytest.raises(InvalidField, match="from OUTRIDER_PLUGINS__ALLOW") as refused:
+            load_config(given, file=file)
+        assert "JSON" in (refused.value.hint or "")
+    monkeypatch.delenv("OUTRIDER_PLUGINS__ALLOW")
+    for text in ("5", '"mine"', "[5]"):
+        file.write_text(f"plugins.allow = {text}")
+        with pytest.raises(InvalidField, match=r"from \S+outrider\.toml"):
+            load_config(flags, file=file)
+
+
 def test_a_section_and_a_setting_in_it_may_both_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_LANES__RUN", "5")
     monkeypatch.setenv("OUTRIDER_LANES", '{"run": 2, "init": 3}')

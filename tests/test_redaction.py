@@ -22,6 +22,7 @@ KEY = "outrider_s_" + "Ab3-_" * 6 + "xy"
         (f"OPENAI_API_KEY={KEY}\n", "OPENAI_API_KEY=[redacted]\n"),
         ("http://me:pass@engine:80/v1", "http://[redacted]@engine:80/v1"),
         ("https://hf_token@host/x and ftp://a:b@c", "https://[redacted]@host/x and ftp://[redacted]@c"),
+        ("postgresql://u:p@ssw0rd@db/x?a=b@c", "postgresql://[redacted]@db/x?a=b@c"),
         ("Authorization: Bearer abcdefgh12", "Authorization: Bearer [redacted]"),
         ("{'api_key': 'sk-12345678'}", "{'api_key': '[redacted]'}"),
         ('PASSWORD="correct horse"', 'PASSWORD="[redacted] horse"'),
@@ -71,6 +72,7 @@ def test_a_long_text_is_read_once() -> None:
     for text in (
         "://" * 200_000,
         "://" + "a" * 500_000,
+        "://" + "@" * 500_000 + "://@a" * 100_000,
         "bearer " * 100_000,
         "api_key=" * 100_000,
         "outrider_" * 100_000,

@@ -32,6 +32,11 @@ BOMBS: dict[str, bytes] = {
     "a long key of a table": b"a = {" + b" . ".join([b'"a"'] * PARTS) + b" = 1}",
     "a long header": b"[" + b".".join([b"a"] * PARTS) + b"]",
     "a long header of a list": b"[[" + b".".join([b"a"] * PARTS) + b"]]",
+    "a long key with escapes": b".".join([rb'"\""'] * PARTS) + b" = 1",
+    "a long key after strings": rb"""a = ['''#''''', "\\", '\'] #"
+"""
+    + b".".join([b"a"] * PARTS),
+    "ends of strings": b'a = """' + b'\\"""\n' * (PARTS // 10),
     "a number": b"a = " + b"9" * 5000,
     "a date": b"a = 2026-13-45",
     "no text": b"\xff\xfe\x00",
@@ -86,6 +91,9 @@ def test_what_people_write_is_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_text(text)
     found = read_toml_file(tmp_path / "file", field="f")
     assert found == {"a": {"b": {"c.d": [[1, 2], [{"x": 3}]]}}, "e": {"f": {"g": "..." * 100}}}
+    words = ".".join(["word"] * (MAX_DEPTH + 1))
+    for quotes in ("'", '"', "'''", '"""'):
+        assert parse_toml(f"a = {quotes}it is {words}{quotes} # {words}") == {"a": f"it is {words}"}
     assert parse_toml("a = " + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1))
     with pytest.raises(InvalidField, match="more than 0 KiB"):
         read_text_file(tmp_path / "file", field="f", limit=10)

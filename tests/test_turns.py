@@ -36,6 +36,21 @@ async def test_an_owner_with_many_parts_has_no_more_turns_than_one_with_few() ->
     assert served == ["a1", "a1", "b1", "a2", "b1", "a3", "a1"]
 
 
+async def test_a_cancelled_request_costs_its_owner_no_turn() -> None:
+    turns, served = Turns(1), list[str]()
+
+    async def work(owner: str, part: str) -> None:
+        async with turns.take(owner, part):
+            served.append(owner + part)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as tasks, turns.take("x"):
+        waiting = [tasks.create_task(work(owner, part)) for owner, part in ("a1", "a1", "a2", "b1")]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+    assert served == ["a1", "b1", "a2"]
+
+
 async def test_slots_are_neither_lost_nor_given_twice() -> None:
     """Whoever is cancelled, and when: before its turn, in it, or at the moment when it comes."""
     draw = random.Random(0)

@@ -393,7 +393,10 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], environmen
     """Return the error for a wrong setting. The error names the source of the value, a variable by its name."""
     location = fault["loc"]
     path = ".".join(map(str, location))
-    source = next((name for name, values in reversed(sources) if _has_value(values, location)), "nowhere")
+    having = [name for name, values in reversed(sources) if _has_value(values, location)]
+    if len(having) > 1 and having[0] == sources[-1][0] and ".".join(map(str, location[:2])) in ADDED:
+        having = having[1:]  # a flag is a text, so the wrong value is that of the source below
+    source = having[0] if having else "nowhere"
     hint = None
     if source == "the environment":
         prefixes = (".".join(map(str, location[:end])) for end in range(len(location), 0, -1))
@@ -443,14 +446,15 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], *, added: bool = False, above: str = "") -> None:
     """Put `values` over those of `into`. If `added` is true, lists of the settings in ADDED are put behind the others,
-    or behind the default."""
+    or behind the default. A value that is not a list stays, and is refused later."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             if not isinstance(into.get(name), dict):
                 into[name] = {}
             _merge(into[name], value, added=added, above=f"{above}{name}.")
         elif added and f"{above}{name}" in ADDED:
-            into[name] = [*into.get(name, ADDED[f"{above}{name}"]), *value]
+            before = into.get(name, ADDED[f"{above}{name}"])
+            into[name] = [*before, *value] if isinstance(before, list | tuple) else before
         else:
             into[name] = value
 

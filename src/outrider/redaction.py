@@ -15,7 +15,7 @@ HIDDEN = "[redacted]"
 
 _OWN = re.compile(rf"{KEY_PREFIX}[\w-]{{32,}}")
 _PLACES = re.compile(
-    r"""(?P<before>://)[^/\s@"'<>]+(?=@)"""  # the user and password of a URL
+    r"""(?P<before>://)[^/\s"'<>]+(?=@)"""  # the user and password of a URL, which may contain an @
     r"""|(?P<header>\bbearer\s+)[^\s"',;\[\]]{8,}"""
     r"""|(?P<name>(?:api[_-]?key|password|passwd|secret)["']?\s*[=:]\s*["']?)[^\s"'&,;{}\[\]]{6,}""",
     re.IGNORECASE,

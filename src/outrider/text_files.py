@@ -19,10 +19,17 @@ MAX_TOML = 32 << 20
 MAX_DEPTH = 64
 """Maximum nesting of tables and lists, the same as in requests. Much deeper values overflow the stack of recursive
 code."""
-WORD = r"(?:[A-Za-z0-9_-]+|\"[^\"\n]*\"|'[^'\n]*')"
-LONG_KEY = re.compile(rf"(?<![\w.-]){WORD}(?:[ \t]*\.[ \t]*{WORD}){{{MAX_DEPTH}}}")
-"""Pattern of a key of more than MAX_DEPTH parts. Such a key is refused, because tomllib takes quadratic time in the
-number of parts."""
+BASIC = r"\"(?:[^\"\\\n]++|\\[^\n])*+"
+WORD = rf"(?:[A-Za-z0-9_-]++|{BASIC}\"|'[^'\n]*+')"
+LONG_KEY = re.compile(
+    rf"(?P<key>(?<![\w.-]){WORD}(?:[ \t]*+\.[ \t]*+{WORD}){{{MAX_DEPTH}}})"
+    r'|"""(?:[^"\\]++|\\[\s\S]|"(?!""))*+"{0,5}'
+    r"|'''(?:[^']++|'(?!''))*+'{0,5}"
+    rf"|{BASIC}\"?|'[^'\n]*+'?|#[^\n]*+"
+)
+"""Pattern of a key of more than MAX_DEPTH parts, and of the texts in which such a key is none: strings and comments.
+Such a key is refused, because tomllib takes quadratic time in the number of parts. A string without an end is matched,
+too, so that the search takes linear time."""
 
 TOML_HEADER = re.compile(r"[ \t]*(\[\[?)([^\[\]]+)\]")
 TOML_KEY = re.compile(r"[ \t]*([\w\"'.-]+(?:[ \t]*\.[ \t]*[\w\"'-]+)*)[ \t]*=")
@@ -83,7 +90,7 @@ def toml_line(text: str, field: str) -> int | None:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML. Raises ValueError with the fault and, if possible, its line."""
-    if found := LONG_KEY.search(text):
+    if found := next((found for found in LONG_KEY.finditer(text) if found["key"]), None):
         line = text.count("\n", 0, found.start()) + 1
         raise ValueError(f"a key of more than {MAX_DEPTH} parts (at line {line})")
     try:

@@ -171,9 +171,40 @@ def test_a_value_that_asks_for_nothing_is_nothing(dialect: str, row: FieldRule) 
         assert request.sampling == read(dialect).sampling
 
 
+@pytest.mark.parametrize(
+    ("field", "raw"),
+    [("verbosity", b'"\xff"'), ("n", b'"\xff"')],
+)
+def test_a_short_value_that_is_no_text_is_refused(field: str, raw: bytes) -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"%s":%s}' % (field.encode(), raw)
+    with pytest.raises(RequestError) as caught:
+        CHAT_DIALECT.parse(wire.CALL, body, {})
+    assert caught.value.field == field
+
+
 @pytest.mark.parametrize("dialect", TABLES)
 def test_an_unknown_field_is_noted(dialect: str) -> None:
     assert read(dialect, future={"x": 1}).ignored == ("unknown.future",)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "above"),
+    [
+        ("chat", ("structured_outputs",)),
+        ("chat", ("stream_options",)),
+        ("chat", ("reasoning",)),
+        ("responses", ("reasoning",)),
+        ("responses", ("text",)),
+        ("messages", ("thinking",)),
+        ("messages", ("structured_outputs",)),
+        ("gemini", ("generationConfig", "thinkingConfig")),
+        ("gemini", ("toolConfig",)),
+        ("gemini", ("toolConfig", "functionCallingConfig")),
+    ],
+)
+def test_an_unknown_field_of_an_object_is_noted(dialect: str, above: tuple[str, ...]) -> None:
+    path = ".".join((*above, "future"))
+    assert read(dialect, **sent(FieldRule(path, Treatment.NOTED), 1)).ignored == (f"unknown.{path}",)
 
 
 def test_an_unknown_field_of_googles_configuration_is_noted() -> None:

@@ -187,3 +187,16 @@ def test_the_token_that_completes_a_stop_string_is_the_last_of_its_chunk(tokeniz
     assert (part.ids, part.logprobs) == ([b, b], [-1.0, -1.0])
     assert (part.finish, part.stop_match) == (FinishReason.STOP, "abb")
     assert part.versions == spans(0, 0, 2, 1, 2, 3, 2, 3, 4)
+
+
+@pytest.mark.parametrize(("min_tokens", "finish"), [(1, FinishReason.STOP), (2, None), (3, None)])
+def test_a_stop_string_within_the_minimum_of_tokens_does_not_end_the_reply(
+    tokenizer: Tokenizer, min_tokens: int, finish: FinishReason | None
+) -> None:
+    a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    whole = ContinuedGeneration(request(stop=("ab",), min_tokens=min_tokens), tokenizer.stream)
+    whole.cut([a], None, 0)
+    part = whole.take(chunk(b, c), 1)
+    assert (part.finish, part.ids) == (finish, [b] if finish else [b, c])
+    if finish is None:
+        assert whole.take(chunk(c), 1) == chunk(c)

@@ -190,3 +190,13 @@ async def test_a_request_that_the_server_keeps_through_a_pause_is_given_up(
         assert sum(len(chunk.ids) for chunk in chunks) == length + 1
         assert (cache.stale, cache.salts[-1]) == (0, "run-1")
         assert len(await asked()) > 1, "the engine is used again"
+        member = pool.members["engine"]
+        member.version = 2  # learned from a reply, before the leader has learned it
+        say(2, None, 1)
+        await asyncio.sleep(0.05)
+        assert member.version == 2
+        await engine.set_version(0)
+        say(4, None, 0)
+        async with asyncio.timeout(5):
+            while member.version:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)

@@ -449,6 +449,48 @@ async def test_a_chunk_may_say_the_versions_of_its_own_tokens() -> None:
         assert whole.versions == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2), VersionSpan(5, 2, 4))
 
 
+async def test_a_generation_at_a_closed_gate_stays_there_if_the_gate_closes_again() -> None:
+    counter = Counter()
+    engine = FunctionEngine(counter)
+    await engine.pause("finish")
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(chunks_of(engine.generate(request())))
+        await asyncio.sleep(0)
+        await engine.resume()
+        await engine.pause("finish")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (reading.done(), counter.started) == (False, 0)
+        await engine.resume()
+    assert counter.started == 1
+
+
+async def test_a_second_abort_waits_for_a_step_that_is_ending() -> None:
+    begun, ending, go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def generate(asked: GenerateRequest) -> Chunk:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await go.wait()
+        raise AssertionError
+
+    engine = FunctionEngine(generate)
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(chunks_of(engine.generate(request())))
+        await begun.wait()
+        group.create_task(engine.pause("abort"))
+        await ending.wait()
+        again = group.create_task(engine.pause("abort"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not again.done()
+        go.set()
+    assert reading.result()[-1].finish is FinishReason.ABORT
+
+
 async def test_a_thread_serves_code_that_blocks() -> None:
     """The loop of this test is the service's; the worker has its own loop, in a thread of a thread."""
     engine = relay()

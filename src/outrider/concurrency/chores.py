@@ -47,6 +47,8 @@ class Failures:
         self._failing: OrderedDict[str, FailingChore] = OrderedDict()
         self._logged: OrderedDict[str, float] = OrderedDict()
         """Time of the last log line about a failure, by name."""
+        self._quiet: set[str] = set()
+        """The currently failing work whose failures since the last success are not logged yet."""
 
     def failing(self) -> tuple[FailingChore, ...]:
         """Return the work that has failed and has not succeeded since, longest failing first."""
@@ -54,25 +56,29 @@ class Failures:
 
     def note(self, name: str, error: BaseException) -> None:
         """Record a failure of the work `name`. The first failure is logged, with a traceback if the error looks like a
-        bug."""
+        bug. Within QUIET_SECONDS after the last log line about `name` nothing is logged; the next failure is."""
         text, now = redacted(described(error))[:MOST_CHARACTERS], self._clock()
         known = self._failing.get(name)
         since, count = (now, 0) if known is None else (known.since, known.count)
         self._failing[name] = FailingChore(name=name, since=since, last=now, count=count + 1, error=text)
-        if known is None and abs(now - self._logged.get(name, -QUIET_SECONDS)) >= QUIET_SECONDS:
+        if known is None:
+            self._quiet.add(name)
+        if name in self._quiet and abs(now - self._logged.get(name, -QUIET_SECONDS)) >= QUIET_SECONDS:
+            self._quiet.discard(name)
             self._logged[name] = now
             bug = None if lacks_means(error) or isinstance(error, OutriderError) else error
             log.error("%s: failed, and is tried again: %s", name, text, exc_info=bug)
         for book in (self._failing, self._logged):
             while len(book) > MOST_NAMES:
                 book.popitem(last=False)
+        self._quiet &= self._failing.keys()
 
     def drop(self, name: str) -> None:
         """Drop the record of `name`, because the work has been abandoned."""
         self._failing.pop(name, None)
 
     def note_success(self, name: str) -> None:
-        if (known := self._failing.pop(name, None)) is not None and known.since == self._logged.get(name):
+        if (known := self._failing.pop(name, None)) is not None and name not in self._quiet:
             log.info("%s: works again, after %d failures in %.0f s", name, known.count, known.last - known.since)
 
 

@@ -46,11 +46,15 @@ class Turns:
             owner, parts = self._lines.popitem(last=False)
             part, line = parts.popitem(last=False)
             turn = line.popleft()
+            served = not turn.cancelled()
+            # Behind all other owners and the owner's other parts, or in front as before if the request was cancelled.
             if line:
-                parts[part] = line  # behind the owner's other parts
+                parts[part] = line
+                parts.move_to_end(part, last=served)
             if parts:
-                self._lines[owner] = parts  # behind all other owners
-            if not turn.cancelled():
+                self._lines[owner] = parts
+                self._lines.move_to_end(owner, last=served)
+            if served:
                 turn.set_result(None)
                 return
         self._free += 1

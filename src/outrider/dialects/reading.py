@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from operator import attrgetter
-from typing import Annotated, Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, Generic, NoReturn, Protocol, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw
@@ -178,8 +178,8 @@ def _find_surrogate(value: Any, path: str) -> str | None:
 
 
 class BodyReader(Generic[BodyT]):
-    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`; for all other fields the
-    reader applies the rules of `table`."""
+    """Parses a body into a struct of type `kind`. The dialect handles the fields of `kind`, and the fields of the
+    structs that are fields of `kind`; for all other fields the reader applies the rules of `table`."""
 
     def __init__(self, kind: type[BodyT], table: Table) -> None:
         own = {field.encode_name for field in msgspec.structs.fields(kind)}
@@ -187,9 +187,24 @@ class BodyReader(Generic[BodyT]):
         self._known = own | {rule.name for rule in self._rules}
         self._values = attrgetter(*(rule.name for rule in self._rules))
         added = [(rule.name, Raw, msgspec.field(default=_ABSENT)) for rule in self._rules]
+        inner = {
+            field.encode_name: part
+            for field in msgspec.structs.fields(kind)
+            for part in get_args(field.type)
+            if type(None) in get_args(field.type) and isinstance(part, type) and issubclass(part, msgspec.Struct)
+        }
+        self._inner = {
+            name: {field.encode_name for field in msgspec.structs.fields(part)} for name, part in inner.items()
+        }
         # Nearly all bodies have known fields only and are parsed once, by the strict decoder. Finding the names of
         # unknown fields takes further passes over the body.
-        strict = msgspec.defstruct(kind.__name__, added, bases=(kind,), forbid_unknown_fields=True, kw_only=True)
+        exact = [
+            (name, msgspec.defstruct(part.__name__, [], bases=(part,), forbid_unknown_fields=True) | None, None)
+            for name, part in inner.items()
+        ]
+        strict = msgspec.defstruct(
+            kind.__name__, [*added, *exact], bases=(kind,), forbid_unknown_fields=True, kw_only=True
+        )
         tolerant = msgspec.defstruct(kind.__name__, added, bases=(kind,), kw_only=True)
         self._strict: msgspec.json.Decoder[BodyT] = msgspec.json.Decoder(strict)
         self._tolerant: msgspec.json.Decoder[BodyT] = msgspec.json.Decoder(tolerant)
@@ -201,7 +216,11 @@ class BodyReader(Generic[BodyT]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             # The body has unknown fields, or it has an error, which the tolerant decoder raises.
             wire = decode(self._tolerant, body)
-            notes += [UNKNOWN + name for name in decode(_NAMES, body) if name not in self._known]
+            sent = decode(_NAMES, body)
+            notes += [UNKNOWN + name for name in sent if name not in self._known]
+            for name, known in self._inner.items():
+                if name in sent and not is_absent(sent[name]):
+                    apply_rules(decode(_NAMES, sent[name], name), {}, known, f"{name}.", notes)
         for rule, raw in zip(self._rules, self._values(wire), strict=True):
             if raw is not _ABSENT:
                 _apply(rule, raw, "", notes)
@@ -242,7 +261,7 @@ def _apply(rule: FieldRule, raw: Raw, where: str, notes: list[str]) -> None:
     if rule.treatment in (Treatment.OTHER, Treatment.PASSED) or is_absent(raw):
         return
     if len(memoryview(raw)) <= _LONGEST_NEUTRAL:
-        value = _ANY.decode(raw)
+        value = decode(_ANY, raw, where + rule.name)
         # `in` compares by equality, so 1.0 and True are as neutral as 1.
         if value in _ASKS_NOTHING or value in rule.neutral:
             return

@@ -49,7 +49,11 @@ from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec, joi
 
 
 class _StreamOptions(msgspec.Struct):
+    """The options of a stream. All except `include_usage` have no effect; they are not about the reply."""
+
     include_usage: bool | None = None
+    include_obfuscation: Any = None
+    continuous_usage_stats: Any = None
 
 
 class _Body(SamplingFields, kw_only=True):

@@ -84,6 +84,7 @@ class GeminiContext(msgspec.Struct, frozen=True):
 
 _BODY_FIELDS = frozenset({"contents", "systemInstruction", "tools", "toolConfig", _AT})
 _GENERATION_FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(_Generation))
+_THINKING_FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(_Thinking))
 _BODY_RULES = rules_by_name(GEMINI_BODY, _BODY_FIELDS)
 _GENERATION_RULES = rules_by_name(GEMINI_GENERATION, _GENERATION_FIELDS)
 _GENERATION = msgspec.json.Decoder(_Generation)
@@ -190,6 +191,7 @@ def _read_thinking(generation: _Generation, notes: list[str]) -> _Thinking:
     if is_absent(raw):
         return _Thinking()
     thinking = decode_object(_THINKING, raw, _THINKING_AT)
+    apply_rules(fields(raw, _THINKING_AT), {}, _THINKING_FIELDS, f"{_THINKING_AT}.", notes)
     if thinking.thinking_level is not None:
         notes.append(f"{_THINKING_AT}.thinkingLevel")
     if thinking.thinking_budget is not None and thinking.thinking_budget > 0:

@@ -22,7 +22,16 @@ from msgspec import Raw
 from outrider.dialects.base import Memory
 from outrider.dialects.field_policy import camel_case
 from outrider.dialects.gemini.proto_json import Fields, decode_object, fields, items
-from outrider.dialects.reading import TOOL, DeclaredTools, cached_tools, check_depth, is_absent, quoted, refuse
+from outrider.dialects.reading import (
+    TOOL,
+    DeclaredTools,
+    apply_rules,
+    cached_tools,
+    check_depth,
+    is_absent,
+    quoted,
+    refuse,
+)
 from outrider.messages import ToolSpec
 
 _DECLARATIONS = "functionDeclarations"
@@ -50,6 +59,7 @@ class _Calling(msgspec.Struct, rename="camel"):
 
 
 _DECLARATION = msgspec.json.Decoder(_Declaration)
+_CALLING_FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(_Calling))
 _CALLING = msgspec.json.Decoder(_Calling)
 
 
@@ -60,9 +70,12 @@ def read_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools:
     tools = cached_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]
     config = body.get("toolConfig", Raw())
-    sent = Raw() if is_absent(config) else fields(config, "toolConfig").get("functionCallingConfig", Raw())
-    at = "toolConfig.functionCallingConfig"
-    calling = _Calling() if is_absent(sent) else decode_object(_CALLING, sent, at)
+    configs = {} if is_absent(config) else fields(config, "toolConfig")
+    apply_rules(configs, {}, ("functionCallingConfig",), "toolConfig.", notes)
+    calling, at = _Calling(), "toolConfig.functionCallingConfig"
+    if (sent := configs.get("functionCallingConfig")) is not None:
+        calling = decode_object(_CALLING, sent, at)
+        apply_rules(fields(sent, at), {}, _CALLING_FIELDS, f"{at}.", notes)
     if calling.mode is not None and calling.mode.upper() not in _MODES:
         refuse(f"{at}.mode", f"unknown mode {quoted(calling.mode)}; known: {', '.join(sorted(_MODES))}")
     mode = (calling.mode or "AUTO").upper()

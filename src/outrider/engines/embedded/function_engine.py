@@ -133,7 +133,8 @@ class FunctionEngine:
             self._aborts += 1
             self._changed.send()
             for step in self._steps:
-                step.reschedule(0)
+                if not step.expired():  # an earlier abort may still wait for the step's clean-up
+                    step.reschedule(0)
             changed = self._changed.next()
             while self._steps:
                 await changed.wait()

@@ -116,8 +116,10 @@ class ContinuedGeneration:
     def _stopped(self, chunk: Chunk, watch: StopWatch) -> Chunk:
         """Return the chunk or, if one of its tokens completes a stop string that began before the cut, a last chunk
         that ends after this token."""
+        before = len(self._sampled) + self._given
         for number, token_id in enumerate(chunk.ids, start=1):
-            if (match := watch.push(token_id)) is not None:
+            match = watch.push(token_id)
+            if match is not None and before + number > self._request.sampling.min_tokens:
                 return msgspec.structs.replace(
                     chunk,
                     ids=chunk.ids[:number],
@@ -182,10 +184,11 @@ class StopWatch:
     def push(self, token_id: int) -> str | None:
         """Add the next token. Returns the stop string that this token completes if the stop string began before the
         cut, otherwise None."""
+        searched = len(self._seen)
         self._seen += self._text.push((token_id,))
         for stop in self._stops:
-            # The search starts at the first position at which a match ends after the cut, because the engine has
-            # already searched the text before the cut.
-            if 0 <= self._seen.find(stop, max(0, self._before - len(stop) + 1)) <= self._before:
+            # The search starts at the first position at which a match ends in the token's text. The engine has searched
+            # the text before the cut, and earlier calls the text of the tokens before this one.
+            if 0 <= self._seen.find(stop, max(0, searched - len(stop) + 1)) <= self._before:
                 return stop
         return None

@@ -199,7 +199,7 @@ class PoolFollower:
             own: object = self.pool.engine(engine.name)
             if isinstance(own, RemembersVersions):
                 own.versions = engine.versions
-        apply_state(self.pool, engine)
+        apply_state(self.pool, engine, known)
 
     def _leave_engine(self, name: str, state: PoolState) -> None:
         del self._followed[name]
@@ -215,11 +215,14 @@ class PoolFollower:
         self._tasks.create_task(leave(), name=f"removal of {name}")
 
 
-def apply_state(pool: EnginePool, state: EngineState) -> None:
-    """Apply the leader's state of an engine to the engine with the same name in a following pool."""
+def apply_state(pool: EnginePool, state: EngineState, known: EngineState | None = None) -> None:
+    """Apply the leader's state of an engine to the engine with the same name in a following pool. `known` is the last
+    state applied to the engine, None if there is none."""
     member = pool.members[state.name]
     member.health, member.draining = state.health, state.draining
-    member.version = max(member.version, state.version)
+    # The version here may be newer than the leader's, unless the leader has gone back.
+    gone_back = known is not None and state.version < known.version
+    member.version = state.version if gone_back else max(member.version, state.version)
     member.read_constraints()
     if state.pace is not None and not member.pace.known:
         member.pace.take_over(state.pace)

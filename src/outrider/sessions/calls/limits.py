@@ -166,7 +166,8 @@ class Body:
         self._bodies.intake.remove(self, self._large)
         self._large = 0
         assert self._clock is not None
-        self._clock.reschedule(asyncio.get_running_loop().time())
+        if not self._clock.expired():
+            self._clock.reschedule(asyncio.get_running_loop().time())
 
     def _count(self, size: int) -> None:
         self._bodies.size += size - self._counted
