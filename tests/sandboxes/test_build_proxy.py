@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -137,6 +137,24 @@ async def test_the_operators_proxy_is_used_and_its_password_stays_outside(tmp_pa
         got, _ = await said(tmp_path, "GET http://index.lan/x HTTP/1.1\r\nA: b\r\n\r\n", ["index.lan"], environ)
         assert heard == [b"GET http://index.lan/x HTTP/1.1\r\nHost: index.lan\r\nA: b\r\nConnection: close\r\n\r\n"]
         assert got.endswith("hi")
+
+
+async def test_the_connection_to_a_proxy_without_a_readable_reply_is_closed(tmp_path: Path) -> None:
+    closed = asyncio.Event()
+
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            writer.write(b"x" * (70 << 10))
+            await reader.read()
+        writer.close()
+        closed.set()
+
+    async with await asyncio.start_server(babble, "127.0.0.1", 0) as server:
+        environ = {"https_proxy": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}
+        got, _ = await said(tmp_path, "CONNECT index.lan:443 HTTP/1.1\r\n\r\n", ["index.lan"], environ)
+        assert got.startswith("HTTP/1.1 502 Bad Gateway")
+        async with asyncio.timeout(5):
+            await closed.wait()
 
 
 async def test_a_host_that_does_not_answer_is_told(tmp_path: Path) -> None:

@@ -197,15 +197,18 @@ class BuildProxy:
                 if not tunnel:
                     # The target is written anew, because the operator's proxy may read the client's text differently.
                     return reader, writer, one_request(request, f"http://{origin}{path}", origin, upstream[2])
-                writer.write(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n{upstream[2]}\r\n".encode())
-                status = (
-                    (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].decode("latin-1").partition(" ")[2]
-                )
-                if not status.startswith("200"):
-                    writer.close()
-                    raise NotPassedOn(
-                        "502 Bad Gateway", f"this machine's proxy does not reach {host}:{port}: {status[:200]}"
+                try:
+                    writer.write(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n{upstream[2]}\r\n".encode())
+                    status = (
+                        (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].decode("latin-1").partition(" ")[2]
                     )
+                    if not status.startswith("200"):
+                        raise NotPassedOn(
+                            "502 Bad Gateway", f"this machine's proxy does not reach {host}:{port}: {status[:200]}"
+                        )
+                except BaseException:
+                    writer.close()
+                    raise
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise NotPassedOn(
                 "502 Bad Gateway", f"cannot reach {host}:{port}: {error or type(error).__name__}"
