@@ -102,6 +102,11 @@ async def test_a_program_that_is_nowhere(sandbox: Runtime, command: list[str], n
     assert "prepare step" in str(error.hint)
 
 
+async def test_a_file_in_the_path_is_no_folder(sandbox: Runtime) -> None:
+    error = await failure(sandbox, "no-such-agent", PATH="/etc/passwd:/usr/bin:/bin")
+    assert "no-such-agent is in no folder of the sandbox's PATH" in error.message
+
+
 async def test_an_exit_code_of_the_programs_own_is_not_explained(sandbox: Runtime) -> None:
     for code in (126, 127):
         error = await failure(sandbox, "bash", "-c", f"echo mine; exit {code}")

@@ -145,7 +145,7 @@ class _Sandbox:
     async def _exists(self, path: str) -> bool:
         try:
             await self._runtime.read(path, limit=0)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return False
         except (RuntimeFailure, OSError):  # the path exists, but is larger than 0 bytes, a folder, or unreadable
             return True
