@@ -138,6 +138,24 @@ async def test_a_sandbox_that_breaks_after_grading_does_not_take_the_verdict_bac
     assert await make_evaluator(spec).evaluate(graded) == Verdict(reward=0.5)
 
 
+async def test_a_sandbox_that_breaks_before_its_verdict_is_read_is_no_fault_of_the_grader(
+    outcome: Any, sandbox: Runtime
+) -> None:
+    class Breaking:
+        """The sandbox, which stops with the end of the grader."""
+
+        read, write, scratch = sandbox.read, sandbox.write, sandbox.scratch
+
+        async def exec(self, command: Any, **options: Any) -> Any:
+            result = await sandbox.exec(command, **options)
+            await sandbox.stop()
+            return result
+
+    spec = EvaluatorSpec(run="true")
+    with pytest.raises(RuntimeFailure):
+        await make_evaluator(spec).evaluate(msgspec.structs.replace(outcome(spec), runtime=Breaking()))
+
+
 async def test_a_sandbox_that_is_broken_before_grading_is_no_fault_of_the_grader(grade: Any, sandbox: Runtime) -> None:
     await sandbox.stop()
     with pytest.raises(RuntimeFailure):

@@ -54,6 +54,7 @@ ERRORS: dict[str, str] = {
     f"""echo '{{"a": 1, "b": 2}}' > {JSON}""": "none of it is 'reward'",
     f"echo '{{}}' > {JSON}": "none of it is 'reward'",
     f"mkdir {JSON}": "is a folder",
+    f"head -c 2000000 /dev/zero > {JSON}": "reward.json cannot be read: .* is larger than 1048576 bytes",
 }
 
 
@@ -71,8 +72,9 @@ async def test_what_grades_and_what_does_not(bench: Bench) -> None:
         verdict = await bench.grade(spec(test, env={"MODE": "it's"}))
         assert (verdict.reward, verdict.metrics) == (reward, metrics), test
     for test, message in ERRORS.items():
-        with pytest.raises(EvaluatorError, match=message):
+        with pytest.raises(EvaluatorError, match=message) as raised:
             await bench.grade(spec(test))
+        assert raised.value.inside or "none of it" in message
 
 
 async def test_a_failure_shows_what_the_tests_said(bench: Bench) -> None:

@@ -18,6 +18,7 @@ import pytest
 from outrider.client.client import AsyncClient
 from outrider.config import LanesConfig
 from outrider.errors import EvaluatorError, InvalidField
+from outrider.evaluators.answers import marked_answer
 from outrider.evaluators.base import ChecksSpec, Outcome
 from outrider.evaluators.checks.pool import QUICK_SECONDS
 from outrider.evaluators.factory import make_evaluator
@@ -101,6 +102,18 @@ WRONG = [
     ("", "3"),
     (" \n", "3"),
 ]
+
+
+def test_the_name_of_the_box_alone_is_no_box() -> None:
+    for reply, answer in (
+        ("\\boxed{42}. (I was asked to use \\boxed.)", "42"),
+        ("\\boxed{42}, by \\fbox or \\boxedtext", "42"),
+        ("\\boxed{4 \\text{ by \\boxed}}", "4 \\text{ by \\boxed}"),
+        ("\\boxed{42}. No: \\boxed{43", None),
+        ("\\boxed{42}. No: \\boxed 43", None),
+        ("I was asked to use \\boxed.", None),
+    ):
+        assert marked_answer(reply) == answer, reply
 
 
 async def test_right_and_wrong_answers(grade: Grade) -> None:

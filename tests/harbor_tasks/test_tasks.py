@@ -594,6 +594,38 @@ def test_a_dockerfile_of_another_folder_is_not_built(
             read()
 
 
+@pytest.mark.parametrize(
+    ("link", "to"),
+    [
+        ("environment", "."),
+        ("environment", "tests"),
+        ("solution", "environment/inner"),
+        ("steps/a/tests", "environment"),
+    ],
+)
+def test_a_folder_with_the_tests_or_the_solution_is_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str, to: str
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
+    folder = harbor_task(tmp_path / "tasks" / "a")
+    (folder / "environment/inner").mkdir(parents=True) if link != "environment" else None
+    (folder / link).parent.mkdir(parents=True, exist_ok=True)
+    (folder / link).symlink_to(folder / to)
+    (folder / "environment" / "Dockerfile").write_text("FROM base\nCOPY . /\n")
+    for read in (lambda: build_contexts(tmp_path / "tasks"), lambda: harbor_examples(tmp_path / "tasks", offline=True)):
+        with pytest.raises(InvalidField, match="would show the agent") as refused:
+            read()
+        assert "put only" in str(refused.value.hint)
+
+
+def test_a_link_does_not_bring_the_tests_to_the_agent(tmp_path: Path) -> None:
+    folder = harbor_task(tmp_path / "tasks" / "a")
+    (folder / "environment").mkdir()
+    (folder / "environment" / "link").symlink_to(folder / "tests" / "test.sh")
+    with pytest.raises(InvalidField, match="would show the agent"):
+        harbor_examples(tmp_path, image="mine", offline=True)
+
+
 def test_an_instruction_that_lies_elsewhere_is_refused(tmp_path: Path) -> None:
     folder = harbor_task(tmp_path / "tasks" / "a")
     (tmp_path / "secret").write_text("the host's")

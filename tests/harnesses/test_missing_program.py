@@ -16,6 +16,7 @@ from outrider.lab.fakes.memory_runtime.runtime import MemoryRuntime
 from outrider.sandbox.runtimes.base import Runtime, SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import HarnessSpec, RuntimeSpec
+from support.sandboxes import process_sandbox
 
 from .conftest import context
 
@@ -101,11 +102,24 @@ async def test_a_program_that_is_nowhere(sandbox: Runtime, command: list[str], n
     assert "prepare step" in str(error.hint)
 
 
+async def test_a_file_in_the_path_is_no_folder(sandbox: Runtime) -> None:
+    error = await failure(sandbox, "no-such-agent", PATH="/etc/passwd:/usr/bin:/bin")
+    assert "no-such-agent is in no folder of the sandbox's PATH" in error.message
+
+
 async def test_an_exit_code_of_the_programs_own_is_not_explained(sandbox: Runtime) -> None:
     for code in (126, 127):
         error = await failure(sandbox, "bash", "-c", f"echo mine; exit {code}")
         assert error.message == f"command exited with code {code}"
         assert "log tail" in str(error.hint)
+
+
+async def test_the_path_of_the_sandbox_is_searched(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/tool").write_text("#!/bin/sh\nexit 127\n")
+    (tmp_path / "bin/tool").chmod(0o755)
+    async with process_sandbox(tmp_path, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}) as sandbox:
+        assert (await failure(sandbox, "tool")).message == "command exited with code 127"
 
 
 @pytest.fixture

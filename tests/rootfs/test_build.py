@@ -211,6 +211,18 @@ def test_scratch_is_always_built(workshop: Workshop) -> None:
     assert workshop.builds == 3
 
 
+def test_a_build_that_takes_too_long_is_a_bad_image(workshop: Workshop) -> None:
+    workshop.says("exec sleep 60")
+    builder = Builder(
+        ImageStore(workshop.folder / "images"),
+        folder=workshop.folder / "builds",
+        program=str(workshop.program),
+        seconds=0.1,
+    )
+    with pytest.raises(BadImage, match=r"took over 0\.1 s"):
+        builder.build(load_recipe(workshop.recipe), Reuse.VERSIONED)
+
+
 def test_of_64_that_build_the_same_one_does(workshop: Workshop) -> None:
     with ThreadPoolExecutor(64) as pool:
         built = set(pool.map(lambda _: workshop.build(Reuse.VERSIONED), range(64)))

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.concurrency.build_once import locked
 from outrider.errors import InvalidField, NotFound, RuntimeUnavailable
-from outrider.sandbox.rootfs.sif import Partition, root_partition
+from outrider.sandbox.rootfs.sif import Partition, root_partition, unpack_sif
 from outrider.sandbox.rootfs.store import ImageStore
 from outrider.sandbox.rootfs.unpack import BadImage
 
@@ -218,6 +218,19 @@ def test_a_sif_is_unpacked(store: ImageStore, tmp_path: Path) -> None:
     subprocess.run(["mksquashfs", tmp_path / "root", tmp_path / "y.sqfs", "-quiet"], check=True, capture_output=True)
     with pytest.raises(BadImage, match="unpack to 1100 MiB or more"):
         store.import_(sif(tmp_path / "y.sif", (tmp_path / "y.sqfs").read_bytes()), "y")
+
+
+@pytest.mark.parametrize("listing", ["exec sleep 60", "exit 0"])
+def test_a_sif_that_takes_too_long_is_a_bad_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: str
+) -> None:
+    (tmp_path / "root").mkdir()
+    tool = tmp_path / "unsquashfs"
+    tool.write_text(f'#!/bin/sh\n[ "$1" = -lln ] && {listing}\nexec sleep 60\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(BadImage, match=r"took over 0\.2 s"):
+        unpack_sif(sif(tmp_path / "x.sif", b"hsqs"), tmp_path / "root", seconds=0.2)
 
 
 def test_an_image_has_layers_within_reason(tmp_path: Path) -> None:

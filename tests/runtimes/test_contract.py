@@ -131,6 +131,8 @@ async def test_read_says_what_is_wrong(sandbox: Runtime) -> None:
     await sandbox.write("folder/file", b"12345")
     with pytest.raises(FileNotFoundError):
         await sandbox.read("missing")
+    with pytest.raises(FileNotFoundError):
+        await sandbox.read("folder/file/missing")
     with pytest.raises(IsADirectoryError):
         await sandbox.read("folder")
     assert await sandbox.read("folder/file", limit=5) == b"12345"

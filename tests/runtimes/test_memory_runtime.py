@@ -51,6 +51,14 @@ async def test_small_shell(text: str, code: int, out: str) -> None:
     assert (await shell.run(text), shell.out.decode()) == (code, out)
 
 
+def test_no_folder_is_made_below_a_file() -> None:
+    files = MemoryFiles()
+    files.write("/tmp/a", b"")
+    with pytest.raises(FileExistsError):
+        files.make_folder("/tmp/a/b/c")
+    assert files.below("/tmp") == ["/tmp/a"]
+
+
 async def test_failures_on_demand(world: World) -> None:
     sandbox = world.create("memory", env={FAIL_VARIABLE: "start"})
     with pytest.raises(RuntimeFailure, match="told to"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,8 @@ async def a_server(
         heard.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(reply)
         await writer.drain()
+        if heard[-1].startswith(b"PUT"):
+            heard.append(await reader.read())
         if heard[-1].startswith(b"CONNECT"):
             heard.append(await reader.read(100))
             writer.write(b"through")
@@ -40,6 +42,8 @@ async def said(folder: Path, request: str, hosts: list[str], environ: Mapping[st
         reader, writer = await asyncio.open_unix_connection(folder / "s")
         try:
             writer.write(request.encode())
+            if not request.endswith("\r\n\r\n"):
+                writer.write_eof()
             first = b""
             if request.startswith("CONNECT"):
                 first = await reader.readuntil(b"\r\n\r\n")
@@ -86,6 +90,39 @@ async def test_what_is_no_request_of_a_proxy_is_refused(tmp_path: Path, line: st
     assert got.startswith("HTTP/1.1 400 Bad Request")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "A: b\n\nGET http://other.lan/ HTTP/1.1\r\nHost: other.lan\r\n",
+        "A: b\rC: d\r\n",
+        "A: b\0\r\n",
+        "A: b\r\n folded\r\n",
+        "A : b\r\n",
+        "no colon\r\n",
+        "Content-Length: 1\r\nContent-Length: 2\r\n",
+        "Content-Length: +1\r\n",
+        "Content-Length: 1\r\nTransfer-Encoding: chunked\r\n",
+        "Transfer-Encoding: chunked\r\n",
+    ],
+)
+async def test_a_head_that_servers_may_read_differently_is_refused(tmp_path: Path, fields: str) -> None:
+    async with a_server() as (port, heard):
+        environ = {"http_proxy": f"http://127.0.0.1:{port}"}
+        request = f"GET http://index.lan/x HTTP/1.1\r\n{fields}\r\n"
+        got, _ = await said(tmp_path, request, ["index.lan"], environ)
+        assert got.startswith(("HTTP/1.1 400 Bad Request", "HTTP/1.1 411 Length Required"))
+        assert heard == []
+
+
+async def test_the_server_gets_one_request_for_the_checked_host(tmp_path: Path) -> None:
+    async with a_server() as (port, heard):
+        environ = {"http_proxy": f"http://127.0.0.1:{port}"}
+        request = "PUT http://other.lan\\@index.lan?q HTTP/1.1\r\nHost: other.lan\r\nContent-Length: 2\r\n\r\nhiGET "
+        await said(tmp_path, request, ["index.lan"], environ)
+        kept = b"Host: index.lan\r\nContent-Length: 2\r\nConnection: close\r\n\r\n"
+        assert heard == [b"PUT http://index.lan/?q HTTP/1.1\r\n" + kept, b"hi"]
+
+
 async def test_the_operators_proxy_is_used_and_its_password_stays_outside(tmp_path: Path) -> None:
     async with a_server(b"HTTP/1.1 200 Fine\r\n\r\n") as (port, heard):
         environ = {"HTTPS_PROXY": f"http://me:s%40t@127.0.0.1:{port}", "NO_PROXY": "x.lan, .y.lan"}
@@ -98,8 +135,26 @@ async def test_the_operators_proxy_is_used_and_its_password_stays_outside(tmp_pa
     async with a_server() as (port, heard):
         environ = {"http_proxy": f"http://127.0.0.1:{port}"}
         got, _ = await said(tmp_path, "GET http://index.lan/x HTTP/1.1\r\nA: b\r\n\r\n", ["index.lan"], environ)
-        assert heard == [b"GET http://index.lan/x HTTP/1.1\r\nA: b\r\nConnection: close\r\n\r\n"]
+        assert heard == [b"GET http://index.lan/x HTTP/1.1\r\nHost: index.lan\r\nA: b\r\nConnection: close\r\n\r\n"]
         assert got.endswith("hi")
+
+
+async def test_the_connection_to_a_proxy_without_a_readable_reply_is_closed(tmp_path: Path) -> None:
+    closed = asyncio.Event()
+
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            writer.write(b"x" * (70 << 10))
+            await reader.read()
+        writer.close()
+        closed.set()
+
+    async with await asyncio.start_server(babble, "127.0.0.1", 0) as server:
+        environ = {"https_proxy": f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"}
+        got, _ = await said(tmp_path, "CONNECT index.lan:443 HTTP/1.1\r\n\r\n", ["index.lan"], environ)
+        assert got.startswith("HTTP/1.1 502 Bad Gateway")
+        async with asyncio.timeout(5):
+            await closed.wait()
 
 
 async def test_a_host_that_does_not_answer_is_told(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_files_of_other_stages(store: ImageStore, context: Path) -> None:
     assert (root / "all/inner").readlink() == Path("er/file")
     assert (root / "all/outer").readlink() == Path("/out/in.txt")
     assert (root / "files/second").read_text() == "second\n"
-    assert (root / "files/in.txt").read_text() == "hello\n"
+    assert (root / "files/outer").read_text() == "hello\n"
     assert (root / "own").stat().st_mode & 0o777 == 0o600
     assert (root / "in/hello").read_text().endswith(" is \n")
     assert sorted(str(path.relative_to(root / "context")) for path in (root / "context").rglob("*")) == [

@@ -13,8 +13,8 @@ from outrider.spec import RuntimeSpec
 
 
 @asynccontextmanager
-async def process_sandbox(folder: Path) -> AsyncIterator[Runtime]:
-    """A running sandbox below `folder`, which is stopped at the end."""
+async def process_sandbox(folder: Path, env: dict[str, str] | None = None) -> AsyncIterator[Runtime]:
+    """A running sandbox below `folder`, with the variables `env`, which is stopped at the end."""
     directory = folder / "sandbox"
     directory.mkdir()
     async with Host(folder) as host:
@@ -26,7 +26,7 @@ async def process_sandbox(folder: Path) -> AsyncIterator[Runtime]:
             gateway_url="http://127.0.0.1:9",
             gateway_socket=folder / "gateway.sock",
         )
-        runtime = ProcessRuntime.create(RuntimeSpec(kind="process"), context)
+        runtime = ProcessRuntime.create(RuntimeSpec(kind="process", env=env or {}), context)
         await runtime.start()
         try:
             yield runtime

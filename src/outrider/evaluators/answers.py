@@ -20,6 +20,7 @@ MAX_ANSWER = 32_768
 """Maximum length of an answer: in characters from the end of a reply, or in bytes of a file."""
 PROBE_SECONDS = 30.0
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*\d")
 MAX_AFTER = 60
 
 
@@ -97,15 +98,20 @@ def _tags(reply: str) -> Iterator[_Mark]:
 
 
 def _boxes(reply: str) -> Iterator[_Mark]:
-    """Yield the contents of boxes, the last one first. Of nested boxes only the inner one is yielded."""
-    before = len(reply)
-    while (begin := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
-        brace = BOX.match(reply, begin)
-        end = -1 if brace is None else _closing(reply, brace.end(), before)
-        if brace is None or end < 0:
+    """Yield the contents of boxes, the last one first. Of nested boxes only the inner one is yielded. The command
+    without a brace is no box, unless a digit follows, which TeX would put into the box."""
+    before = stop = len(reply)
+    while (before := max(reply.rfind("\\boxed", 0, before), reply.rfind("\\fbox", 0, before))) >= 0:
+        brace = BOX.match(reply, before)
+        if brace is None:
+            if BARE_BOX.match(reply, before):
+                return
+            continue
+        end = _closing(reply, brace.end(), stop)
+        if end < 0:
             return  # what follows an unclosed box belongs to the box
-        yield _Mark(begin, end + 1, reply[brace.end() : end].strip())
-        before = begin
+        yield _Mark(before, end + 1, reply[brace.end() : end].strip())
+        stop = before
 
 
 def _closing(text: str, start: int, stop: int) -> int:

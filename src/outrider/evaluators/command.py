@@ -81,6 +81,7 @@ class CommandEvaluator:
         except FileNotFoundError as error:
             raise _failure("the evaluator removed the file for the verdict", result) from error
         except (IsADirectoryError, RuntimeFailure) as error:
+            await runtime.exec(["true"], seconds=CLEANUP_SECONDS)  # raises if the whole sandbox is broken
             raise _failure(f"the verdict cannot be read: {error}", result) from error
         if result.exit_code is None:
             raise _failure(f"the evaluator did not end within {self._seconds:g} s", result, inside=False)

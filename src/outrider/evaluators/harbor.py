@@ -107,6 +107,8 @@ async def verify(
             continue
         except IsADirectoryError as error:
             raise await failure(runtime, done, f"{path} is a folder") from error
+        except RuntimeFailure as error:  # the file is too large or a pipe; if the sandbox is broken, `failure` raises
+            raise await failure(runtime, done, f"{path} cannot be read: {error.message}") from error
         try:
             return parse(text)
         except ValueError as error:

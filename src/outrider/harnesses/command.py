@@ -15,7 +15,7 @@ from outrider.errors import LOG_TAIL, HarnessError, InvalidField, RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome, ProgramExit
 from outrider.harnesses.endpoint_variables import endpoint_environment
 from outrider.harnesses.install import installation, unavailable
-from outrider.harnesses.missing_program import SYSTEM_PATH, find_missing
+from outrider.harnesses.missing_program import find_missing, search_path
 from outrider.harnesses.placeholders import fill, fill_file
 from outrider.harnesses.presets import DIALECT, OptionValue, Preset
 from outrider.harnesses.venv import COMPILE_SECONDS, compile_modules, read_venv
@@ -35,7 +35,6 @@ TAIL_OF_NEWEST = (
 puts newlines into the names of its logs."""
 
 FIND_HOME = 'printf %s "$HOME"'
-FIND_PATH = 'printf %s "$PATH"'
 
 
 class CommandHarness:
@@ -80,11 +79,7 @@ class CommandHarness:
             await compile_modules(venv, seconds=seconds)
             # The environment's programs are first in PATH, before the PATH of the task or the sandbox, as after
             # `activate`.
-            inherited = self._env.get("PATH")
-            if inherited is None:
-                told = await context.runtime.exec(FIND_PATH, seconds=LOOKUP_SECONDS)
-                # The output is empty if the sandbox has no shell.
-                inherited = told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH
+            inherited = await search_path(context.runtime, self._env, seconds=LOOKUP_SECONDS)
             self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
         if not self._preset.files:
             return

@@ -27,7 +27,8 @@ NOT_EXECUTABLE = 126
 """Exit codes of shells and the tool server for a program that cannot be started."""
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""PATH for a sandbox that sets no PATH."""
+"""PATH for a sandbox that sets no PATH, or has no shell."""
+FIND_PATH = 'printf %s "$PATH"'
 HEAD = 4096
 """Number of bytes read from the beginning of a file, enough for its first line or the program headers of an ELF
 file."""
@@ -84,12 +85,21 @@ async def find_missing(
     return found
 
 
+async def search_path(runtime: Runtime, env: Mapping[str, str], *, seconds: float) -> str:
+    """Return the PATH of programs in the sandbox that are started with the variables `env`. Raises RuntimeFailure."""
+    if own := env.get("PATH"):
+        return own
+    told = await runtime.exec(FIND_PATH, seconds=seconds)
+    return told.stdout.decode("utf-8", errors="replace") or SYSTEM_PATH
+
+
 class _Sandbox:
     """Searches for programs in a sandbox, with the given environment variables."""
 
     def __init__(self, runtime: Runtime, env: Mapping[str, str]) -> None:
         self._runtime = runtime
         self._env = env
+        self._path = ""
 
     async def unusable(self, name: str, *, depth: int = MAX_SCRIPTS) -> Missing | None:
         """Return why the program cannot be started, or None if no cause is found. For a script, the interpreter is also
@@ -126,7 +136,8 @@ class _Sandbox:
         are searched."""
         if "/" in name:
             return name if await self._exists(name) else None
-        for folder in filter(None, (self._env.get("PATH") or SYSTEM_PATH).split(":")):
+        self._path = self._path or await search_path(self._runtime, self._env, seconds=LOOK_SECONDS)
+        for folder in filter(None, self._path.split(":")):
             if await self._exists(f"{folder.rstrip('/')}/{name}"):
                 return f"{folder.rstrip('/')}/{name}"
         return None
@@ -134,7 +145,7 @@ class _Sandbox:
     async def _exists(self, path: str) -> bool:
         try:
             await self._runtime.read(path, limit=0)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return False
         except (RuntimeFailure, OSError):  # the path exists, but is larger than 0 bytes, a folder, or unreadable
             return True

@@ -2,8 +2,9 @@
 
 The sandbox of a build has no network. A program in the sandbox reaches this proxy at the sandbox's endpoint. The proxy
 connects to an allowed host directly, or through the operator's own proxy, which this process's variables name.
-Invariants: a connection is made only to an allowed host and port; the address and the password of the operator's own
-proxy are not passed into the sandbox.
+Invariants: a connection is made only to an allowed host and port; each connection carries one request, whose head has
+one meaning for strict and for lenient servers; the address and the password of the operator's own proxy are not passed
+into the sandbox.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import msgspec
 
 from outrider.environment import variables
 from outrider.errors import InvalidField
@@ -28,6 +31,11 @@ MAX_REFUSED = 32
 PORTS = (80, 443)
 """The allowed ports of a host given without a port."""
 HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,252}[a-z0-9])?(:[0-9]{1,5})?")
+REQUEST_LINE = re.compile(r"([A-Z-]+) ([\x21-\x7e\x80-\xff]+) (HTTP/1\.[01])")
+FIELD = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
+"""A header line: no space before the colon, no continuation of an earlier line, and no bare CR or LF."""
+NOT_PASSED = ("host", "connection", "proxy-connection", "keep-alive", "proxy-authorization")
+"""Headers that the proxy removes or replaces."""
 INDEXES = (
     *("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_DEFAULT_INDEX"),
     *("NPM_CONFIG_REGISTRY", "npm_config_registry", "GOPROXY", "CARGO_REGISTRIES_CRATES_IO_INDEX"),
@@ -83,6 +91,20 @@ class NotPassedOn(Exception):
         self.status = status
 
 
+class Request(msgspec.Struct, frozen=True):
+    """The head of a request. `fields` are the header lines to pass on, `length` is the size of the body in bytes."""
+
+    method: str
+    target: str
+    version: str
+    fields: list[str]
+    length: int
+
+    @property
+    def tunnel(self) -> bool:
+        return self.method == "CONNECT"
+
+
 class BuildProxy:
     """The proxy of one build. The variables `environ`, by default this process's, may name the operator's own proxy
     (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that do not need it (NO_PROXY)."""
@@ -129,9 +151,8 @@ class BuildProxy:
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             return
         try:
-            method, target, *_ = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
-            tunnel = method == "CONNECT"
-            server_reader, server_writer, first = await self._reached(target, head, tunnel)
+            request = read_request(head)
+            server_reader, server_writer, first = await self._reached(request)
         except (NotPassedOn, ValueError) as error:
             status = error.status if isinstance(error, NotPassedOn) else "400 Bad Request"
             body = f"outrider image build: {error}\n".encode()
@@ -142,23 +163,22 @@ class BuildProxy:
                 await writer.drain()
             return
         try:
-            if tunnel:
+            if request.tunnel:
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
             server_writer.write(first)
             async with asyncio.TaskGroup() as group:
-                group.create_task(relay(reader, server_writer))
+                group.create_task(relay(reader, server_writer, None if request.tunnel else request.length))
                 group.create_task(relay(server_reader, writer))
         finally:
             server_writer.close()
 
-    async def _reached(
-        self, target: str, head: bytes, tunnel: bool
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Connect to the host of a request. `head` is the request's head, `tunnel` is True for CONNECT. Returns the
-        connection, and the bytes to send first. Raises NotPassedOn, and ValueError for a malformed request."""
-        url = urlsplit(f"//{target}" if tunnel else target)
+    async def _reached(self, request: Request) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
+        """Connect to the host of a request. Returns the connection, and the bytes to send first. Raises NotPassedOn,
+        and ValueError for a malformed target."""
+        tunnel = request.tunnel
+        url = urlsplit(f"//{request.target}" if tunnel else request.target)
         if not tunnel and url.scheme != "http":
-            raise NotPassedOn("400 Bad Request", f"{target[:200]} is no http:// address")
+            raise NotPassedOn("400 Bad Request", f"{request.target[:200]} is no http:// address")
         host, port = (url.hostname or "").rstrip("."), url.port or (443 if tunnel else 80)
         if not allowed(self._hosts, host, port):
             shown = host if port in PORTS else f"{host}:{port}"
@@ -166,25 +186,33 @@ class BuildProxy:
                 self._refused.add(shown)
             raise NotPassedOn("403 Forbidden", f"no --allow-host names {shown[:300]}")
         upstream = self._upstream(tunnel, host)
+        origin = host if port == 80 else f"{host}:{port}"
+        path = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 if upstream is None:
                     connection = await asyncio.open_connection(host, port)
-                    return *connection, b"" if tunnel else one_request(head, f"{url.path or '/'}", url.query)
-                connection = await asyncio.open_connection(upstream[0], upstream[1])
-                reader, writer = connection
+                    return *connection, b"" if tunnel else one_request(request, path, origin)
+                reader, writer = await asyncio.open_connection(upstream[0], upstream[1])
                 if not tunnel:
-                    return reader, writer, one_request(head, target, "", upstream[2])
-                writer.write(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n{upstream[2]}\r\n".encode())
-                said = await reader.readuntil(b"\r\n\r\n")
+                    # The target is written anew, because the operator's proxy may read the client's text differently.
+                    return reader, writer, one_request(request, f"http://{origin}{path}", origin, upstream[2])
+                try:
+                    writer.write(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n{upstream[2]}\r\n".encode())
+                    status = (
+                        (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].decode("latin-1").partition(" ")[2]
+                    )
+                    if not status.startswith("200"):
+                        raise NotPassedOn(
+                            "502 Bad Gateway", f"this machine's proxy does not reach {host}:{port}: {status[:200]}"
+                        )
+                except BaseException:
+                    writer.close()
+                    raise
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise NotPassedOn(
                 "502 Bad Gateway", f"cannot reach {host}:{port}: {error or type(error).__name__}"
             ) from error
-        status = said.split(b"\r\n", 1)[0].decode("latin-1").partition(" ")[2]
-        if not status.startswith("200"):
-            writer.close()
-            raise NotPassedOn("502 Bad Gateway", f"this machine's proxy does not reach {host}:{port}: {status[:200]}")
         return reader, writer, b""
 
     def _upstream(self, tunnel: bool, host: str) -> tuple[str, int, str] | None:
@@ -208,26 +236,41 @@ class BuildProxy:
         return None
 
 
-def one_request(head: bytes, path: str, query: str, header: str = "") -> bytes:
-    """Return a request's head with `path` and `query` as its target, without the headers for proxies, with the line
-    `header`, and with `Connection: close`."""
+def read_request(head: bytes) -> Request:
+    """Read the head of a request. Raises NotPassedOn if a lenient server may find the end of the head or of the body
+    elsewhere: for a malformed line, a bare CR or LF, and a length of the body that is unclear."""
     first, *fields = head[:-4].decode("latin-1").split("\r\n")
-    method, _, version = first.split(" ")
-    kept = [
-        field
-        for field in fields
-        if field.partition(":")[0].strip().lower()
-        not in ("connection", "proxy-connection", "keep-alive", "proxy-authorization")
-    ]
-    target = f"{path}?{query}" if query else path
-    lines = [f"{method} {target} {version}", *kept, "Connection: close"]
+    line = REQUEST_LINE.fullmatch(first)
+    if line is None:
+        raise NotPassedOn("400 Bad Request", f"{first[:200]!r} is no request of HTTP/1.1")
+    for field in fields:
+        if not FIELD.fullmatch(field):
+            raise NotPassedOn("400 Bad Request", f"{field[:200]!r} is no header line")
+    named = [(name.lower(), value.strip(" \t")) for name, _, value in (field.partition(":") for field in fields)]
+    if any(name == "transfer-encoding" for name, _ in named):
+        raise NotPassedOn("411 Length Required", "a body needs a Content-Length; Transfer-Encoding is not supported")
+    lengths = [value for name, value in named if name == "content-length"]
+    if len(lengths) > 1 or not all(re.fullmatch("[0-9]{1,18}", length) for length in lengths):
+        raise NotPassedOn("400 Bad Request", "Content-Length is not one number")
+    kept = [field for field, (name, _) in zip(fields, named, strict=True) if name not in NOT_PASSED]
+    return Request(line[1], line[2], line[3], kept, int(lengths[0]) if lengths else 0)
+
+
+def one_request(request: Request, target: str, origin: str, header: str = "") -> bytes:
+    """Return the head of a request to `target` at the host `origin`, with the line `header`, and with `Connection:
+    close`."""
+    lines = [f"{request.method} {target} {request.version}", f"Host: {origin}", *request.fields, "Connection: close"]
     return ("\r\n".join(lines) + f"\r\n{header}\r\n").encode("latin-1")
 
 
-async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy the bytes of one direction to its end, and then end the other side's input."""
+async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int | None = None) -> None:
+    """Copy the bytes of one direction to its end, and then end the other side's input. Bytes beyond `limit` are
+    dropped."""
     with suppress(OSError):
         while data := await reader.read(CHUNK):
+            if limit is not None:
+                data = data[:limit]
+                limit -= len(data)
             writer.write(data)
             await writer.drain()
     with suppress(OSError, RuntimeError):

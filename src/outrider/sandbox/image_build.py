@@ -190,11 +190,11 @@ def kept_part(source: Path, without: Sequence[Path], drafts: Path) -> Path:
 
 async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path) -> None:
     """Copy files of another image, whose root is `origin`, into the sandbox. A source that is a link is followed within
-    `origin`. Links in a folder stay links. `drafts` is a folder for temporary files. Raises RuntimeFailure."""
-    found = [path for source in step.sources for path in await asyncio.to_thread(matches, origin, source)]
-    into = step.into or len(found) > 1 or (found[0].is_file() and await goes_into(runtime, step))
-    for number, path in enumerate(found):
-        name = posixpath.basename(step.sources[min(number, len(step.sources) - 1)]) if not path.name else path.name
+    `origin`, and its copy has the name of the link. Links in a folder stay links. `drafts` is a folder for temporary
+    files. Raises RuntimeFailure."""
+    found = [match for source in step.sources for match in await asyncio.to_thread(matches, origin, source)]
+    into = step.into or len(found) > 1 or (found[0][1].is_file() and await goes_into(runtime, step))
+    for name, path in found:
         if path.is_file():
             target = posixpath.join(step.target, name) if into else step.target
             await runtime.upload(path, target)
@@ -215,8 +215,9 @@ async def copy_from(runtime: Runtime, step: CopyFrom, origin: Path, drafts: Path
                 raise RuntimeFailure("the links of the copied folder cannot be made", log_tail=done.log_tail())
 
 
-def matches(origin: Path, source: str) -> list[Path]:
-    """Return the files and folders of an image that match an absolute path or pattern. Raises RuntimeFailure."""
+def matches(origin: Path, source: str) -> list[tuple[str, Path]]:
+    """Return the files and folders of an image that match an absolute path or pattern: their names, and their paths
+    with all links resolved. Raises RuntimeFailure."""
     relative = source.lstrip("/")
     wild = any(char in relative for char in "*?[")
     named = sorted(origin.glob(relative)) if wild else [origin / relative]
@@ -224,7 +225,7 @@ def matches(origin: Path, source: str) -> list[Path]:
     for path in named:
         place = inside(origin, path)
         if place.is_dir() or place.is_file():
-            found.append(place)
+            found.append((path.name, place))
     if not found:
         raise RuntimeFailure(f"that image has no {source}")
     return found

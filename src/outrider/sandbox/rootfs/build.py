@@ -25,7 +25,7 @@ from outrider.sandbox.rootfs.recipe import Definition, Recipe, definition_of, lo
 from outrider.sandbox.rootfs.store import ImageStore
 from outrider.sandbox.rootfs.unpack import BadImage
 
-BUILD_SECONDS = 6 * 3600
+BUILD_SECONDS = 6 * 3600.0
 SIF = "image.sif"
 PROGRAMS = ("apptainer", "singularity")
 """Names of the program, the former name last."""
@@ -58,7 +58,7 @@ def apptainer_program() -> str:
 
 class Builder:
     """Builds images into `folder`. The methods block. `program` is the path of Apptainer, by default the path of the
-    program on the PATH. `note` is called with a line of text before long work."""
+    program on the PATH. `note` is called with a line of text before long work. A build is killed after `seconds`."""
 
     def __init__(
         self,
@@ -67,11 +67,13 @@ class Builder:
         folder: Path | None = None,
         program: str | None = None,
         note: Callable[[str], None] = lambda text: None,
+        seconds: float = BUILD_SECONDS,
     ) -> None:
         self._store = store
         self._folder = folder or cache_home() / "builds"
         self._program = program
         self._note = note
+        self._seconds = seconds
 
     def build(self, recipe: Recipe, reuse: Reuse) -> Path:
         """Build a recipe or find an earlier build, and return the SIF file. Raises InvalidField, NotFound, BadImage
@@ -114,18 +116,29 @@ class Builder:
         self._note(f"building with {program}; this takes minutes if many packages are installed")
         as_user = ["--fakeroot"] if os.geteuid() else []  # apt and pip need root
         with log.open("wb") as out:
-            done = subprocess.run(
-                [program, "build", *as_user, str(sif), str(recipe)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=BUILD_SECONDS,
-                check=False,
-            )
+            try:
+                done = subprocess.run(
+                    [program, "build", *as_user, str(sif), str(recipe)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    timeout=self._seconds,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired as error:
+                raise BadImage(
+                    f"{program} took over {self._seconds:g} s to build",
+                    hint="build the slow steps into an image of their own, and name it as the base",
+                    log_tail=log_tail(log),
+                ) from error
         if done.returncode != 0 or not sif.exists():
             raise BadImage(
                 f"{program} cannot build the image",
                 hint="an ordinary user needs an entry in /etc/subuid and /etc/subgid; root needs all capabilities",
-                log_tail=log.read_bytes()[-LOG_TAIL:].decode(errors="replace"),
+                log_tail=log_tail(log),
             )
         sif.chmod(0o644)
+
+
+def log_tail(log: Path) -> str:
+    return log.read_bytes()[-LOG_TAIL:].decode(errors="replace")

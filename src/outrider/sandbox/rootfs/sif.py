@@ -11,7 +11,9 @@ import os
 import shutil
 import struct
 import subprocess
+import time
 from pathlib import Path
+from threading import Timer
 from typing import NamedTuple
 
 from outrider.errors import RuntimeUnavailable
@@ -27,7 +29,8 @@ PARTITION = 0x4004
 SQUASHFS = 1
 SYSTEM_PARTITION = 2
 MAX_DESCRIPTORS = 4096
-UNSQUASHFS_SECONDS = 3600
+UNSQUASHFS_SECONDS = 3600.0
+"""Time limit of the listing of an image, and of its unpacking."""
 MAX_LINE = 64 << 10
 """Maximum bytes read as one line of a listing. A path has at most 4096 bytes."""
 
@@ -69,20 +72,24 @@ def root_partition(path: Path) -> Partition:
     raise BadImage(f"{path} has no root file system")
 
 
-def unpack_sif(path: Path, target: Path) -> Contents:
-    """Unpack the root file system into an empty folder. Raises BadImage, and RuntimeUnavailable without unsquashfs."""
+def unpack_sif(path: Path, target: Path, *, seconds: float = UNSQUASHFS_SECONDS) -> Contents:
+    """Unpack the root file system into an empty folder. unsquashfs runs twice, each time for up to `seconds`. Raises
+    BadImage, and RuntimeUnavailable without unsquashfs."""
     tool = shutil.which("unsquashfs")
     if tool is None:
         raise RuntimeUnavailable("unsquashfs is not installed", hint="it is in the package squashfs-tools")
     offset = root_partition(path).offset
-    _check_size(tool, path, offset, target)
+    _check_size(tool, path, offset, target, seconds)
     command = [tool, "-quiet", "-no-progress", "-no-xattrs", "-ignore-errors", "-force"]
-    done = subprocess.run(
-        [*command, "-offset", str(offset), "-dest", str(target), str(path)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=UNSQUASHFS_SECONDS,
-    )
+    try:
+        done = subprocess.run(
+            [*command, "-offset", str(offset), "-dest", str(target), str(path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _too_slow(path, seconds) from error
     # Exit status 2: some files were left out, such as devices, which an ordinary user cannot make.
     if done.returncode not in (0, 2):
         raise BadImage(f"{path} cannot be unpacked: {done.stderr.decode(errors='replace').strip()[-500:]}")
@@ -90,13 +97,16 @@ def unpack_sif(path: Path, target: Path) -> Contents:
     return contents_of(target)
 
 
-def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
+def _check_size(tool: str, path: Path, offset: int, target: Path, seconds: float) -> None:
     """Check the total of the listed sizes before any file is written. Many files of a squashfs can share the same few
     bytes, so a small image may unpack to a huge tree. Raises BadImage."""
     room, total = Room(target, path.stat().st_size), 0
     command = [tool, "-lln", "-offset", str(offset), str(path)]
+    until = time.monotonic() + seconds
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as said:
         assert said.stdout is not None
+        limit = Timer(seconds, said.kill)
+        limit.start()
         try:
             # A name with a newline adds a line and removes none, so no size is missed.
             while line := said.stdout.readline(MAX_LINE):
@@ -105,8 +115,17 @@ def _check_size(tool: str, path: Path, offset: int, target: Path) -> None:
                     total += int(parts[2])
                     check_expansion(total, room.archived)
         finally:
+            limit.cancel()
             said.kill()
+    if time.monotonic() >= until:  # the listing may have been cut
+        raise _too_slow(path, seconds)
     room.take(total)
+
+
+def _too_slow(path: Path, seconds: float) -> BadImage:
+    return BadImage(
+        f"unsquashfs took over {seconds:g} s for {path}", hint="copy the file to a faster disk, or use a smaller image"
+    )
 
 
 def make_own(root: Path) -> None:

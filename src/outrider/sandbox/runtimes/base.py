@@ -193,8 +193,8 @@ class Runtime(Protocol):
         ...
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
-        """Return a file's bytes. Raises FileNotFoundError and IsADirectoryError, and RuntimeFailure for a file of more
-        than `limit` bytes or, if `follow` is false, for a symbolic link."""
+        """Return a file's bytes. Raises FileNotFoundError, also if a parent of the path is a file; IsADirectoryError;
+        and RuntimeFailure for a file of more than `limit` bytes or, if `follow` is false, for a symbolic link."""
         ...
 
     async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:

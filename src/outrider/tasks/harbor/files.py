@@ -1,6 +1,7 @@
 """Reads the files of a Harbor task folder: the instruction, and other files as prepare steps that write these files.
 
-The module is independent of tasks. Invariant: links never make this module read files outside the task's folder.
+The module is independent of tasks. Invariants: links never make this module read files outside the task's folder, and
+never give the tests or the solution to an agent.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,6 +20,7 @@ from outrider.text_files import read_text_file
 MAX_FILES = 16 << 20
 """Maximum bytes of a folder whose files are sent with a task. The limit of a whole request is 32 MiB."""
 MAX_NUMBER = 1024
+HIDDEN = ("tests", "solution", "steps/*/tests", "steps/*/solution")
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 """Pattern of a canary: a line at the beginning of an instruction that makes its data set detectable in training data.
 Canaries are removed."""
@@ -34,6 +36,25 @@ def inside(path: Path, task: Path) -> Path:
     return path
 
 
+def hidden_folders(task: Path) -> list[Path]:
+    """Return the folders of a task, and of its steps, that agents must not see: the tests and the solutions."""
+    return [path.resolve() for pattern in HIDDEN for path in task.glob(pattern)]
+
+
+def shown(path: Path, task: Path, hidden: Sequence[Path]) -> Path:
+    """Return a path whose files an agent will see. Raises InvalidField if links lead from the path to a folder of
+    `hidden`, to a folder above one, or out of the task's folder."""
+    real = inside(path, task).resolve()
+    for folder in hidden:
+        if real.is_relative_to(folder) or folder.is_relative_to(real):
+            raise InvalidField(
+                f"{path} is or contains {folder}, so it would show the agent the tests or the solution",
+                field="source",
+                hint=f"replace the link by a copy, and put only files that the agent may see into {path}",
+            )
+    return path
+
+
 def instruction_in(folder: Path, task: Path) -> str:
     """Return the instruction, without the canaries at its beginning. Raises InvalidField."""
     path = inside(folder / "instruction.md", task)
@@ -45,16 +66,16 @@ def instruction_in(folder: Path, task: Path) -> str:
     return "\n".join(lines)
 
 
-def written(folder: Path, task: Path, to: str) -> list[dict[str, Any]]:
+def written(folder: Path, task: Path, to: str, *, hidden: Sequence[Path] = ()) -> list[dict[str, Any]]:
     """Return prepare steps that write the files of a task's folder below `to`, or none if the folder does not exist.
 
-    Links within the task are followed. Raises InvalidField for a link that leaves the task or leads in a circle, and
-    TooLarge.
+    Links within the task are followed. Raises InvalidField for a link that leaves the task, leads in a circle, or leads
+    into a folder of `hidden`, and TooLarge.
     """
     steps: list[dict[str, Any]] = []
     total = 0
     for path, name in files_below(folder, task):
-        total += path.stat().st_size  # checked before the file is read, because it may be huge
+        total += shown(path, task, hidden).stat().st_size  # checked before the file is read, because it may be huge
         if total > MAX_FILES or len(steps) == MAX_NUMBER:
             raise TooLarge(
                 f"{folder} has more than {MAX_NUMBER} files or {MAX_FILES >> 20} MiB",

@@ -24,7 +24,15 @@ from outrider.sandbox.rootfs.dockerfile import DOCKERFILE, Health
 from outrider.sandbox.rootfs.store import ImageStore
 from outrider.spec import MAX_INLINE_FILE, Limits, RuntimeSpec, fault_text
 from outrider.tasks.examples import Example, Gold
-from outrider.tasks.harbor.files import check_links, files_below, inside, instruction_in, written
+from outrider.tasks.harbor.files import (
+    check_links,
+    files_below,
+    hidden_folders,
+    inside,
+    instruction_in,
+    shown,
+    written,
+)
 from outrider.tasks.harbor.network import network_uses
 from outrider.tasks.harbor.schema import (
     NETWORK_HINT,
@@ -107,7 +115,10 @@ def harbor_folders(root: Path) -> dict[str, Path]:
 def build_contexts(root: Path) -> list[Path]:
     """Return the folders with Dockerfiles of the Harbor tasks below a folder, sorted. The Dockerfiles are for the
     agents' sandboxes and for verifiers with their own images. Raises InvalidField for a broken task.toml."""
-    found = {inside(path.parent, path.parent.parent) for path in root.rglob(f"environment/{DOCKERFILE}")}
+    found = set[Path]()
+    for dockerfile in root.rglob(f"environment/{DOCKERFILE}"):
+        task = dockerfile.parent.parent
+        found.add(shown(dockerfile.parent, task, hidden_folders(task)))
     for folder in harbor_folders(root).values():
         config = read_config(folder / TASK_TOML)
         steps: Sequence[HarborStep | None] = config.steps or [None]
@@ -130,6 +141,7 @@ class HarborFolder:
         self._toml = folder / TASK_TOML
         self._environ = environ
         self._image = image
+        self._hidden = hidden_folders(folder)
         self._config = read_config(self._toml)
         for field, what, hint in unsupported(self._config, offline=offline):
             if hint is NETWORK_HINT and (needs := self._network_notes()):
@@ -215,7 +227,7 @@ class HarborFolder:
         """Return prepare steps for the files that a step adds to the working directory, for its setup.sh, and for its
         health check."""
         folder = self._step_folder(step) / "workdir"
-        prepare = written(folder, self._folder, ".") if folder.exists() else []
+        prepare = written(folder, self._folder, ".", hidden=self._hidden) if folder.exists() else []
         if (folder / SETUP).exists():
             prepare.append({"run": f"bash ./{SETUP}", "seconds": PREPARING_SECONDS})
         if step.healthcheck is not None:
@@ -253,7 +265,7 @@ class HarborFolder:
         if image is not None:
             return image, None
         if (folder / DOCKERFILE).exists():
-            built = built_image(inside(folder, self._folder), ImageStore())
+            built = built_image(shown(folder, self._folder, self._hidden), ImageStore())
             return built.name, built.health
         for path, name in files_below(folder, self._folder) if folder.is_dir() else ():
             raise InvalidField(
@@ -270,7 +282,7 @@ class HarborFolder:
         named = self._config.environment.docker_image or self._image
         if not named or (folder / DOCKERFILE).exists() or not folder.is_dir():
             return []
-        return written(folder, self._folder, ".")
+        return written(folder, self._folder, ".", hidden=self._hidden)
 
     def _sandbox(
         self, environment: Environment, field: str, image: str | None, files: list[dict[str, Any]]

@@ -48,12 +48,15 @@ class MemoryFiles:
         self._data[path] = (self._data.get(path, b"") if append else b"") + data
 
     def make_folder(self, path: str) -> None:
-        """Make a folder with its parents. Raises FileExistsError if a parent or the path itself is a file."""
+        """Make a folder with its parents. Makes none and raises FileExistsError if a parent or the path itself is a
+        file."""
+        missing = set()
         while path not in self._folders:
             if path in self._data:
                 raise os_error(errno.EEXIST, path)
-            self._folders.add(path)
+            missing.add(path)
             path = posixpath.dirname(path)
+        self._folders |= missing
 
     def below(self, path: str) -> list[str]:
         """Return the paths of all files and folders in a folder, at any depth, sorted."""

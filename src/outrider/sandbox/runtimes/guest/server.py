@@ -128,7 +128,10 @@ class Server:
         self.calls.reply(call, {})
 
     def do_read(self, call: int, args: dict[str, Any]) -> None:
-        fd = open_file(args["path"], args["follow"])
+        try:
+            fd = open_file(args["path"], args["follow"])
+        except NotADirectoryError as error:  # a parent of the path is a file
+            raise FileNotFoundError(str(error)) from error
         try:
             self.calls.reply(call, {"data": posix.pread(fd, args["size"], args["offset"])})
         finally:
