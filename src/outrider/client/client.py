@@ -98,6 +98,8 @@ RETRIES = RetryPolicy(first=0.25, longest=10.0)
 PATIENCE = 300.0
 """Seconds for which `patiently` retries while the service is busy or cannot be reached, for example during a restart.
 `submit` retries for the same time, but only while the service is busy."""
+UNAVAILABLE = frozenset({502, 503, 504})
+"""The statuses with which a proxy replies while the service behind the proxy restarts."""
 SPREAD = 1.25
 """A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD, so that refused
 clients do not all retry at the same time."""
@@ -283,9 +285,10 @@ class AsyncClient:
                 groups[group_id] = await self.group(group_id)
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
-        """Yield every event after a cursor, without end. If the connection is lost, the client connects again. Raises
-        ServiceError if the first connection fails, or if no connection succeeds for PATIENCE seconds. An error in a
-        reply is raised at once, also after a reconnect."""
+        """Yield every event after a cursor, without end. If the connection is lost, the client connects again, also if
+        a proxy replies with a status in UNAVAILABLE. Raises ServiceError if the first connection fails, or if no
+        connection succeeds for PATIENCE seconds. Any other error in a reply is raised at once, also after a
+        reconnect."""
         clock = asyncio.get_running_loop().time
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=TOTAL_SECONDS, sock_read=SILENCE)
         give_up_at, tries = clock(), 0
@@ -294,8 +297,10 @@ class AsyncClient:
                 query = {"after": str(after)}
                 async with self._http.get(f"{self.url}/v1/events", params=query, timeout=timeout) as reply:
                     if reply.status >= 400:
-                        raise _refusal(await reply.read(), reply.status, reply.headers)
-                    async for line in reply.content:
+                        refusal = _refusal(await reply.read(), reply.status, reply.headers)
+                        if reply.status not in UNAVAILABLE or clock() >= give_up_at:
+                            raise refusal
+                    async for line in reply.content:  # the body of a refusal has been read
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
                             event = msgspec.json.decode(line[6:], type=EventView)
