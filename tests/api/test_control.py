@@ -318,6 +318,10 @@ async def test_engines_are_added_drained_and_removed_while_it_runs(tmp_path: Pat
         assert [engine.name for engine in await client.remove_engine("second")] == ["scripted"]
         with pytest.raises(NotFound):
             await client.remove_engine("second")
+        odd = "scripted?b#2 %23"
+        await client.add_engine({"kind": "scripted", "name": odd, "options": {"replies": [say("x")]}})
+        assert [engine.name for engine in await client.drain_engine(odd) if engine.draining] == [odd]
+        assert [engine.name for engine in await client.remove_engine(odd)] == ["scripted"]
         with pytest.raises(InvalidField) as refused:
             await client.add_engine({"kind": "no-such-kind"})
         assert refused.value.field == "kind"

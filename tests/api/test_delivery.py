@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,13 @@ async def test_an_event_that_never_was_is_told_from_one_that_is_to_come(tmp_path
 
 
 class Cutting:
-    """Passes a service's events on, but cuts each connection off after one of them."""
+    """Passes a service's events on, but cuts each connection off after one of them. The first requests are answered
+    with `statuses`, and a page of a proxy where the status is not 200."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, statuses: Iterable[int]) -> None:
         self.target = url
         self.url = ""
+        self._statuses = iter(statuses)
         self.asked: list[str] = []
 
     async def __aenter__(self) -> Cutting:
@@ -190,6 +193,8 @@ class Cutting:
         await self._runner.cleanup()
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
+        if (status := next(self._statuses, 200)) != 200:
+            return web.Response(status=status, text="<html>no upstream</html>")
         self.asked.append(request.query["after"])
         answer = web.StreamResponse()
         await answer.prepare(request)
@@ -207,11 +212,13 @@ async def test_the_client_connects_again_and_misses_nothing(tmp_path: Path) -> N
     async with (
         running_service(tmp_path=tmp_path) as (_, url),
         AsyncClient(url) as direct,
-        Cutting(url) as between,
+        Cutting(url, [503, 200, 502, 503, 200, 504]) as between,
         AsyncClient(between.url) as client,
         asyncio.timeout(60),
     ):
         await run(direct, 1)
+        with pytest.raises(ServiceError, match="answered 503"):
+            await anext(client.events())
         seen = []
         async for event in client.events():
             seen.append(event.cursor)

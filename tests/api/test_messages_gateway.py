@@ -302,11 +302,14 @@ async def test_what_is_not_served_is_refused_in_the_dialects_shape(
     assert world.turns == []
 
 
-@pytest.mark.parametrize("header", ["x-api-key", "authorization", None])
-async def test_every_place_of_the_key_is_read(tmp_path: Path, header: str | None) -> None:
+@pytest.mark.parametrize(
+    "headers",
+    [{"x-api-key": KEY}, {"authorization": f"Bearer {KEY}"}, {"authorization": f"bearer  {KEY}"}, {}],
+    ids=["x-api-key", "bearer", "lower case", "path"],
+)
+async def test_every_place_of_the_key_is_read(tmp_path: Path, headers: dict[str, str]) -> None:
     async with a_client(tmp_path, "hi<|im_end|>") as (_, client), aiohttp.ClientSession() as http:
-        prefix = "" if header else f"s/{KEY}/"
-        headers = {header: KEY if header == "x-api-key" else f"Bearer {KEY}"} if header else {}
+        prefix = "" if headers else f"s/{KEY}/"
         async with http.post(f"{root(client)}/{prefix}v1/messages?beta=true", json=HELLO, headers=headers) as reply:
             assert (await reply.json())["content"] == [{"type": "text", "text": "hi"}]
 

@@ -23,6 +23,7 @@ from outrider.service.allow_lists import AllowLists
 from outrider.service.delivery import (
     LONGEST_PAUSE,
     LOOK_AHEAD,
+    MAX_FAILING,
     MAX_FAULT,
     MAX_PUSHES,
     MAX_PUSHES_EACH,
@@ -360,12 +361,22 @@ async def test_a_receiver_that_fails_gets_one_at_a_time(tokenizer: Path) -> None
         reader = ViewReader(store, Tokenizer.load(tokenizer), OffloadThread())
         deliverer = Deliverer(store, reader, allow_lists=AllowLists(Config()), pauses=HASTY)
         host = receiver.url.split("/")[2]
-        deliverer._failing.add(host)
+        deliverer._note_failed(host)
         due = await store.deliveries(now=1e12, limit=9)
         assert len(deliverer._admit(due)) == 1
         assert await deliverer._due() == []
-        deliverer._failing.discard(host)
+        del deliverer._failing[host]
         assert len(deliverer._admit(due[1:])) == 4
+
+
+def test_the_receivers_that_fail_are_remembered_up_to_a_bound(tokenizer: Path) -> None:
+    store = sqlite_store(None)
+    reader = ViewReader(store, Tokenizer.load(tokenizer), OffloadThread())
+    deliverer = Deliverer(store, reader, allow_lists=AllowLists(Config()))
+    for number in (*range(MAX_FAILING), 0, MAX_FAILING):
+        deliverer._note_failed(f"host-{number}")
+    assert len(deliverer._failing) == MAX_FAILING
+    assert [deliverer._most(f"host-{number}") for number in (0, 1, 2)] == [1, MAX_PUSHES_EACH, 1]
 
 
 async def test_an_address_of_a_lost_key_keeps_its_receiver(tmp_path: Path, tokenizer: Path) -> None:
@@ -379,7 +390,7 @@ async def test_an_address_of_a_lost_key_keeps_its_receiver(tmp_path: Path, token
             deliverer = Deliverer(
                 store, ViewReader(store, Tokenizer.load(tokenizer), OffloadThread()), allow_lists=AllowLists(Config())
             )
-            deliverer._failing.add("c:1")
+            deliverer._note_failed("c:1")
             due = await store.deliveries(now=1e12, limit=9)
             assert [(each.url, each.receiver) for each in due[:3]] == [("", "c:1")] * 3
             assert [each.group_id for each in deliverer._admit(due)] == ["g0", "h"]

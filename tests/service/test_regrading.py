@@ -244,6 +244,12 @@ async def test_a_run_that_was_removed_meanwhile_is_an_error_and_no_reward(world:
         assert result.error is not None
         assert result.verdict is None
         assert result.error.code == "not_found"
+        for regrade, id in ((w.service.regrade_group, group.id), (w.service.regrade_session, group.sessions[0].id)):
+            with pytest.raises(NotFound) as caught:
+                await regrade(id, asked())
+            assert caught.value.record().message == result.error.message
+        assert result.error.message == f"the agent's run in session {old.sessions[0].id} was removed with its group"
+        assert "retention" in (result.error.hint or "")
 
 
 async def test_a_new_policy_does_not_cancel_it(world: MakeWorld) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,12 +13,14 @@ from uuid import uuid4
 
 import pytest
 
-from outrider.errors import ServiceError
+from outrider.config import Config
+from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.plugins import resolve
+from outrider.sandbox.node_folder import NodeFolder
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.schemas import GroupView
-from outrider.service.assembly import open_service
+from outrider.service.assembly import open_service, open_store
 from outrider.store.sqlite import sqlite_store
 
 from .conftest import MakeWorld
@@ -111,6 +116,21 @@ async def test_a_data_folder_has_one_service(world: MakeWorld, tmp_path: Path, t
             async with open_service(config(tmp_path, tokenizer)):
                 pass
         assert result_of(await w.run("ask")).stop_reason is StopReason.COMPLETED
+
+
+async def test_a_data_folder_without_locks_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(InvalidField, match="cannot be locked: No locks available") as refused:
+        async with open_store(Config(data=temporary / "data")):
+            pass
+    assert (refused.value.field, os.listdir("/proc/self/fd")) == ("data", before)
+    with pytest.raises(OSError, match="No locks available"):
+        NodeFolder.make()
+    assert os.listdir("/proc/self/fd") == before
 
 
 async def kill_when_ready(*arguments: str | Path) -> None:

@@ -181,17 +181,27 @@ async def test_openrlhfs_own_engine_generates_through_the_relay(
         params = SimpleNamespace(**VLLM_PARAMS | {"logprobs": logprobs})
         calls = [executor.execute("say hello", "", params, 4096, None, vllm) for _ in range(3)]
         found = await asyncio.gather(*calls)
-        await asyncio.to_thread(executor.close)
         samples = [sample for group in await the_groups(service) for sample in group.samples or ()]
-    assert len(vllm.asked) == 6
-    prompts = [prompt for prompt, _ in vllm.asked]
+        asked = vllm.asked.copy()
+        assert executor._relay is not None
+        first = executor._relay.worker
+        async with AsyncClient(url) as client:
+            await client.remove_engine("trainer")
+            while first is not None and first.running:
+                await client.status()
+        again = await executor.execute("say hello", "", params, 4096, None, vllm)
+        assert executor._relay.worker is not first
+        assert again["observation_tokens"] in [response["observation_tokens"] for response in found]
+        await asyncio.to_thread(executor.close)
+    assert len(asked) == 6
+    prompts = [prompt for prompt, _ in asked]
     for response in found:
         tokens = response["observation_tokens"]
         assert [tokens[start:end] for start, end in response["action_ranges"]] == [[5, 6, 7]] * 2
         assert [tokens[:start] in prompts for start, _ in response["action_ranges"]] == [True, True]
     assert {sample.logprob_kind.value for sample in samples} == {kind}
-    asked = vllm.asked[0][1]
-    assert (asked.temperature, asked.logprobs, asked.stop, asked.logit_bias) == (0.7, 0, [], None)
+    given = asked[0][1]
+    assert (given.temperature, given.logprobs, given.stop, given.logit_bias) == (0.7, 0, [], None)
 
 
 async def test_a_generation_that_vllm_gave_up_is_the_engines_failure(monkeypatch: pytest.MonkeyPatch) -> None:

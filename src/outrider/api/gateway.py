@@ -251,7 +251,9 @@ def _api_key(call: WireCall) -> str:
     or `key` in the query. Returns "" if there is no key."""
     for name, value in call.headers:
         if name in KEY_HEADERS:
-            return value.decode("latin-1").removeprefix("Bearer ").strip()
+            given = value.decode("latin-1")
+            scheme, _, token = given.partition(" ")
+            return (token if scheme.lower() == "bearer" else given).strip()
     return dict(parse_qsl(call.query.decode("latin-1"))).get("key", "")
 
 

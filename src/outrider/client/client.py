@@ -98,6 +98,8 @@ RETRIES = RetryPolicy(first=0.25, longest=10.0)
 PATIENCE = 300.0
 """Seconds for which `patiently` retries while the service is busy or cannot be reached, for example during a restart.
 `submit` retries for the same time, but only while the service is busy."""
+UNAVAILABLE = frozenset({502, 503, 504})
+"""The statuses with which a proxy replies while the service behind the proxy restarts."""
 SPREAD = 1.25
 """A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD, so that refused
 clients do not all retry at the same time."""
@@ -160,7 +162,7 @@ class AsyncClient:
         """Grade the sessions of a group, or one session, again. Returns the new group, which runs no agent. `asked` may
         name another evaluator. For `patience` see `submit`."""
         kind = "sessions" if id.startswith("s-") else "groups"
-        return await self._submit(f"/v1/{kind}/{quote(id, safe='')}/regrade", asked or {}, patience)
+        return await self._submit(_path(kind, id, "regrade"), asked or {}, patience)
 
     async def _submit(self, path: str, spec: GroupSpec | RegradeSpec | Mapping[str, Any], patience: float) -> GroupView:
         submission = partial(self._call, "POST", path, GroupView, body=_encoded(spec))
@@ -168,18 +170,18 @@ class AsyncClient:
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
         """Return a group as soon as it is done, or in its current state after `wait` seconds (at most 60)."""
-        return await self._call("GET", f"/v1/groups/{group_id}", GroupView, query={"wait": wait, "samples": samples})
+        return await self._call("GET", _path("groups", group_id), GroupView, query={"wait": wait, "samples": samples})
 
     async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
         """Return groups, newest first, without their sessions."""
         return (await self._call("GET", "/v1/groups", GroupList, query={"limit": limit, "state": state or None})).groups
 
     async def cancel(self, group_id: str) -> GroupView:
-        return await self._call("DELETE", f"/v1/groups/{group_id}", GroupView)
+        return await self._call("DELETE", _path("groups", group_id), GroupView)
 
     async def cancel_session(self, session_id: str) -> SessionView:
         """Cancel one session. The other sessions of its group continue."""
-        return await self._call("DELETE", f"/v1/sessions/{session_id}", SessionView)
+        return await self._call("DELETE", _path("sessions", session_id), SessionView)
 
     async def results(
         self,
@@ -229,7 +231,7 @@ class AsyncClient:
         consumer whose position is after `cursor` keeps its position. With `rewind` the position becomes `cursor`, and
         the consumer gets the groups after `cursor` again. An admin may name the consumer's `tenant`."""
         body = _encoded({"cursor": cursor, "rewind": rewind})
-        path = f"/v1/consumers/{quote(consumer, safe='')}/ack"
+        path = _path("consumers", consumer, "ack")
         return await self._call("POST", path, ConsumerView, body=body, query={"tenant": tenant})
 
     async def consumers(self) -> tuple[ConsumerView, ...]:
@@ -239,7 +241,7 @@ class AsyncClient:
     async def remove_consumer(self, name: str, *, tenant: str | None = None) -> tuple[ConsumerView, ...]:
         """Remove a consumer. The service then no longer keeps groups for this consumer. Returns the other consumers. An
         admin may name the consumer's `tenant`."""
-        path = f"/v1/consumers/{quote(name, safe='')}"
+        path = _path("consumers", name)
         return (await self._call("DELETE", path, ConsumerList, query={"tenant": tenant})).consumers
 
     async def dead_callbacks(self, *, limit: int = 100) -> tuple[CallbackView, ...]:
@@ -249,12 +251,12 @@ class AsyncClient:
     async def redeliver(self, group_id: str | None = None) -> int:
         """Retry the given-up callback of a group, or all given-up callbacks. Returns the number of retried
         callbacks."""
-        place = "redeliver" if group_id is None else f"{quote(group_id, safe='')}/redeliver"
-        return (await self._call("POST", f"/v1/callbacks/dead/{place}", Redelivered)).callbacks
+        which = () if group_id is None else (group_id,)
+        return (await self._call("POST", _path("callbacks", "dead", *which, "redeliver"), Redelivered)).callbacks
 
     async def discard_callback(self, group_id: str) -> tuple[CallbackView, ...]:
         """Discard a callback that was given up. Returns the newest 100 of the other callbacks that were given up."""
-        return (await self._call("DELETE", f"/v1/callbacks/dead/{quote(group_id, safe='')}", CallbackList)).callbacks
+        return (await self._call("DELETE", _path("callbacks", "dead", group_id), CallbackList)).callbacks
 
     async def gc(
         self, *, days: float | None = None, size_mb: int | None = None, force: bool = False, dry_run: bool = False
@@ -283,9 +285,10 @@ class AsyncClient:
                 groups[group_id] = await self.group(group_id)
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
-        """Yield every event after a cursor, without end. If the connection is lost, the client connects again. Raises
-        ServiceError if the first connection fails, or if no connection succeeds for PATIENCE seconds. An error in a
-        reply is raised at once, also after a reconnect."""
+        """Yield every event after a cursor, without end. If the connection is lost, the client connects again, also if
+        a proxy replies with a status in UNAVAILABLE. Raises ServiceError if the first connection fails, or if no
+        connection succeeds for PATIENCE seconds. Any other error in a reply is raised at once, also after a
+        reconnect."""
         clock = asyncio.get_running_loop().time
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=TOTAL_SECONDS, sock_read=SILENCE)
         give_up_at, tries = clock(), 0
@@ -294,8 +297,10 @@ class AsyncClient:
                 query = {"after": str(after)}
                 async with self._http.get(f"{self.url}/v1/events", params=query, timeout=timeout) as reply:
                     if reply.status >= 400:
-                        raise _refusal(await reply.read(), reply.status, reply.headers)
-                    async for line in reply.content:
+                        refusal = _refusal(await reply.read(), reply.status, reply.headers)
+                        if reply.status not in UNAVAILABLE or clock() >= give_up_at:
+                            raise refusal
+                    async for line in reply.content:  # the body of a refusal has been read
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
                             event = msgspec.json.decode(line[6:], type=EventView)
@@ -308,32 +313,32 @@ class AsyncClient:
             tries += 1
 
     async def session(self, session_id: str) -> SessionView:
-        return await self._call("GET", f"/v1/sessions/{session_id}", SessionView)
+        return await self._call("GET", _path("sessions", session_id), SessionView)
 
     async def turns(self, session_id: str) -> tuple[TurnView, ...]:
-        return (await self._call("GET", f"/v1/sessions/{session_id}/turns", TurnList)).turns
+        return (await self._call("GET", _path("sessions", session_id, "turns"), TurnList)).turns
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
-        return (await self._call("GET", f"/v1/sessions/{session_id}/samples", SampleList)).samples
+        return (await self._call("GET", _path("sessions", session_id, "samples"), SampleList)).samples
 
     async def chat_rows(self, session_id: str) -> tuple[ChatRow, ...]:
         """Return a session's samples as conversations."""
-        return (await self._call("GET", f"/v1/sessions/{session_id}/chat", ChatList)).rows
+        return (await self._call("GET", _path("sessions", session_id, "chat"), ChatList)).rows
 
     async def artifacts(self, session_id: str, *, attempt: int | None = None) -> ArtifactList:
         """Return the artifacts of an attempt, by default of the newest attempt that has stored a list."""
-        path = f"/v1/sessions/{session_id}/artifacts"
+        path = _path("sessions", session_id, "artifacts")
         return await self._call("GET", path, ArtifactList, query={"attempt": attempt})
 
     async def artifact(self, session_id: str, path: str, *, attempt: int | None = None) -> bytes:
         """Return the bytes of an artifact, by its path in the sandbox."""
-        place = f"/v1/sessions/{session_id}/artifacts/{quote(path.removeprefix('/'))}"
+        place = f"{_path('sessions', session_id, 'artifacts')}/{quote(path.removeprefix('/'))}"
         return (await self._fetch("GET", place, query={"attempt": attempt})).data
 
     async def image(self, digest: str) -> Image:
         """Return an image of a sample, with its bytes. Raises NotFound for an image sent as a URL, because the service
         has no bytes of it."""
-        answer = await self._fetch("GET", f"/v1/images/{digest}")
+        answer = await self._fetch("GET", _path("images", digest))
         return image_from_bytes(answer.media_type, answer.data)
 
     async def status(self) -> ServiceStatus:
@@ -353,19 +358,19 @@ class AsyncClient:
 
     async def drain_node(self, name: str) -> tuple[NodeStats, ...]:
         """Place no new sessions on a node, until `resume_node` is called. Returns all nodes."""
-        return (await self._call("POST", f"/v1/nodes/{quote(name, safe='')}/drain", NodeList)).nodes
+        return (await self._call("POST", _path("nodes", name, "drain"), NodeList)).nodes
 
     async def resume_node(self, name: str) -> tuple[NodeStats, ...]:
-        return (await self._call("POST", f"/v1/nodes/{quote(name, safe='')}/resume", NodeList)).nodes
+        return (await self._call("POST", _path("nodes", name, "resume"), NodeList)).nodes
 
     async def add_engine(self, engine: EngineSpec | Mapping[str, Any]) -> EngineStatus:
         return await self._call("POST", "/v1/engines", EngineStatus, body=_encoded(engine))
 
     async def drain_engine(self, name: str) -> tuple[EngineStatus, ...]:
-        return (await self._call("POST", f"/v1/engines/{name}/drain", EngineList)).engines
+        return (await self._call("POST", _path("engines", name, "drain"), EngineList)).engines
 
     async def remove_engine(self, name: str) -> tuple[EngineStatus, ...]:
-        return (await self._call("DELETE", f"/v1/engines/{name}", EngineList)).engines
+        return (await self._call("DELETE", _path("engines", name), EngineList)).engines
 
     async def tokens(self) -> tuple[TokenView, ...]:
         return (await self._call("GET", "/v1/tokens", TokenList)).tokens
@@ -385,7 +390,7 @@ class AsyncClient:
         return await self._call("POST", "/v1/tokens", NewToken, body=_encoded(body))
 
     async def revoke_token(self, name: str) -> TokenView:
-        return await self._call("DELETE", f"/v1/tokens/{name}", TokenView)
+        return await self._call("DELETE", _path("tokens", name), TokenView)
 
     async def policy(self) -> PolicyStatus:
         return await self._call("GET", "/v1/policy", PolicyStatus)
@@ -627,6 +632,11 @@ class Client:
 def _not_open() -> ServiceError:
     hint = "open it first: `with Client(url) as client:` or `async with AsyncClient(url) as client:`"
     return ServiceError("the client is not open", hint=hint)
+
+
+def _path(*segments: str) -> str:
+    """Return a path of the control API. Names and ids are quoted, because a name may be any text."""
+    return "/v1/" + "/".join(quote(segment, safe="") for segment in segments)
 
 
 def _encoded(body: Spec | Mapping[str, Any]) -> bytes:

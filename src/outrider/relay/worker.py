@@ -135,6 +135,11 @@ class Worker:
         self._forget: asyncio.TimerHandle | None = None
         self._entered = AsyncExitStack()
 
+    @property
+    def running(self) -> bool:
+        """True from the start of `run` to its end: False once the worker has given up. Can be read in any thread."""
+        return self._loop is not None
+
     async def run(self) -> None:
         """Serve until cancelled, reconnecting after every lost connection.
 
@@ -142,7 +147,7 @@ class Worker:
         does not accept this worker (another model, an engine of another kind, another version of the protocol),
         EngineMisbehaved if the worker sent invalid messages, and NotFound for a service without a relay.
         """
-        if self._loop is not None:
+        if self.running:
             raise Conflict("this worker is running already", hint="make another one")
         self._loop = asyncio.get_running_loop()
         try:

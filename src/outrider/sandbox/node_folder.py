@@ -116,22 +116,24 @@ class NodeFolder:
     @classmethod
     def _lock(cls, path: Path, flags: int = 0) -> Self | None:
         """Lock the folder at `path`. Returns None if the folder is no node's, another user's, or locked by a living
-        node."""
+        node. Raises OSError on a file system without locks."""
         try:
             lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
         except OSError:
             return None
+        locked = False
         try:
             if os.fstat(lock).st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Between open and flock another process may have locked, removed and unlocked the folder. Then the
                 # locked file no longer has a name.
-                if os.fstat(lock).st_nlink:
-                    return cls(path, lock)
+                locked = os.fstat(lock).st_nlink > 0
         except BlockingIOError:
             pass
-        os.close(lock)
-        return None
+        finally:
+            if not locked:
+                os.close(lock)
+        return cls(path, lock) if locked else None
 
 
 def _keeper(path: Path) -> subprocess.Popen[bytes]:

@@ -69,10 +69,16 @@ async def open_store(config: Config, failures: Failures | None = None) -> AsyncI
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except OSError as error:
         os.close(lock)
-        hint = "stop it, or give this one a folder of its own: --data DIR"
-        raise ServiceError(f"another service is using {config.data}", hint=hint) from error
+        if isinstance(error, BlockingIOError):
+            hint = "stop it, or give this one a folder of its own: --data DIR"
+            raise ServiceError(f"another service is using {config.data}", hint=hint) from error
+        raise InvalidField(
+            f"the data folder {config.data} cannot be locked: {error.strerror}",
+            field="data",
+            hint="give a folder on a file system with locks, such as a local disk: --data DIR",
+        ) from error
     try:
         async with _store(config, failures) as store:
             yield store

@@ -51,6 +51,9 @@ MAX_PUSHES = 32
 MAX_PUSHES_EACH = 8
 """Maximum number of pushes under way to one receiver, so that a slow receiver does not delay pushes to other receivers.
 After a failed push the receiver gets one push at a time, until a push succeeds."""
+MAX_FAILING = 1000
+"""Maximum number of receivers remembered as failing. A forgotten receiver gets several pushes at a time again, until
+one of these pushes fails."""
 LOOK_AHEAD = 1000
 """Maximum number of outbox rows read at a time. The number is much larger than MAX_PUSHES, because the first rows may
 all be for one slow receiver."""
@@ -97,8 +100,8 @@ class Deliverer:
         self._work = asyncio.Event()
         self._under_way: dict[str, str] = {}
         """Receivers of the pushes under way, by group id."""
-        self._failing: set[str] = set()
-        """Receivers whose last push failed."""
+        self._failing: dict[str, None] = {}
+        """Receivers whose last push failed, the latest failure last."""
 
     def wake(self) -> None:
         self._work.set()
@@ -175,17 +178,23 @@ class Deliverer:
             except Exception as error:  # for example MemoryError for a large group: the push is tried again later
                 failure = Failure(described(error)[:MAX_FAULT])
             if failure is None:
-                self._failing.discard(delivery.receiver)
+                self._failing.pop(delivery.receiver, None)
                 await retry_store(lambda: self._store.delivered(group_id), self._failures)
             else:
                 if delivery.url:  # without a URL, the receiver was not tried
-                    self._failing.add(delivery.receiver)
+                    self._note_failed(delivery.receiver)
                 await self._put_off(delivery, failure)
         except NotFound as error:
             log.info("the callback of %s is not wanted any more: %s", group_id, error)
         finally:
             del self._under_way[group_id]
             self._work.set()
+
+    def _note_failed(self, receiver: str) -> None:
+        self._failing.pop(receiver, None)
+        self._failing[receiver] = None
+        if len(self._failing) > MAX_FAILING:
+            del self._failing[next(iter(self._failing))]
 
     async def _put_off(self, delivery: Delivery, failure: Failure) -> None:
         group_id, tries, now = delivery.group_id, delivery.tries + 1, time.time()

@@ -7,7 +7,7 @@ files that were kept from this run, or without files.
 
 from __future__ import annotations
 
-from outrider.errors import Conflict, InvalidField
+from outrider.errors import Conflict, InvalidField, NotFound
 from outrider.evaluators.nested import nested_specs
 from outrider.lifecycle import SessionState
 from outrider.service.admission import stored_group
@@ -16,6 +16,7 @@ from outrider.store.rows import SessionRow
 from outrider.store.store import Store
 
 HINT = "see how it ended: outrider show"
+REMOVED = "submit the task again, and keep groups for longer: `retention` in the settings, `outrider gc`"
 KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs"
 
 
@@ -23,13 +24,13 @@ async def regraded_group(
     store: Store, group_id: str, asked: RegradeSpec, *, tenant: str | None = None
 ) -> StoredGroupSpec:
     """Return the spec of a group that grades sessions of `group_id` again: each session whose agent's run ended by
-    itself. Raises NotFound for an unknown group, or a group of another tenant. Raises Conflict if the group is not
-    done, has no such session, or the task has several steps. Raises UnreadableTask if the stored task cannot be read,
-    and InvalidField if the new evaluator needs files that were not kept."""
+    itself. Raises NotFound for an unknown group, a group of another tenant, or if a run was removed. Raises Conflict if
+    the group is not done, has no such session, or the task has several steps. Raises UnreadableTask if the stored task
+    cannot be read, and InvalidField if the new evaluator needs files that were not kept."""
     spec = await stored_group(store, (await store.group(group_id, tenant=tenant)).id)
     # If the group itself graded earlier sessions again, the runs of these earlier sessions are graded, so that no files
     # are kept twice.
-    rows = [await store.session(id) for id in spec.regrades] or await store.sessions(group_id)
+    rows = [await _run(store, id) for id in spec.regrades] or await store.sessions(group_id)
     if any(row.state is not SessionState.DONE for row in rows):
         raise Conflict(f"group {group_id} is not done", hint="wait for the group, or grade single sessions of it")
     runs = [row.id for row in rows if _can_be_graded(row)]
@@ -46,7 +47,7 @@ async def regraded_session(
     row = await store.session(session_id, tenant=tenant)
     spec = await stored_group(store, row.group_id)
     if spec.regrades:
-        row = await store.session(spec.regrades[row.sample_index])
+        row = await _run(store, spec.regrades[row.sample_index])
     if row.state is not SessionState.DONE:
         raise Conflict(f"session {row.id} is {row.state}, not done", hint="wait until the session is done")
     if not _can_be_graded(row):
@@ -54,6 +55,18 @@ async def regraded_session(
             f"the agent's run in session {row.id} did not end by itself: there is nothing to grade", hint=HINT
         )
     return _regrading(spec, [row.id], asked)
+
+
+def removed_run(session_id: str) -> NotFound:
+    return NotFound(f"the agent's run in session {session_id} was removed with its group", hint=REMOVED)
+
+
+async def _run(store: Store, session_id: str) -> SessionRow:
+    """Return the session whose agent's run a group has graded again. Raises NotFound if the session was removed."""
+    try:
+        return await store.session(session_id)
+    except NotFound as error:
+        raise removed_run(session_id) from error
 
 
 def _can_be_graded(row: SessionRow) -> bool:

@@ -37,6 +37,7 @@ from outrider.errors import (
 from outrider.lifecycle import SessionState, StopReason
 from outrider.service.admission import stored_group
 from outrider.service.placing import NodePlacement
+from outrider.service.regrading import removed_run
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
 from outrider.spec import StoredGroupSpec, TaskSpec
@@ -325,7 +326,10 @@ class Scheduler:
                 attempt = placement.attempt
                 if (of := placement.regrades) is not None:
                     id, number = attempt.session.id, attempt.session.attempt
-                    graded = await retry_store(lambda: self._store.adopt_turns(id, number, of), self._failures)
+                    try:
+                        graded = await retry_store(lambda: self._store.adopt_turns(id, number, of), self._failures)
+                    except NotFound as error:
+                        raise removed_run(of) from error
                     if graded.result is None or graded.result.run_ending is None:
                         raise Conflict(f"the run of session {of} did not end by itself: there is nothing to grade")
                     attempt = msgspec.structs.replace(attempt, stored=graded.result)

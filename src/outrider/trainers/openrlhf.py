@@ -19,7 +19,7 @@ import atexit
 import importlib
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -29,6 +29,7 @@ from outrider.errors import EngineRejected, EngineUnavailable
 from outrider.relay import FunctionEngine, Worker
 from outrider.spec import Name
 from outrider.trainers.exports import spans_of
+from outrider.trainers.relay_thread import RelayThread
 from outrider.trainers.shared_client import run_group
 from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, refuse_images, task_for
 from outrider.trainers.trajectories import chosen_metrics
@@ -56,7 +57,7 @@ class Executor:
     def __init__(self, settings: OpenRLHFSettings) -> None:
         self._settings = settings
         self._attaching = asyncio.Lock()
-        self._attached: ExitStack | None = None
+        self._relay: RelayThread | None = None
 
     async def execute(
         self,
@@ -108,25 +109,22 @@ class Executor:
 
     def close(self) -> None:
         """Detach the engine from the service. This also happens when the process exits."""
-        if self._attached is not None:
-            self._attached.close()
+        if self._relay is not None:
+            self._relay.close()
 
     async def _attach(self, llm_engine: Any, relay: str, corrected: bool) -> None:
-        """Attach the actor's engine to the service. Later calls do nothing. Raises ServiceError if the service does not
-        accept the engine."""
+        """Attach the actor's engine to the service. Later calls do nothing while the engine is attached. Raises the
+        errors of `Worker.in_thread` if the service does not accept the engine."""
         async with self._attaching:
-            if self._attached is not None:
-                return
-            # OpenRLHF makes vLLM report processed log-probabilities if its off-policy correction is on, else raw
-            # log-probabilities.
-            kind = LogprobKind.SAMPLING if corrected else LogprobKind.RAW
-            engine = FunctionEngine(EngineGenerate(llm_engine, asyncio.get_running_loop()), logprob_kind=kind)
-            settings = self._settings
-            worker = Worker(settings.url, engine, engine=relay, token=settings.token, name="openrlhf")
-            attached = ExitStack()
-            await asyncio.to_thread(attached.enter_context, worker.in_thread())
-            atexit.register(attached.close)
-            self._attached = attached
+            if self._relay is None:
+                # OpenRLHF makes vLLM report processed log-probabilities if its off-policy correction is on, else raw
+                # log-probabilities.
+                kind = LogprobKind.SAMPLING if corrected else LogprobKind.RAW
+                engine = FunctionEngine(EngineGenerate(llm_engine, asyncio.get_running_loop()), logprob_kind=kind)
+                at, token = self._settings.url, self._settings.token
+                self._relay = RelayThread(lambda: Worker(at, engine, engine=relay, token=token, name="openrlhf"))
+                atexit.register(self._relay.close)
+            await asyncio.to_thread(self._relay.attach)
 
 
 class EngineGenerate:

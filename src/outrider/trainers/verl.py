@@ -24,7 +24,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +56,7 @@ from outrider.errors import (
     ServiceError,
 )
 from outrider.relay import Worker
+from outrider.trainers.relay_thread import RelayThread
 from outrider.trainers.shared_client import run_group
 from outrider.trainers.shared_settings import group_of
 from outrider.trainers.trajectories import Trajectory
@@ -321,17 +321,17 @@ def _verl_sampling(sampling: SamplingParams, backend: str) -> dict[str, Any]:
 
 
 class RelayActor:
-    """Holds the connection through which verl's servers generate for the relay engine `engine` of a service."""
+    """Keeps verl's servers attached to the relay engine `engine` of a service."""
 
     def __init__(self, url: str, token: str | None, engine: str, llm_client: Any) -> None:
-        worker = Worker(url, VerlGenerate(llm_client), engine=engine, token=token, name="verl")
-        self._held = ExitStack()
-        self._held.enter_context(worker.in_thread())
+        generate = VerlGenerate(llm_client)
+        self._relay = RelayThread(lambda: Worker(url, generate, engine=engine, token=token, name="verl"))
+        self._relay.attach()  # an actor that cannot attach the servers ends, and all calls that wait for the actor fail
 
-    def attached(self) -> bool:
-        """Return True. Ray runs this method only after the constructor, so a caller that awaits the result knows that
-        the service has accepted the worker."""
-        return True
+    def attach(self) -> None:
+        """Return while the servers are attached. Attaches the servers again if the worker has given up. Raises the
+        errors of `Worker.in_thread`."""
+        self._relay.attach()
 
 
 async def attach_servers(llm_client: Any, url: str, token: str | None, engine: str) -> None:
@@ -342,9 +342,10 @@ async def attach_servers(llm_client: Any, url: str, token: str | None, engine: s
         options = {"name": f"outrider-relay-{engine}", "num_cpus": 0, "get_if_exists": True}
         actor = _RELAYS[url, engine] = ray.remote(RelayActor).options(**options).remote(url, token, engine, llm_client)
     try:
-        await actor.attached.remote()
+        await actor.attach.remote()
     except ray.exceptions.RayError as error:
-        _RELAYS.pop((url, engine), None)
+        if isinstance(error, ray.exceptions.RayActorError):  # the actor has ended
+            _RELAYS.pop((url, engine), None)
         raise EngineUnavailable(
             f"verl's servers cannot be attached to {url}: {error}",
             hint="is its token in OUTRIDER_TOKEN, and can this node reach the address?",

@@ -45,8 +45,8 @@ class PolicyWeights:
     `folder`: the folder for weights, which the engines must be able to read under the same path. If None, a temporary
     folder is made, for engines on this machine. `model`: the folder from which the model was loaded. Its configuration
     and tokenizer are copied into each version's folder, for engines that load whole folders. `keep`: the number of
-    versions that stay on disk. `mode`: "finish" lets generations in flight finish before the engines load the weights;
-    "abort" cuts them off.
+    versions that stay on disk, beside a version whose publication has just failed. `mode`: "finish" lets generations in
+    flight finish before the engines load the weights; "abort" cuts them off.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class PolicyWeights:
         self._keep = keep
         self._mode = mode
         self._written: list[int] = []
+        self._failed: int | None = None
+        """The version whose publication failed last. The service may have this version all the same."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -107,7 +109,13 @@ class PolicyWeights:
         # of all existing folders, so no folder is written twice.
         there = [path.name.removeprefix(PREFIX) for path in self._folder.glob(f"{PREFIX}*")]
         numbers = [int(number) for number in there if number.isdecimal()]
-        version = 1 + max(self.version, self._client.policy().version, *numbers)
+        current = self._client.policy().version
+        version = 1 + max(self.version, current, *numbers)
+        if self._failed == current:
+            self._note(self._failed)
+        elif self._failed is not None:
+            shutil.rmtree(self.folder(self._failed), ignore_errors=True)
+        self._failed = None
         folder = self.folder(version)
         folder.mkdir(parents=True)
         try:
@@ -118,12 +126,18 @@ class PolicyWeights:
         except BaseException:  # after any error, also a cancellation, because half a model must not stay on disk
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        self._failed = version
         self._client.update_policy(version, mode=self._mode, weights=str(folder))
-        self.version = version
+        self._failed = None
+        self._note(version)
+        return version
+
+    def _note(self, version: int) -> None:
+        """Note that the service has a version, and remove the folders of older versions."""
+        self.version = max(self.version, version)
         self._written.append(version)
         while len(self._written) > self._keep:
             shutil.rmtree(self.folder(self._written.pop(0)))
-        return version
 
     def read(self, version: int) -> Mapping[str, Tensor] | None:
         """Return the parameters of a version that this object published; None if they are no longer on disk."""

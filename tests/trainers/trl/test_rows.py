@@ -13,7 +13,7 @@ from bench.simulated_service import Played
 from outrider.client.sampling import SamplerState
 from outrider.errors import EngineError, InvalidField, ServiceError
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.schemas import GroupView, SessionView
+from outrider.schemas import GroupView, PolicyStatus, SessionView
 from outrider.trainers.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_state, service_reward
 from outrider.trainers.weights import PolicyWeights
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
@@ -302,6 +302,31 @@ def test_weights_that_cannot_be_written_leave_nothing_behind(tmp_path: Path) -> 
             weights.publish([("one", shared), ("two", shared)])
         assert (weights.version, list(tmp_path.iterdir()), client.policy().version) == (-1, [], 0)
         assert weights.publish(parameters().items()) == 1
+
+
+class Failing:
+    """A service that loses the connection of each update, after it has set the version or before."""
+
+    def __init__(self) -> None:
+        self.version, self.accepts = 0, False
+
+    def policy(self) -> PolicyStatus:
+        return PolicyStatus(version=self.version, paused=None, engines=())
+
+    def update_policy(self, version: int, **_: Any) -> PolicyStatus:
+        self.version = version if self.accepts else self.version
+        raise ServiceError("the connection was lost")
+
+
+def test_failed_publications_do_not_fill_the_disk(tmp_path: Path) -> None:
+    client = Failing()
+    with PolicyWeights(client, tmp_path, keep=2) as weights:
+        for client.accepts in (True, False, False, True, True, False):
+            with pytest.raises(ServiceError):
+                weights.publish(parameters().items())
+        assert client.version == 5
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["version-4", "version-5", "version-6"]
+        assert [weights.read(version) is None for version in (4, 5)] == [False, False]
 
 
 def test_versions_never_go_back_and_configuration_goes_along(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     # TransferQueue starts 8 storage actors, and waits for ever where Ray has too few (logical) processors.
-    workers = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    tests = Path(__file__).parents[2]
+    workers = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{tests}:{tests.parent / 'src'}"}
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # a short path, for sockets
         ray.init(
             num_cpus=16,
@@ -326,6 +327,10 @@ async def test_verls_own_servers_generate_through_the_relay(cluster: None, model
         batch = await manager.generate_sequences(prompts_v0([world.task("Toss a coin.")], 4))
         async with AsyncClient(own) as client:
             [engine] = await client.engines()
+            await client.remove_engine(engine.name)
+            async with asyncio.timeout(60):
+                while not await client.engines():  # the worker gives up, and the next call attaches the servers again
+                    await ray.get_actor("outrider-relay-trainer").attach.remote()
     assert (engine.name, engine.kind) == ("trainer", "relay")
     mask = batch.batch["response_mask"].bool()
     assert batch.batch["responses"][mask].tolist() == ids * 8
