@@ -134,7 +134,7 @@ class AsyncClient:
         try:
             _ = urlsplit(url).port
         except ValueError as error:
-            raise InvalidField(f"the address of the service, {url!r}, is none: {error}", field="url") from error
+            raise InvalidField(f"the address of the service, {url!r}, is not valid: {error}", field="url") from error
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._trusted = trusting(ca)
