@@ -268,7 +268,7 @@ async def test_an_overflow_that_cannot_be_is_the_engines_fault() -> None:
     """A prompt that is too long is graded, so the engine's report alone does not count."""
     async with pool_of() as pool:
         await pool.add_engine(engine_of("a", fail="overflow"))
-        with pytest.raises(EngineMisbehaved, match=r"a prompt of 4 tokens does not fit a context of"):
+        with pytest.raises(EngineMisbehaved, match=r"a prompt of at most 4 tokens does not fit a context of"):
             await chunks_of(pool, "s")
         assert named(pool, "a").misbehaved == 1
         await pool.add_engine(engine_of("b"))
