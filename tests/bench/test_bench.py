@@ -175,7 +175,7 @@ async def test_sessions_end_well_and_are_timed() -> None:
     check_shown("sessions", found)
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 @pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="this machine cannot run namespace sandboxes")
 async def test_sandboxes_start_and_answer() -> None:
     found = await sandboxes.measure(sandboxes.Plan(starts=8, calls=4, alive=2, slow_starts=1))

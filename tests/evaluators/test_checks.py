@@ -118,7 +118,7 @@ async def test_time_in_which_the_machine_does_other_things_is_not_held_against_a
     assert (await working).answer == {"said": "worked"}
 
 
-@pytest.mark.deep
+@pytest.mark.nightly
 async def test_what_is_submitted_keeps_no_answer_waiting(host: Host) -> None:
     """However many tasks come, each with a check that hangs, they have their own line."""
     checks = await host.part(PART)

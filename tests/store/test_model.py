@@ -299,4 +299,4 @@ def test_postgresql_against_model(postgresql: PostgresqlServer) -> None:
         def database(self) -> Database:
             return PostgresqlDatabase(self.runner.run(postgresql.new_database()), sole=True)
 
-    run_state_machine_as_test(OnPostgresql, settings=settings(StoreMachine.TestCase.settings, max_examples=40))
+    run_state_machine_as_test(OnPostgresql, settings=settings(StoreMachine.TestCase.settings, max_examples=12))
