@@ -139,7 +139,7 @@ async def test_versions_that_a_server_did_not_tell_are_not_guessed() -> None:
 
 async def test_what_verl_cannot_do_and_how_it_fails() -> None:
     constraint = Constraint(kind=ConstraintKind.REGEX, text="a+")
-    with pytest.raises(EngineRejected, match="form"):
+    with pytest.raises(EngineRejected, match="structured output"):
         await chunks(client(Client), request(constraint=constraint))
     with pytest.raises(EngineUnavailable, match="verl's server failed: no servers"):
         await chunks(client(Client, RuntimeError("no servers")))
