@@ -229,7 +229,9 @@ def test_the_mistakes_of_the_first_hour(user: User) -> None:
     hints(f"outrider run set.toml --url {nobody}", "cannot reach the service", "hint: start one with `outrider serve`")
     hints("outrider status --url 127.0.0.1:8700", "has no scheme", "hint: write http://127.0.0.1:8700")
     hints("outrider status --url 8700", "has no scheme", "hint: write http://127.0.0.1:8700")
-    hints("outrider status --url http://127.0.0.1:99999", "'http://127.0.0.1:99999', is not valid: Port out of range", "")
+    hints(
+        "outrider status --url http://127.0.0.1:99999", "'http://127.0.0.1:99999', is not valid: Port out of range", ""
+    )
     hints("outrider status --url http://nowhere.invalid", "cannot reach the service", "hint: start one")
     hints("outrider serve --engine vllm=localhost:8000", "has no scheme", "hint: write vllm=http://localhost:8000")
     hints("outrider runn set.toml", "No such command 'runn'", "Did you mean 'run'")
