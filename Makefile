@@ -65,7 +65,7 @@ train: $(TRL_VENV)/.stamps/train ## train the demo's policy with TRL until it is
 test: $(STAMPS)/dev ## the fast tests
 	$(ONE_THREAD) $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
 
-test-deep: $(STAMPS)/dev ## what takes long: storms, fuzzers, PostgreSQL, restarts
+test-deep: $(STAMPS)/dev ## what takes long: storms, floods, PostgreSQL, restarts
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "deep and not real and not nightly" \
 		--timeout 600 --durations 25 --durations-min 5 $(ARGS)
 
@@ -95,6 +95,7 @@ test-trainers: trainers ## tests with the packages of real trainers (installs th
 test-verl: $(VERL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(VERL_VENV)/bin/pytest -W default -m trainers tests/trainers/verl tests/fleet $(ARGS)
 
+# The tests of the relay run again, the deep ones included, with the version of transformers that TRL asks for.
 test-trl: $(TRL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "not real" tests/relay $(ARGS)

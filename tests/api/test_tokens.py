@@ -290,7 +290,7 @@ async def test_the_audit_log_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 async def test_a_line_that_does_not_fit_the_disk_leaves_nothing_in_the_audit_log(tmp_path: Path) -> None:
-    """By a limit on the size of files, which cuts a write short and then refuses."""
+    """A limit on the size of files cuts the first write short, and refuses the next."""
     failures = Failures()
     log = AuditLog(tmp_path, failures)
 

@@ -113,7 +113,7 @@ async def test_a_program_goes_on_after_a_look_at_an_image() -> None:
 
 @pytest.mark.deep
 async def test_a_tool_is_known_by_the_conversation_that_its_call_begins() -> None:
-    """Whatever its name and its parameters are, and behind tools with likelier names, of which one never returns."""
+    """The tool has an odd name and odd parameters. Tools with likelier names are called first; one never returns."""
     [row] = (await certified("waits", "mirrors", "asks", "desks", rows=("sub-agent",), seconds=5)).rows
     assert row.verdict == "holds"
     assert row.branches == {"main": 1, "subagent": 1}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import isfinite
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -31,6 +31,12 @@ CHECKS = partial(Checks, library=LIBRARY)
 Gold = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 
+def answers_of(given: Any) -> list[Any]:
+    """Return the gold answers as a list, with finite numbers as texts."""
+    answers = given if isinstance(given, list | tuple) else [given]
+    return [str(one) if type(one) in (int, float) and isfinite(one) else one for one in answers]
+
+
 class MathOptions(Spec):
     """Options of kind `math`. `gold`: the right answer, or all accepted answers. `answer_file`: the file into which the
     agent writes its answer; without a file the last reply is used. `relative_tolerance`: the greatest difference of an
@@ -39,12 +45,7 @@ class MathOptions(Spec):
 
     gold: Annotated[
         tuple[Gold, ...],
-        BeforeValidator(
-            lambda given: [
-                str(one) if isinstance(one, int | float) and not isinstance(one, bool) and isfinite(one) else one
-                for one in (given if isinstance(given, list | tuple) else [given])
-            ]
-        ),
+        BeforeValidator(answers_of),
         Field(strict=False, min_length=1, max_length=64),
     ]
     answer_file: SandboxPath | None = None

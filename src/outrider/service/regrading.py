@@ -11,12 +11,12 @@ from outrider.errors import Conflict, InvalidField, NotFound
 from outrider.evaluators.nested import nested_specs
 from outrider.lifecycle import SessionState
 from outrider.service.admission import stored_group
+from outrider.service.retention import removed_run
 from outrider.spec import DiffSpec, RegradeSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
 
 HINT = "see how it ended: outrider show"
-REMOVED = "submit the task again, and keep groups for longer: `retention` in the settings, `outrider gc`"
 KEEP = "tasks with `evaluator.carry` and `evaluator.keep = true` keep what a grader needs"
 
 
@@ -55,10 +55,6 @@ async def regraded_session(
             f"the agent's run in session {row.id} did not end by itself: there is nothing to grade", hint=HINT
         )
     return _regrading(spec, [row.id], asked)
-
-
-def removed_run(session_id: str) -> NotFound:
-    return NotFound(f"the agent's run in session {session_id} was removed with its group", hint=REMOVED)
 
 
 async def _run(store: Store, session_id: str) -> SessionRow:

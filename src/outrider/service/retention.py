@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from outrider.concurrency.chores import Chores, Failures
 from outrider.config import RetentionConfig
-from outrider.errors import InvalidField, ServiceError
+from outrider.errors import InvalidField, NotFound, ServiceError
 from outrider.schemas import GcReport
 from outrider.spec import GcSpec
 from outrider.store.artifacts import ArtifactStore
@@ -149,6 +149,14 @@ async def _on_disk(work: Callable[[], T]) -> T:
         raise ServiceError(
             f"cannot remove artifacts: {error}", hint="the service's user must be able to write to the data folder"
         ) from error
+
+
+def removed_run(session_id: str) -> NotFound:
+    """Return the error for a grading whose files and transcript were removed with the run of this session."""
+    return NotFound(
+        f"the agent's run in session {session_id} was removed with its group",
+        hint="submit the task again, and keep groups for longer: `retention` in the settings, `outrider gc`",
+    )
 
 
 def _batch(candidates: list[Candidate], before: float, excess: float, sessions: int) -> list[Candidate]:

@@ -37,7 +37,7 @@ from outrider.errors import (
 from outrider.lifecycle import SessionState, StopReason
 from outrider.service.admission import stored_group
 from outrider.service.placing import NodePlacement
-from outrider.service.regrading import removed_run
+from outrider.service.retention import removed_run
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
 from outrider.spec import StoredGroupSpec, TaskSpec

@@ -232,7 +232,7 @@ RULES = (
         ends=(End.SANDBOX, End.EVALUATOR),
         cause=Cause.RAISED,
         maybe_agent=True,
-        why="the agent could not work in the sandbox, whatever limit was reached",
+        why="the agent could not work in the sandbox; a limit that was also reached does not matter",
     ),
     # Then come the ends of a run, with the strongest reason first.
     BlameRule(

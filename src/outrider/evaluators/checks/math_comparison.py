@@ -47,7 +47,7 @@ CHOSEN = re.compile(
     re.DOTALL,
 )
 OTHER_LETTER = re.compile(r"\b(?:or|and)\b|\([A-J]\)|^\W*[A-J]\W*$|^\s*[,;/&|]")
-"""What behind a letter makes it one of several."""
+"""A text behind a letter by which the answer names several letters: `A or B`, `A, C`."""
 CONSTANTS = ("C", "c", "K", "k")
 
 

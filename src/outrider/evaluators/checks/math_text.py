@@ -218,7 +218,7 @@ SHORT_REPLY = 40
 HOPE = re.compile(r"(?i:\s*I hope it is correct.*$)", re.DOTALL)
 SENTENCE = re.compile(r"(?:\.|!|\?)(?=\s|$|\*)|\n")
 EXPLAINED = re.compile(r",?\s+(?:since|because|which is|as (?:required|desired|shown|claimed))\b.*$", re.DOTALL)
-"""What explains an answer behind it."""
+"""The explanation that follows an answer: `42, because ...`."""
 UNSURE = re.compile(
     r"(?:n['\u2019]t|\b(?:not|or|nor|than|least|most|exceeds?)|[<>≤≥])[\s$*]+-?[\d.,]+\W*$|^[\s$*]*\d+%\d",
     re.IGNORECASE,
