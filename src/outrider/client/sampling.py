@@ -11,6 +11,10 @@ must stay in the data. The sampler uses the control API and is independent of th
 
 Invariant: a prompt that was taken from the source is waiting, being submitted, running or ready until it is delivered
 or dropped, and each drop is counted in `Counts`. `state()` has all prompts that are neither delivered nor dropped.
+
+A bound on the age of tokens (`max_age`) drops nothing: the sampler submits only as many groups as the trainer can train
+on before they are too old, delivers the oldest groups first, and waits for slow groups before a batch would make them
+too old. A sampler that dropped old groups would prefer fast groups, since a dropped group is sampled anew.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ T = TypeVar("T")
 Task = TaskSpec | Mapping[str, Any]
 Source = Sequence[Task] | Callable[[int], Task]
 Refill = Literal["asynchronous", "synchronous", "static"]
-Surplus = Literal["carry", "finished", "cancel"]
+Surplus = Literal["carry", "cancel"]
+Overdue = Literal["wait", "train"]
 Choice = bool | Literal["again"]
 """The decision about a group: keep the group (True), drop its prompt (False), or submit the prompt again ("again")."""
 
@@ -70,15 +75,16 @@ class Counts(msgspec.Struct, kw_only=True):
     """The outcomes of groups since the previous batch. Over all batches, each submitted group is counted in `submitted`
     and in one other count, unless the group still runs or waits for a later batch.
 
-    `informative` groups were delivered. The prompt of an `uninformative` group is dropped. The prompt of a failed group
-    is submitted again (`retried`), or dropped after the last retry (`given_up`). `reasons` counts the groups in
-    `retried` and `given_up` by the most frequent error code of their sessions. The prompt of a `stale` group (sampled
-    by a policy too old) or of a `stopped` group (cancelled because its batch was full, or cancelled by a user) is
-    submitted again.
+    `informative` groups were delivered; `overdue` of them have a trained token older than `max_age`. The prompt of an
+    `uninformative` group is dropped. The prompt of a failed group is submitted again (`retried`), or dropped after the
+    last retry (`given_up`). `reasons` counts the groups in `retried` and `given_up` by the most frequent error code of
+    their sessions. The prompt of a `stale` group (too old, because the version was raised by more than the sampler
+    expected) or of a `stopped` group (cancelled because its batch was full, or cancelled by a user) is submitted again.
     """
 
     submitted: int = 0
     informative: int = 0
+    overdue: int = 0
     uninformative: int = 0
     retried: int = 0
     given_up: int = 0
@@ -97,7 +103,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one training step, with samples, in the order in which they finished.
 
     `prompts` are the numbers of the groups' prompts. `version` is the policy version when the batch was delivered.
-    `waited` is the time that the trainer waited for the batch, in seconds. `counts` are the outcomes of groups since
+    `waited` is the time that the trainer waited for the batch, in seconds; for `held` of these seconds the batch was
+    full, and waited for groups that the next version would have made too old. `counts` are the outcomes of groups since
     the previous batch.
     """
 
@@ -106,6 +113,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[int, ...]
     version: int
     waited: float
+    held: float
     counts: Counts
 
     @property
@@ -115,12 +123,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt that is neither delivered nor dropped: its number, the number of its newest group (`attempt`), and the
-    number of its failed groups (`failures`)."""
+    """A prompt that is neither delivered nor dropped: its number, the number of its newest group (`attempt`), the
+    number of its failed groups (`failures`), and the policy version under which the newest group was submitted (None if
+    that group is not submitted yet)."""
 
     number: int
     attempt: int = 0
     failures: int = 0
+    version: int | None = None
 
 
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,13 +144,14 @@ class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Prompt(msgspec.Struct):
-    """A prompt in progress. `protected`: the prompt was submitted before, so its group is not stopped when a batch is
-    full. Otherwise the prompts of slow tasks would be stopped again and again, and never be delivered."""
+    """A prompt in progress. `version`: the policy version under which its group was submitted; None before that.
+    `protected`: the prompt was submitted before, so its group is not stopped when a batch is full. Otherwise the prompts
+    of slow tasks would be stopped again and again, and never be delivered."""
 
     number: int
     attempt: int = 0
     failures: int = 0
-    version: int = 0
+    version: int | None = None
     protected: bool = False
     stopping: Literal["stopped", "stale"] | None = None
 
@@ -197,13 +208,22 @@ class DynamicSampler:
     submits one batch, waits for all of its groups, and filters nothing.
 
     `surplus`: the treatment of groups that still run when a batch is full. "carry" lets these groups run on, for a
-    later batch. "cancel" stops these groups. "finished" also stops these groups, but keeps a group if its finished
-    sessions are informative. The prompt of a stopped group is submitted again before any new prompt, and the new group
-    is not stopped when a batch is full, so that slow tasks are not left out.
+    later batch. "cancel" stops these groups, and submits nothing before the next batch is requested. The prompt of a
+    stopped group is submitted again before any new prompt, and the new group is not stopped when a batch is full, so
+    that slow tasks are not left out. The rewards are biased all the same: a group that was stopped because it took long
+    is sampled anew, so outcomes that take long are rarer in the batches than among the rollouts.
 
-    `max_age`: the maximum age of a token in a batch, in policy versions before the current version. Groups with older
-    tokens are dropped, and their prompts are submitted again. None sets no limit. With 0, nothing is submitted while
-    the trainer trains.
+    `max_age`: the maximum age of a trained token, in policy versions before the version that the batch is trained with.
+    None sets no limit. `groups_per_version`: the number of groups that the trainer trains on before it raises the
+    version by one (by default `target`). At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch,
+    so that a finished group is never too old; with 0, nothing runs while the trainer trains. `overdue`: the treatment of
+    groups that still run when the next version would make them too old. "wait" holds a full batch back until these
+    groups are done (`Batch.held`). "train" lets these groups run on and uses them when they are done, with the version
+    of each token; then only the number of groups is limited, and slow groups have tokens older than `max_age`
+    (`Counts.overdue`).
+
+    `min_usable` and `expires_seconds` are the fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below
+    `n`, the slowest sessions of a group are left out, which biases rewards that depend on the duration.
 
     `state`: the `state()` of an earlier sampler. This sampler continues the earlier sampler. Groups are recognised by
     their idempotency keys, so groups that ran meanwhile are used, and no group is delivered twice.
@@ -222,7 +242,11 @@ class DynamicSampler:
         refill: Refill = "asynchronous",
         surplus: Surplus = "carry",
         max_age: int | None = None,
+        overdue: Overdue = "wait",
+        groups_per_version: int | None = None,
         priority: int = 0,
+        min_usable: int | None = None,
+        expires_seconds: float | None = None,
         state: SamplerState | None = None,
     ) -> None:
         _check_positive("n", n)
@@ -240,13 +264,16 @@ class DynamicSampler:
         self._refill = refill
         self._surplus = surplus
         self._max_age = max_age
-        self._priority = priority
+        self._overdue = overdue
+        self._groups_per_version = groups_per_version or target
+        _check_positive("groups_per_version", self._groups_per_version)
+        self._group_fields = {"n": n, "priority": priority, "min_usable": min_usable, "expires_seconds": expires_seconds}
         state = state or SamplerState(run=secrets.token_hex(8), next=0, pending=(), version=0, batches=0)
         self._run = state.run
         self._next = state.next
         self._batches = state.batches
         self._waiting = deque(
-            _Prompt(each.number, each.attempt, each.failures, protected=True) for each in state.pending
+            _Prompt(each.number, each.attempt, each.failures, each.version, protected=True) for each in state.pending
         )
         self._submitting: _Prompt | None = None
         self._early: dict[str, GroupView] = {}
@@ -255,14 +282,16 @@ class DynamicSampler:
         self._running: dict[str, _Prompt] = {}
         self._ready: deque[_Ready] = deque()
         self._version = state.version
+        self._delivered = 0
+        """Groups that were delivered and that the trainer has not trained on, as far as the raised versions show."""
         self._counts = Counts()
         self._graded = 0
         self._rewards: list[float] = []
         """Rewards of the sessions of this batch's graded groups."""
         self._failed_in_a_row = 0
         self._wanted = False
-        self._resting = False
-        """True after `stop`, until the next batch is requested."""
+        self._resting = True
+        """True until the first batch is requested, and after `stop` until the next batch is requested."""
         self._exhausted = False
         self._failure: Exception | None = None
         self._changed = Broadcast()
@@ -304,7 +333,9 @@ class DynamicSampler:
             next=self._next,
             # A sampler that continues does not use a group that is being stopped: the prompt's next try is a new group.
             pending=tuple(
-                PendingPrompt(prompt.number, prompt.attempt + (prompt.stopping is not None), prompt.failures)
+                PendingPrompt(prompt.number, prompt.attempt, prompt.failures, prompt.version)
+                if prompt.stopping is None
+                else PendingPrompt(prompt.number, prompt.attempt + 1, prompt.failures)
                 for prompt in prompts
             ),
             version=self._version,
@@ -320,6 +351,7 @@ class DynamicSampler:
         `informative`.
         """
         began = _now()
+        full_since: float | None = None
         self._wanted, self._resting = True, False
         self._graded, self._rewards = 0, []
         self._changed.send()
@@ -328,11 +360,16 @@ class DynamicSampler:
                 idle = not (self._running or self._submitting)
                 if self._exhausted and idle and not self._waiting:
                     break
-                if len(self._ready) >= self._target and (idle or self._refill != "static"):
+                full = len(self._ready) >= self._target and (idle or self._refill != "static")
+                if not full:
+                    full_since = None
+                elif full_since is None:
+                    full_since = _now()
+                if full and not self._must_wait():
                     break
                 if self._failure is not None:
                     raise self._failure
-                if self._graded >= FRUITLESS_BATCHES * self._target:
+                if not full and self._graded >= FRUITLESS_BATCHES * self._target:
                     raise ServiceError(
                         f"{self._graded} groups were graded for a batch of {self._target}, and {len(self._ready)} of"
                         f" them are informative; the mean of their rewards is {fmean(self._rewards):.3g}",
@@ -341,9 +378,10 @@ class DynamicSampler:
                 await self._changed.next().wait()
         finally:
             self._wanted = False
-        taken = [self._ready.popleft() for _ in range(min(self._target, len(self._ready)))]
-        if not taken:
+        if not self._ready:
             return None
+        held = _now() - full_since if full_since is not None else 0.0
+        taken = self._take()
         if self._surplus != "carry":
             try:
                 await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
@@ -351,6 +389,10 @@ class DynamicSampler:
                 self._ready.extendleft(reversed(taken))
                 raise
         self._counts.informative += len(taken)
+        self._delivered += len(taken)
+        if self._max_age is not None:
+            oldest = self._version - self._max_age
+            self._counts.overdue += sum(_oldest_version(each.prompt, each.group) < oldest for each in taken)
         counts, self._counts = self._counts, Counts()
         self._batches += 1
         self._changed.send()
@@ -360,6 +402,7 @@ class DynamicSampler:
             prompts=tuple(each.prompt.number for each in taken),
             version=self._version,
             waited=_now() - began,
+            held=held,
             counts=counts,
         )
 
@@ -376,34 +419,55 @@ class DynamicSampler:
         dropped, and their prompts are submitted again."""
         if version < self._version:
             raise InvalidField(f"version {version} is older than {self._version}", field="version")
+        self._delivered = max(0, self._delivered - (version - self._version) * self._groups_per_version)
         self._version = version
         ready, self._ready = self._ready, deque()
         for each in ready:
-            if self._is_stale(each.prompt.version, each.group):
+            if self._is_stale(each.prompt, each.group):
                 self._submit_again(each.prompt, "stale")
             else:
                 self._ready.append(each)
-        await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt.version)], "stale")
+        await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt)], "stale")
         self._changed.send()
+
+    def _take(self) -> list[_Ready]:
+        """Remove the groups of the next batch from the ready groups: the groups of the oldest policy versions."""
+        ready = list(self._ready)
+        if self._max_age is not None:
+            ready.sort(key=lambda each: each.prompt.version or 0)
+        self._ready = deque(ready[self._target :])
+        return ready[: self._target]
+
+    def _must_wait(self) -> bool:
+        """Return True if some group would be too old after the trainer has trained on the next batch."""
+        if self._max_age is None or self._overdue == "train":
+            return False
+        # A trainer that takes more batches without raising the version waits for the groups that run, not for ever.
+        steps = min((self._delivered + self._target) // self._groups_per_version, self._max_age + 1)
+        oldest = self._version + steps - self._max_age
+        unfinished = [*self._running.values(), *([self._submitting] if self._submitting else [])]
+        return any((prompt.version or 0) < oldest for prompt in unfinished)
 
     def _room(self) -> int:
         """Return the number of groups to submit now. No group is submitted for 0 or a negative number."""
-        if not self._wanted and self._max_age == 0:
+        if not self._wanted and self._surplus == "cancel":
             return 0
-        running = len(self._running)
+        running, ready = len(self._running), len(self._ready)
         if self._refill == "static":
-            return self._target - running - len(self._ready) if self._wanted else 0
+            return self._target - running - ready if self._wanted else 0
+        if self._max_age is None:
+            # while the trainer is busy, one batch is made in advance
+            limit = self._inflight if ready < self._target else 0
+        else:
+            limit = (self._max_age + 1) * self._groups_per_version - self._delivered
+            limit = max(limit, self._target) if self._wanted else limit
+            limit = min(self._inflight, limit - ready)
         if self._refill == "synchronous":
-            return self._inflight if not running and self._wanted and len(self._ready) < self._target else 0
-        # While the trainer is busy, batches are made in advance, but no more than the trainer can train before they are
-        # stale.
-        ahead = self._target * max(1, self._max_age or 1)
-        if len(self._ready) >= ahead:
-            return 0
+            return limit if not running and self._wanted and ready < self._target else 0
         # If running groups are stopped when a batch is full, each ready group reduces the number of running groups
         # needed by one.
-        needless = 0 if self._surplus == "carry" else len(self._ready)
-        return self._inflight - running - needless
+        needless = 0 if self._surplus == "carry" else ready
+        return limit - running - needless
 
     async def _submit_prompts(self) -> None:
         while True:
@@ -423,12 +487,13 @@ class DynamicSampler:
                 self._exhausted = True
                 return
             self._next = max(self._next, prompt.number + 1)
-            prompt.version = self._version
+            prompt.version = self._version if prompt.version is None else prompt.version
             group = await self._submit_group(prompt, task)
             # The idempotency key may return a group of the earlier sampler. If that group was cancelled after the
             # earlier sampler's `state()` was saved, the prompt needs a new group.
             while group.cancelled:
                 prompt.attempt += 1
+                prompt.version = self._version
                 group = await self._submit_group(prompt, task)
             self._counts.submitted += 1
             self._running[group.id] = prompt
@@ -446,9 +511,8 @@ class DynamicSampler:
 
     async def _submit_group(self, prompt: _Prompt, task: Task) -> GroupView:
         body = {
+            **self._group_fields,
             "task": task.model_dump(mode="json") if isinstance(task, TaskSpec) else task,
-            "n": self._n,
-            "priority": self._priority,
             "idempotency_key": f"{self._run}/{prompt.number}/{prompt.attempt}",
         }
         return await patiently(partial(self._client.submit, body))
@@ -477,7 +541,7 @@ class DynamicSampler:
         choice: Choice = False
         if len(rewards) < min(self._n, 2):
             choice = "again"
-        elif stopped is None or (stopped == "stopped" and self._surplus == "finished"):
+        elif stopped is None:
             choice = self._refill == "static" or self._informative(group)
             choice = choice if choice == "again" else bool(choice)  # because the choice may be a bool of NumPy
         kept = None
@@ -485,7 +549,7 @@ class DynamicSampler:
             kept = await patiently(partial(self._client.group, group.id, samples=True))
         if self._running.pop(group.id, None) is None:  # the group was settled while its samples were fetched
             return
-        if kept is not None and self._is_stale(prompt.version, kept):
+        if kept is not None and self._is_stale(prompt, kept):
             self._submit_again(prompt, "stale")
         elif kept is not None:
             prompt.stopping = None
@@ -526,16 +590,12 @@ class DynamicSampler:
         setattr(self._counts, reason, getattr(self._counts, reason) + 1)
         self._waiting.append(_Prompt(prompt.number, prompt.attempt + 1, prompt.failures, protected=True))
 
-    def _is_stale(self, version: int, group: GroupView | None = None) -> bool:
-        """Return True if a group is too old. The lowest version in the samples of `group` counts, or, without samples,
-        the `version` under which the group was submitted."""
-        if self._max_age is None:
+    def _is_stale(self, prompt: _Prompt, group: GroupView | None = None) -> bool:
+        """Return True if the prompt's group is too old. This happens only if the version was raised by more than one
+        for `groups_per_version` groups, or by somebody else."""
+        if self._max_age is None or self._overdue == "train":
             return False
-        if group is not None:
-            version = min(
-                (sample.min_version for sample in group.samples or () if sample.min_version >= 0), default=version
-            )
-        return version < self._version - self._max_age
+        return _oldest_version(prompt, group) < self._version - self._max_age
 
     async def _stop(self, group_ids: Iterable[str], reason: Literal["stopped", "stale"]) -> None:
         for group_id in group_ids:
@@ -551,6 +611,13 @@ class DynamicSampler:
         except Exception as error:  # any error is stored, because the trainer must not wait for ever
             self._failure = error
             self._changed.send()
+
+
+def _oldest_version(prompt: _Prompt, group: GroupView | None = None) -> int:
+    """Return the lowest version of a token in the samples of `group`, or, without samples, the version under which the
+    prompt's group was submitted."""
+    samples = (group.samples if group is not None else None) or ()
+    return min((sample.min_version for sample in samples if sample.min_version >= 0), default=prompt.version or 0)
 
 
 def _now() -> float:
