@@ -5,8 +5,14 @@ Rollout times are drawn from a Pareto distribution, like those of agents: most a
 long. A fraction of the prompts teaches nothing and is filtered out. All ways get the same slots and the same draws, and
 differ only in the time at which they submit groups: `asynchronous` submits as soon as a group is done; `synchronous` in
 waves (of one batch, and of three), when all groups of the last wave are done and the batch is not full; `static` one
-unfiltered batch. The trainer takes no time, which favours the ways that wait. The simulated part runs on a simulated
-clock, without real waits. The real part is the whole service with sandboxes in memory and an agent that sleeps.
+unfiltered batch. The trainer takes no time, which favours the ways that wait.
+
+The second table bounds the age of tokens (`max_age`): the policy version is raised after each batch. The third table has
+the durations and the trainer of published asynchronous trainers: durations with a moderate tail, every prompt trained on,
+and training that takes as long as sampling with all slots busy.
+
+The simulated parts run on a simulated clock, without real waits. The real part is the whole service with sandboxes in
+memory and an agent that sleeps. All draws are seeded.
 """
 
 from __future__ import annotations
@@ -14,7 +20,8 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +31,7 @@ from bench.corpus import Corpus
 from bench.simulated_service import Played, SimulatedService, VirtualLoop
 from outrider.api.server import serving
 from outrider.client.client import AsyncClient
-from outrider.client.sampling import DynamicSampler, Refill, Task
+from outrider.client.sampling import DynamicSampler, Overdue, Refill, Task
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
@@ -38,22 +45,42 @@ TAIL = 1.2
 """The exponent of the Pareto distribution. Below 2 the variance of an unbounded distribution is infinite."""
 LONGEST = 120.0
 """The longest rollout, in units of the shortest."""
+SPREAD = 0.8
+"""The standard deviation of the logarithm of durations with a moderate tail."""
 
 
 class Way(msgspec.Struct, frozen=True):
-    """The rule by which a sampler submits groups, and the number of groups that run at once, in batches."""
+    """The rule by which a sampler submits groups, the number of groups that run at once, in batches, and the bound on
+    the age of tokens."""
 
     name: str
     refill: Refill
     batches_running: int
+    max_age: int | None = None
+    overdue: Overdue = "wait"
 
 
+STATIC = Way("static, unfiltered", "static", 1)
+WAVES = Way("synchronous, waves of 3 batches", "synchronous", 3)
+UNBOUNDED = Way("asynchronous, 3 batches running", "asynchronous", 3)
 WAYS = (
-    Way("static, unfiltered", "static", 1),
+    STATIC,
     Way("synchronous, waves of 1 batch", "synchronous", 1),
-    Way("synchronous, waves of 3 batches", "synchronous", 3),
+    WAVES,
     Way("asynchronous, 1 batch running", "asynchronous", 1),
-    Way("asynchronous, 3 batches running", "asynchronous", 3),
+    UNBOUNDED,
+)
+BOUNDED = tuple(
+    Way(f"age {age}, {how}", "asynchronous", 3, age, overdue)
+    for age in (8, 4, 1)
+    for overdue, how in (("wait", "slow groups awaited"), ("train", "slow groups trained late"))
+) + (Way("age 0, slow groups awaited", "asynchronous", 3, 0),)
+WITH_TRAINER = (
+    STATIC,
+    Way("age 1, slow groups awaited", "asynchronous", 3, 1),
+    Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
+    Way("age 4, slow groups awaited", "asynchronous", 3, 4),
+    UNBOUNDED,
 )
 
 
@@ -70,7 +97,7 @@ class Plan(msgspec.Struct, frozen=True):
     """Duration of the shortest rollout in the real part, in seconds."""
 
 
-FULL = Plan(60, 32, (0.3, 0.5, 0.7), 8, 4, 0.05)
+FULL = Plan(60, 32, (0.3, 0.5, 0.7), 24, 4, 0.03)
 QUICK = Plan(20, 16, (0.5,), 2, 2, 0.02)
 
 
@@ -79,8 +106,7 @@ async def run(quick: bool) -> dict[str, Any]:
 
 
 async def measure(plan: Plan) -> dict[str, Any]:
-    simulated = await asyncio.to_thread(_simulated, plan)
-    return {"n": N, "target": plan.target, "simulated": simulated, "real": await _real(plan)}
+    return {"n": N, "target": plan.target, **await asyncio.to_thread(_simulated, plan), "real": await _real(plan)}
 
 
 def teaches(number: int, useless: float) -> bool:
@@ -92,20 +118,57 @@ def rollout_time(draw: random.Random) -> float:
     return min(draw.paretovariate(TAIL), LONGEST)
 
 
-def _simulated(plan: Plan) -> list[dict[str, Any]]:
-    found = []
-    for useless in plan.useless:
-        for way in WAYS:
-            with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-                found.append({"useless": useless, "way": way.name, **runner.run(_simulate(plan, useless, way))})
-    return found
+def moderate_time(draw: random.Random) -> float:
+    """Draw a rollout's duration from a log-normal distribution, in units of the median duration."""
+    return draw.lognormvariate(0.0, SPREAD)
 
 
-async def _simulate(plan: Plan, useless: float, way: Way) -> dict[str, float]:
+def _simulated(plan: Plan) -> dict[str, list[dict[str, Any]]]:
+    # with all slots busy, a batch takes one mean duration: so long takes the trainer
+    mean = sum(moderate_time(random.Random(number)) for number in range(10_000)) / 10_000
+    return {
+        "simulated": [_row(plan, useless, way) for useless in plan.useless for way in WAYS],
+        "bounded": [_row(plan, 0.5, way, raising=True) for way in (WAVES, UNBOUNDED, *BOUNDED)],
+        "with_trainer": [
+            _row(plan, 0.0, way, raising=True, duration=moderate_time, training=mean) for way in WITH_TRAINER
+        ],
+    }
+
+
+def _row(
+    plan: Plan,
+    useless: float,
+    way: Way,
+    *,
+    raising: bool = False,
+    duration: Callable[[random.Random], float] = rollout_time,
+    training: float = 0.0,
+) -> dict[str, Any]:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        found = runner.run(_simulate(plan, useless, way, raising, duration, training))
+    return {"useless": useless, "way": way.name, **found}
+
+
+async def _simulate(
+    plan: Plan,
+    useless: float,
+    way: Way,
+    raising: bool,
+    duration: Callable[[random.Random], float],
+    training: float,
+) -> dict[str, float]:
+    """Run `plan.batches` batches; the trainer takes `training` for each, and then raises the version if `raising`.
+
+    `trained` is the part of the slots' busy time that was spent on groups of the batches. `oldest` is the age of the
+    oldest token in a batch, in versions, and `overdue` the part of the groups with a token older than the bound.
+    """
+
+    def seconds_of(number: int) -> list[float]:
+        return [duration(random.Random(f"{number}/{index}")) for index in range(N)]
+
     def play(task: Mapping[str, Any], index: int, version: int) -> Played:
         number = task["number"]
-        seconds = rollout_time(random.Random(f"{number}/{index}"))
-        return Played(seconds, float(index % 2 and teaches(number, useless)))
+        return Played(seconds_of(number)[index], float(index % 2 and teaches(number, useless)))
 
     slots = plan.target * N
     service = SimulatedService(play, slots=slots)
@@ -116,10 +179,30 @@ async def _simulate(plan: Plan, useless: float, way: Way) -> dict[str, float]:
         target=plan.target,
         inflight=way.batches_running * plan.target,
         refill=way.refill,
+        max_age=way.max_age,
+        overdue=way.overdue,
     )
+    trained = 0.0
+    oldest = overdue = 0
     async with sampler:
-        seconds = await _seconds(sampler, plan.batches)
-        return {"per_batch": seconds / plan.batches, "idle": 1 - service.busy / (slots * seconds)}
+        for version in range(1, plan.batches + 1):
+            batch = await sampler.batch()
+            assert batch is not None
+            trained += sum(sum(seconds_of(number)) for number in batch.prompts)
+            oldest = max(oldest, *(batch.version - sample.min_version for sample in batch.samples))
+            overdue += batch.counts.overdue
+            await asyncio.sleep(training)
+            if raising:
+                service.version = version
+                await sampler.set_version(version)
+        seconds = asyncio.get_running_loop().time()
+    return {
+        "per_batch": seconds / plan.batches,
+        "idle": 1 - service.busy / (slots * seconds),
+        "trained": trained / service.busy,
+        "oldest": oldest,
+        "overdue": overdue / (plan.batches * plan.target),
+    }
 
 
 async def _real(plan: Plan) -> list[dict[str, Any]]:
@@ -170,20 +253,26 @@ async def _real(plan: Plan) -> list[dict[str, Any]]:
 def _task(number: int, useless: float, seconds: float) -> Task:
     return {
         "instruction": "Take your time.",
-        "harness": {"agent": "bench.sampling:Sleeper", "options": {"seconds": seconds}},
+        "harness": {"agent": "bench.sampling:Sleeper", "options": {"number": number, "seconds": seconds}},
         "runtime": {"kind": "memory"},
         "evaluator": {
             "kind": "callable",
             "path": "bench.sampling:grade",
-            "options": {"teaches": teaches(number, useless)},
+            "options": {"number": number, "teaches": teaches(number, useless)},
         },
     }
+
+
+_begun: Counter[int] = Counter()
+_graded: Counter[int] = Counter()
+"""The sessions of each prompt that have begun, and that were graded, so that each run has the same draws."""
 
 
 class Sleeper:
     """An agent that calls its model once and sleeps for a rollout's time."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        self._number = int(options["number"])
         self._seconds = float(options["seconds"])
 
     async def init(self, context: HarnessContext) -> None:
@@ -191,13 +280,17 @@ class Sleeper:
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         await context.model.chat([Message(role=Role.USER, content=context.task.instruction)])
-        await asyncio.sleep(self._seconds * rollout_time(random.Random()))
+        draw = random.Random(f"{self._number}/{_begun[self._number] % N}")
+        _begun[self._number] += 1
+        await asyncio.sleep(self._seconds * rollout_time(draw))
         return HarnessOutcome()
 
 
 def grade(outcome: Outcome) -> float:
-    """Grade with 0 or 1 at random for prompts that teach something, and with 1 for useless prompts."""
-    return float(random.random() < 0.5 or not outcome.task.evaluator.options["teaches"])
+    """Grade every second session of a prompt that teaches something with 0, and all others with 1."""
+    options = outcome.task.evaluator.options
+    _graded[options["number"]] += 1
+    return float(_graded[options["number"]] % 2 or not options["teaches"])
 
 
 async def _seconds(sampler: DynamicSampler, batches: int) -> float:

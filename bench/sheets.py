@@ -464,6 +464,41 @@ def _sampling(found: Any) -> list[Sheet]:
             ),
             ("the whole service, sandboxes in memory", found["real"], "Times are in seconds."),
         )
+    ] + [
+        Sheet(
+            title=f"Sampling: the age of tokens, {where}",
+            columns=(
+                "groups are submitted",
+                "per batch",
+                "slots idle",
+                "of busy time trained on",
+                "oldest token",
+                "groups over the bound",
+                "batches per hour",
+            ),
+            rows=[
+                (
+                    row["way"],
+                    number(row["per_batch"]),
+                    f"{100 * row['idle']:.0f} %",
+                    f"{100 * row['trained']:.0f} %",
+                    str(row["oldest"]),
+                    f"{100 * row['overdue']:.0f} %",
+                    f"{rows[0]['per_batch'] / row['per_batch']:.2f}",
+                )
+                for row in rows
+            ],
+            note=f"{note} The version is raised after each batch; ages are in versions. Batches per hour are held against "
+            "those of the first row.",
+        )
+        for where, rows, note in (
+            ("half of the prompts teach nothing", found["bounded"], "Times are in shortest rollouts."),
+            (
+                "a trainer that takes as long as sampling",
+                found["with_trainer"],
+                "Durations with a moderate tail (log-normal), every prompt trained on; times are in median rollouts.",
+            ),
+        )
     ]
 
 

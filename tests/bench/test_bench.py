@@ -262,6 +262,10 @@ async def test_the_sampler_is_compared_with_those_that_wait() -> None:
     simulated = {row["way"]: row["per_batch"] for row in found["simulated"]}
     assert simulated["asynchronous, 3 batches running"] < simulated["synchronous, waves of 3 batches"]
     assert [row["way"] for row in found["real"]] == [way.name for way in sampling.WAYS]
+    bounded = {row["way"]: row for row in found["bounded"]}
+    for way in sampling.BOUNDED:
+        assert way.overdue == "train" or bounded[way.name]["oldest"] <= way.max_age
+        assert bounded[way.name]["trained"] > 0.35
     check_shown("sampling", found)
 
 

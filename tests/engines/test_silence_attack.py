@@ -23,7 +23,7 @@ from outrider.nodes.service_proxy import ForwardedEngine
 from outrider.trajectory import FinishReason
 from support.clock import pass_time
 
-from .test_silence import IDS, SOON, Call, Dripping, Losing, engine_of, known, request, until
+from .test_silence import IDS, SOON, Call, Dripping, Losing, engine_of, known, known_slowly, request, until
 
 
 class OneSlot(ScriptedEngine):
@@ -230,8 +230,8 @@ async def test_a_session_that_starves_itself_is_not_overdue() -> None:
     await a.start()
     async with EnginePool(probing=SOON) as pool:
         await pool.add_engine(a)
-        await known(pool)
         a.seconds = 2.5
+        await known_slowly(pool)
         overdue = Overdue()
         calls = [Call(pool, "s", overdue) for _ in range(30)]
         await pass_time(40)
