@@ -70,11 +70,14 @@ WAYS = (
     Way("asynchronous, 1 batch running", "asynchronous", 1),
     UNBOUNDED,
 )
-BOUNDED = tuple(
-    Way(f"age {age}, {how}", "asynchronous", 3, age, overdue)
-    for age in (8, 4, 1)
-    for overdue, how in (("wait", "slow groups awaited"), ("train", "slow groups trained late"))
-) + (Way("age 0, slow groups awaited", "asynchronous", 3, 0),)
+BOUNDED = (
+    Way("age 8, slow groups awaited", "asynchronous", 3, 8),
+    Way("age 4, slow groups awaited", "asynchronous", 3, 4),
+    Way("age 1, slow groups awaited", "asynchronous", 3, 1),
+    Way("age 0, slow groups awaited", "asynchronous", 3, 0),
+    Way("age 4, slow groups trained late", "asynchronous", 3, 4, "train"),
+    Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
+)
 WITH_TRAINER = (
     STATIC,
     Way("age 1, slow groups awaited", "asynchronous", 3, 1),

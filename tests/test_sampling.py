@@ -125,7 +125,7 @@ def test_a_static_batch_is_what_was_submitted() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("surplus", ["carry", "finished", "cancel"])
+@pytest.mark.parametrize("surplus", ["carry", "cancel"])
 @pytest.mark.parametrize("refill", ["asynchronous", "synchronous"])
 def test_no_informative_prompt_is_lost_or_given_out_twice(refill: Refill, surplus: Surplus) -> None:
     """Whatever takes long, or is stopped: the filter alone decides which prompts are trained on."""
@@ -148,21 +148,120 @@ def test_no_informative_prompt_is_lost_or_given_out_twice(refill: Refill, surplu
     run(main)
 
 
-def test_slow_prompts_are_kept_as_often_as_fast_ones() -> None:
-    """Of prompts that differ in their time alone, stopping those that are not done must not pick the fast ones."""
+BOUNDS: list[dict[str, Any]] = [
+    {},
+    {"surplus": "cancel"},
+    {"refill": "synchronous", "inflight": 24},
+    {"max_age": 0},
+    {"max_age": 1},
+    {"max_age": 1, "inflight": 24},
+    {"max_age": 2, "refill": "synchronous"},
+    {"max_age": 4, "inflight": 40},
+    {"max_age": 1, "overdue": "train"},
+    {"max_age": 1, "target": 1, "groups_per_version": 8},
+]
+"""Settings under which the sampler must not prefer any prompts."""
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+@pytest.mark.parametrize("slow", ["odd prompts", "right answers", "wrong answers", "late samples"])
+def test_the_filter_alone_decides_which_groups_are_kept(bounds: dict[str, Any], slow: str) -> None:
+    """Whatever takes long: of the prompts that were drawn, each is kept if and only if its first group is informative.
+    The version is raised after each batch."""
+
+    def right(number: int, index: int) -> bool:
+        return random.Random(f"{number}/{index}").random() < 0.3 + 0.4 * (number % 2)
+
+    def play(task: Task, index: int, version: int) -> Played:
+        number = task["number"]
+        waits = {
+            "odd prompts": number % 2 == 1,
+            "right answers": right(number, index),
+            "wrong answers": not right(number, index),
+            "late samples": index == 3,
+        }
+        return Played(30.0 if waits[slow] else 1.0, float(right(number, index)))
+
+    def first_group_is_informative(number: int) -> bool:
+        return len({right(number, index) for index in range(4)}) == 2
 
     async def main() -> None:
-        def play(task: Task, index: int, version: int) -> Played:
-            return Played(30.0 if task["number"] % 2 else 1.0, float(index % 2))
+        settings: dict[str, Any] = {"target": 8} | bounds
+        groups: int = settings.get("groups_per_version", settings["target"])
+        max_age = settings.get("max_age") if settings.get("overdue") != "train" else None
+        service = SimulatedService(play, slots=24)
+        delivered: list[int] = []
+        async with DynamicSampler(service, task, n=4, **settings) as sampler:
+            for version in range(1, 16):
+                for _ in range(groups // settings["target"]):
+                    batch = await sampler.batch()
+                    assert batch is not None
+                    assert batch.counts.stale == 0
+                    delivered += batch.prompts
+                    if max_age is not None:
+                        assert min(sample.min_version for sample in batch.samples) >= batch.version - max_age
+                service.version = version
+                await sampler.set_version(version)
+            state = sampler.state()
+        assert len(delivered) == len(set(delivered)) == 15 * groups
+        if settings.get("surplus") != "cancel":  # a group that was stopped is sampled anew, with the same draws here
+            assert len(service.submitted) <= state.next
+        open_prompts = {prompt.number for prompt in state.pending}
+        for number in range(state.next):
+            if number not in open_prompts:
+                assert (number in delivered) == first_group_is_informative(number)
 
-        service = SimulatedService(play, slots=16)
-        seen: Counter[int] = Counter()
-        async with DynamicSampler(service, task, n=2, target=8, surplus="cancel") as sampler:
-            for _ in range(100):
+    run(main)
+
+
+def test_a_batch_waits_for_groups_that_would_be_too_old_and_says_how_long() -> None:
+    async def main() -> None:
+        def play(task: Task, index: int, version: int) -> Played:
+            return Played(50.0 if task["number"] == 1 else 1.0, float(index % 2))
+
+        service = SimulatedService(play, slots=64)
+        async with DynamicSampler(service, task, n=2, target=4, max_age=1) as sampler:
+            first = await sampler.batch()
+            assert first is not None
+            assert (first.waited, first.held) == (1.0, 0.0)
+            service.version = 1
+            await sampler.set_version(1)
+            second = await sampler.batch()
+            assert second is not None
+            assert 1 in second.prompts
+            assert (second.waited, second.held) == (49.0, 48.0)
+
+    run(main)
+
+
+def test_slow_groups_may_be_trained_late() -> None:
+    async def main() -> None:
+        def play(task: Task, index: int, version: int) -> Played:
+            return Played(5.5 if task["number"] == 1 else 1.0, float(index % 2))
+
+        service = SimulatedService(play, slots=64)
+        late = {}
+        async with DynamicSampler(service, task, n=2, target=4, max_age=1, overdue="train") as sampler:
+            for version in range(1, 12):
                 batch = await sampler.batch()
                 assert batch is not None
-                seen.update(prompt % 2 for prompt in batch.prompts)
-        assert abs(seen[0] - seen[1]) <= 16  # what one batch and the groups in flight may hold
+                assert batch.held == 0.0
+                if batch.counts.overdue:
+                    late[batch.version] = batch.counts.overdue
+                    assert 1 in batch.prompts
+                service.version = version
+                await sampler.set_version(version)
+        assert late == {5: 1}
+
+    run(main)
+
+
+def test_a_trainer_that_does_not_raise_the_version_is_not_kept_waiting_for_ever() -> None:
+    async def main() -> None:
+        service = SimulatedService(heavy_tailed, slots=24)
+        async with DynamicSampler(service, task, n=4, target=4, max_age=1) as sampler:
+            for _ in range(20):
+                assert await sampler.batch() is not None
 
     run(main)
 
@@ -180,31 +279,12 @@ def test_no_group_is_begun_only_to_be_stopped() -> None:
     run(main)
 
 
-def test_a_finished_part_of_a_stopped_group_is_used() -> None:
-    async def main() -> None:
-        def play(task: Task, index: int, version: int) -> Played:
-            slow = task["number"] == 1 and index == 3
-            return Played(1000.0 if slow else 1.0 + task["number"], float(index % 2))
-
-        service = SimulatedService(play, slots=64)
-        async with DynamicSampler(service, task, n=4, target=2, inflight=3, surplus="finished") as sampler:
-            first = await sampler.batch()
-            second = await sampler.batch()
-            assert first is not None
-            assert second is not None
-            assert first.prompts == (0, 2)
-            assert second.prompts[0] == 1
-            assert rewards_of(second.groups[0]) == [0.0, 1.0, 0.0]
-
-    run(main)
-
-
-def test_old_groups_are_sampled_again() -> None:
+def test_groups_are_sampled_again_if_the_version_jumps() -> None:
     async def main() -> None:
         service = SimulatedService(heavy_tailed, slots=24)
         async with DynamicSampler(service, task, n=4, target=4, max_age=1) as sampler:
             stale = 0
-            for version in range(1, 30):
+            for version in range(3, 90, 3):
                 batch = await sampler.batch()
                 assert batch is not None
                 assert all(sample.min_version >= batch.version - 1 for sample in batch.samples)
@@ -213,6 +293,16 @@ def test_old_groups_are_sampled_again() -> None:
                 await sampler.set_version(version)
                 await asyncio.sleep(5.0)
             assert stale > 0
+
+    run(main)
+
+
+def test_min_usable_and_expiry_reach_the_service() -> None:
+    async def main() -> None:
+        service = SimulatedService(even, slots=8)
+        async with DynamicSampler(service, task, n=4, target=1, min_usable=3, expires_seconds=60.0) as sampler:
+            await sampler.batch()
+        assert {(group["min_usable"], group["expires_seconds"]) for group in service.submitted} == {(3, 60.0)}
 
     run(main)
 
@@ -351,8 +441,10 @@ def test_a_sampler_that_is_closed_while_it_submits_keeps_the_prompt() -> None:
     async def main() -> None:
         service = Holding(even, slots=64, holds=["submit"])
         async with DynamicSampler(service, task, n=4, target=2) as sampler:
+            waiting = asyncio.create_task(sampler.batch())
             await service.asked.wait()
-        assert sampler.state().pending == (PendingPrompt(0),)
+            waiting.cancel()
+        assert sampler.state().pending == (PendingPrompt(0, version=0),)
         service.go.set()
         async with DynamicSampler(service, first(6), n=4, target=2, state=sampler.state()) as sampler:
             given = [prompt async for batch in sampler for prompt in batch.prompts]
@@ -386,11 +478,10 @@ def test_a_group_that_was_done_before_it_was_stopped_is_kept_over_a_restart() ->
         service = Holding(lambda task, index, version: Played(1.0, float(index % 2)), slots=64, holds=["group g-1"])
         async with DynamicSampler(service, task, n=2, target=1, inflight=2, surplus="cancel") as sampler:
             assert await sampler.batch() is not None
+            assert sampler.state().pending == (PendingPrompt(1, attempt=1),)
             service.go.set()
-            while len(sampler.state().pending) < 2:  # noqa: ASYNC110  # no event
-                await asyncio.sleep(0)
             await asyncio.sleep(0.5)
-            assert PendingPrompt(1) in sampler.state().pending
+            assert sampler.state().pending == (PendingPrompt(1, version=0),)
 
     run(main)
 
@@ -529,7 +620,7 @@ def test_a_checkpoint_around_a_failure_loses_nothing_and_counts_it_once(moment: 
                 await asyncio.sleep(1)
             failures = 0 if moment == "before it has failed" else 1
             state = msgspec.json.decode(msgspec.json.encode(sampler.state()), type=SamplerState)
-            assert state.pending == (PendingPrompt(0, failures, failures),)
+            assert state.pending == (PendingPrompt(0, failures, failures, version=0),)
             waiting.cancel()
         service.go.set()
         await asyncio.sleep(10)  # what runs goes on meanwhile
@@ -571,7 +662,7 @@ def test_an_error_of_the_source_reaches_the_trainer() -> None:
 
 async def test_wrong_settings_are_refused() -> None:
     service = SimulatedService(even, slots=8)
-    for wrong in ({"n": 0}, {"target": 0}, {"inflight": -1}):
+    for wrong in ({"n": 0}, {"target": 0}, {"inflight": -1}, {"groups_per_version": -1}):
         with pytest.raises(InvalidField):
             DynamicSampler(service, task, **{"n": 4, "target": 6} | wrong)  # type: ignore[arg-type]
     async with DynamicSampler(service, task, n=4, target=6) as sampler:
@@ -595,7 +686,7 @@ def test_every_group_is_accounted_for() -> None:
         total: Counter[str] = Counter()
         for batch in batches:
             total.update(batch.counts.flat())
-        settled = sum(value for name, value in total.items() if name != "submitted")
+        settled = sum(value for name, value in total.items() if name not in ("submitted", "overdue"))
         assert total["informative"] >= 66
         assert 0 <= total["submitted"] - settled <= running
 

@@ -267,7 +267,12 @@ class DynamicSampler:
         self._overdue = overdue
         self._groups_per_version = groups_per_version or target
         _check_positive("groups_per_version", self._groups_per_version)
-        self._group_fields = {"n": n, "priority": priority, "min_usable": min_usable, "expires_seconds": expires_seconds}
+        self._group_fields = {
+            "n": n,
+            "priority": priority,
+            "min_usable": min_usable,
+            "expires_seconds": expires_seconds,
+        }
         state = state or SamplerState(run=secrets.token_hex(8), next=0, pending=(), version=0, batches=0)
         self._run = state.run
         self._next = state.next
@@ -455,19 +460,19 @@ class DynamicSampler:
         running, ready = len(self._running), len(self._ready)
         if self._refill == "static":
             return self._target - running - ready if self._wanted else 0
-        if self._max_age is None:
-            # while the trainer is busy, one batch is made in advance
-            limit = self._inflight if ready < self._target else 0
-        else:
-            limit = (self._max_age + 1) * self._groups_per_version - self._delivered
-            limit = max(limit, self._target) if self._wanted else limit
-            limit = min(self._inflight, limit - ready)
+        allowed = self._inflight
+        if self._surplus == "cancel":
+            # each ready group reduces the number of groups that will be of use
+            allowed = max(self._inflight - ready, min(self._inflight, self._target - ready))
+        if self._max_age is not None:
+            trainable = (self._max_age + 1) * self._groups_per_version - self._delivered
+            trainable = max(trainable, self._target) if self._wanted else trainable
+            allowed = min(allowed, trainable - ready)
+        elif ready >= self._target:  # while the trainer is busy, one batch is made in advance
+            allowed = 0
         if self._refill == "synchronous":
-            return limit if not running and self._wanted and ready < self._target else 0
-        # If running groups are stopped when a batch is full, each ready group reduces the number of running groups
-        # needed by one.
-        needless = 0 if self._surplus == "carry" else ready
-        return limit - running - needless
+            return allowed if not running and self._wanted and ready < self._target else 0
+        return allowed - running
 
     async def _submit_prompts(self) -> None:
         while True:
