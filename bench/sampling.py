@@ -7,9 +7,10 @@ differ only in the time at which they submit groups: `asynchronous` submits as s
 waves (of one batch, and of three), when all groups of the last wave are done and the batch is not full; `static` one
 unfiltered batch. The trainer takes no time, which favours the ways that wait.
 
-The second table bounds the age of tokens (`max_age`): the policy version is raised after each batch. The third table has
-the durations and the trainer of published asynchronous trainers: durations with a moderate tail, every prompt trained on,
-and training that takes as long as sampling with all slots busy.
+The second table bounds the age of tokens (`max_age`): the policy version is raised after each batch. The third table
+has the durations and the trainer of published asynchronous trainers: durations with a moderate tail, every prompt
+trained on, and training that takes as long as sampling with all slots busy. The fourth table has the mean reward of the
+groups in the batches if right answers take long with a heavy tail and wrong answers are short, or the reverse.
 
 The simulated parts run on a simulated clock, without real waits. The real part is the whole service with sandboxes in
 memory and an agent that sleeps. All draws are seeded.
@@ -31,7 +32,7 @@ from bench.corpus import Corpus
 from bench.simulated_service import Played, SimulatedService, VirtualLoop
 from outrider.api.server import serving
 from outrider.client.client import AsyncClient
-from outrider.client.sampling import DynamicSampler, Overdue, Refill, Task
+from outrider.client.sampling import DynamicSampler, Overdue, Refill, Surplus, Task
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
@@ -50,14 +51,15 @@ SPREAD = 0.8
 
 
 class Way(msgspec.Struct, frozen=True):
-    """The rule by which a sampler submits groups, the number of groups that run at once, in batches, and the bound on
-    the age of tokens."""
+    """The rule by which a sampler submits groups, the number of groups that run at once, in batches, the bound on the
+    age of tokens, and the treatment of groups that still run when a batch is full."""
 
     name: str
     refill: Refill
     batches_running: int
     max_age: int | None = None
     overdue: Overdue = "wait"
+    surplus: Surplus = "carry"
 
 
 STATIC = Way("static, unfiltered", "static", 1)
@@ -77,6 +79,12 @@ BOUNDED = (
     Way("age 0, slow groups awaited", "asynchronous", 3, 0),
     Way("age 4, slow groups trained late", "asynchronous", 3, 4, "train"),
     Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
+)
+COMPARED = (
+    UNBOUNDED,
+    Way("age 1, slow groups awaited", "asynchronous", 3, 1),
+    Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
+    Way("3 batches running, surplus stopped", "asynchronous", 3, surplus="cancel"),
 )
 WITH_TRAINER = (
     STATIC,
@@ -135,6 +143,7 @@ def _simulated(plan: Plan) -> dict[str, list[dict[str, Any]]]:
         "with_trainer": [
             _row(plan, 0.0, way, raising=True, duration=moderate_time, training=mean) for way in WITH_TRAINER
         ],
+        "bias": [_bias(plan, way) for way in COMPARED],
     }
 
 
@@ -150,6 +159,57 @@ def _row(
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         found = runner.run(_simulate(plan, useless, way, raising, duration, training))
     return {"useless": useless, "way": way.name, **found}
+
+
+def _bias(plan: Plan, way: Way) -> dict[str, Any]:
+    found: dict[str, Any] = {"way": way.name}
+    for slow in ("right", "wrong"):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            found[slow] = runner.run(_mean_reward(plan, way, slow == "right"))
+    return found
+
+
+async def _mean_reward(plan: Plan, way: Way, right_is_slow: bool) -> float:
+    """Return the mean reward of the groups in the batches. Half of all answers are right, so the mean without a bias is
+    0.5. Durations of answers that are right (or wrong) have a heavy tail; the other answers have the shortest."""
+
+    def play(task: Mapping[str, Any], index: int, version: int) -> Played:
+        draw = random.Random(f"{task['number']}/{task['attempt']}/{index}")
+        right = draw.random() < 0.5
+        return Played(rollout_time(draw) if right is right_is_slow else 1.0, float(right))
+
+    attempts: Counter[int] = Counter()
+
+    def task_of(number: int) -> Task:
+        attempts[number] += 1
+        return {"number": number, "attempt": attempts[number]}
+
+    service = SimulatedService(play, slots=plan.target * N)
+    sampler = _sampler(service, task_of, plan, way)
+    total, graded = 0.0, 0
+    async with sampler:
+        for version in range(1, plan.batches + 1):
+            batch = await sampler.batch()
+            assert batch is not None
+            total += sum(sample.reward or 0.0 for sample in batch.samples)
+            graded += len(batch.samples)
+            service.version = version
+            await sampler.set_version(version)
+    return total / graded
+
+
+def _sampler(service: SimulatedService, task_of: Callable[[int], Task], plan: Plan, way: Way) -> DynamicSampler:
+    return DynamicSampler(
+        service,
+        task_of,
+        n=N,
+        target=plan.target,
+        inflight=way.batches_running * plan.target,
+        refill=way.refill,
+        surplus=way.surplus,
+        max_age=way.max_age,
+        overdue=way.overdue,
+    )
 
 
 async def _simulate(
@@ -175,16 +235,7 @@ async def _simulate(
 
     slots = plan.target * N
     service = SimulatedService(play, slots=slots)
-    sampler = DynamicSampler(
-        service,
-        lambda number: {"number": number},
-        n=N,
-        target=plan.target,
-        inflight=way.batches_running * plan.target,
-        refill=way.refill,
-        max_age=way.max_age,
-        overdue=way.overdue,
-    )
+    sampler = _sampler(service, lambda number: {"number": number}, plan, way)
     trained = 0.0
     oldest = overdue = 0
     async with sampler:

@@ -145,8 +145,8 @@ class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Prompt(msgspec.Struct):
     """A prompt in progress. `version`: the policy version under which its group was submitted; None before that.
-    `protected`: the prompt was submitted before, so its group is not stopped when a batch is full. Otherwise the prompts
-    of slow tasks would be stopped again and again, and never be delivered."""
+    `protected`: the prompt was submitted before, so its group is not stopped when a batch is full. Otherwise the
+    prompts of slow tasks would be stopped again and again, and never be delivered."""
 
     number: int
     attempt: int = 0
@@ -215,14 +215,14 @@ class DynamicSampler:
 
     `max_age`: the maximum age of a trained token, in policy versions before the version that the batch is trained with.
     None sets no limit. `groups_per_version`: the number of groups that the trainer trains on before it raises the
-    version by one (by default `target`). At most (`max_age` + 1) * `groups_per_version` groups run or wait for a batch,
-    so that a finished group is never too old; with 0, nothing runs while the trainer trains. `overdue`: the treatment of
-    groups that still run when the next version would make them too old. "wait" holds a full batch back until these
-    groups are done (`Batch.held`). "train" lets these groups run on and uses them when they are done, with the version
-    of each token; then only the number of groups is limited, and slow groups have tokens older than `max_age`
-    (`Counts.overdue`).
+    version by one (by default `target`). At most (`max_age` + 1) * `groups_per_version` groups run or wait for a
+    batch, so that a finished group is never too old; with 0, nothing runs while the trainer trains. `overdue`: the
+    treatment of groups that still run when the next version would make them too old. "wait" holds a full batch back
+    until these groups are done (`Batch.held`). "train" lets these groups run on and uses them when they are done, with
+    the version of each token; then only the number of groups is limited, and slow groups have tokens older than
+    `max_age` (`Counts.overdue`).
 
-    `min_usable` and `expires_seconds` are the fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below
+    `min_usable` and `expires_seconds` are fields of the submitted groups (`spec.GroupSpec`). With `min_usable` below
     `n`, the slowest sessions of a group are left out, which biases rewards that depend on the duration.
 
     `state`: the `state()` of an earlier sampler. This sampler continues the earlier sampler. Groups are recognised by

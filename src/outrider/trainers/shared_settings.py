@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
 from outrider.faults import fault_text
-from outrider.spec import Name, SamplingSpec, Spec
+from outrider.spec import Name, SamplingSpec, Seconds, Spec
 from outrider.tasks.datasets import filled, known_columns, merged
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 
@@ -55,7 +55,8 @@ class BridgeSettings(Spec):
     task, an object or JSON, which overrides `task` field by field. rows: "all" for all rows of a session that train, or
     "main" for the main conversation's row only. max_row_tokens: the length in tokens to which rows are cut; None for no
     limit. metrics: names of the verdict's metrics to pass to the trainer; each verdict must have all of them. priority:
-    the priority of training groups. evaluation_priority: the priority of evaluation groups.
+    the priority of training groups. evaluation_priority: the priority of evaluation groups. min_usable,
+    expires_seconds: these fields of training groups (`spec.GroupSpec`).
     """
 
     url: Name = DEFAULT_URL
@@ -67,6 +68,8 @@ class BridgeSettings(Spec):
     metrics: list[Name] = Field(default_factory=list)
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     evaluation_priority: Annotated[int, Field(ge=-1000, le=1000)] = 100
+    min_usable: Annotated[int, Field(ge=1)] | None = None
+    expires_seconds: Seconds | None = None
 
 
 def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str, variable: str) -> S:
@@ -185,8 +188,11 @@ def group_of(
 ) -> dict[str, Any]:
     """Return a new group of `n` sessions of a task, ready to submit, with the priority for training or for evaluation.
     The idempotency key is new at each call."""
-    priority = settings.evaluation_priority if evaluating else settings.priority
-    return {"task": task, "n": n, "priority": priority, "idempotency_key": secrets.token_hex(16)}
+    group = {"task": task, "n": n, "idempotency_key": secrets.token_hex(16)}
+    if evaluating:
+        return group | {"priority": settings.evaluation_priority}
+    fields = {"min_usable": settings.min_usable, "expires_seconds": settings.expires_seconds}
+    return group | fields | {"priority": settings.priority}
 
 
 def refuse_images(images: Any, owner: str, *, field: str) -> None:

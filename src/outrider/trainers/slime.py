@@ -86,7 +86,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     slime.
 
     Groups that do not pass are replaced at once. When the batch is full, the groups that still run are cancelled, and
-    the prompts of all groups outside the batch are returned to the data source. With `--partial-rollout`, the running
+    the prompts of all groups outside the batch are returned to the data source. As in slime's own loop, outcomes that
+    take long are therefore rarer in the batches than among the rollouts; `generate_rollout_async` has no such bias.
+    With `--partial-rollout`, the running
     groups are paused instead, and continue in the next rollout with the new weights. A paused group keeps its tokens,
     and the pause does not count against its agents' time limits. With `evaluation`, the evaluation sets are run
     instead.
@@ -98,8 +100,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     if evaluation:
         return generate_rollout_async(args, rollout_id, data_source, evaluation)
     prompts = _Prompts(args, bridge.settings, data_source)
-    # With max_age 0, the sampler submits no group between the end of the batch and the call of `stop`.
-    with bridge.client.open(_sampler(bridge, prompts, surplus="cancel", max_age=0)) as sampler:
+    with bridge.client.open(_sampler(bridge, prompts, surplus="cancel", max_age=None)) as sampler:
         batch = bridge.client.run(sampler.batch())
         bridge.client.run(sampler.stop())
         unfinished = [prompts.groups[each.number] for each in sampler.state().pending]
@@ -110,7 +111,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Return groups like `generate_rollout`, but let the other groups run on while slime trains, for a later rollout.
-    Groups with tokens older than `max_age` policy versions are dropped, and their prompts are submitted again."""
+    With `max_age`, a full batch waits for groups that would otherwise be too old, and only as many groups run as slime
+    can train on before they are too old."""
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
@@ -339,7 +341,10 @@ def _sampler(
         informative=prompts.is_informative,
         surplus=surplus,
         max_age=max_age,
+        groups_per_version=args.rollout_batch_size * getattr(args, "update_weights_interval", 1),
         priority=bridge.settings.priority,
+        min_usable=bridge.settings.min_usable,
+        expires_seconds=bridge.settings.expires_seconds,
     )
 
 

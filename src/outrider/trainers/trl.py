@@ -40,6 +40,7 @@ from outrider.client.sampling import (
     Choice,
     Counts,
     DynamicSampler,
+    Overdue,
     Refill,
     SamplerState,
     Source,
@@ -127,7 +128,7 @@ class StepStats(msgspec.Struct, kw_only=True):
             "empty_rows": float(self.empty_rows),
             "drift_tokens": float(self.drift_tokens),
         }
-        for name in ("informative", "uninformative", "retried", "given_up", "stale"):
+        for name in ("informative", "overdue", "uninformative", "retried", "given_up", "stale"):
             found[f"groups/{name}"] = float(getattr(self.groups, name))
         if self.logprob_gap is not None:
             found["logprob_gap"] = self.logprob_gap
@@ -179,7 +180,10 @@ class Rollouts:
         refill: Refill = "asynchronous",
         surplus: Surplus = "carry",
         max_age: int | None = 1,
+        overdue: Overdue = "wait",
         priority: int = 0,
+        min_usable: int | None = None,
+        expires_seconds: float | None = None,
         measure: bool = False,
         state: SamplerState | None = None,
     ) -> None:
@@ -198,7 +202,10 @@ class Rollouts:
             "refill": refill,
             "surplus": surplus,
             "max_age": max_age,
+            "overdue": overdue,
             "priority": priority,
+            "min_usable": min_usable,
+            "expires_seconds": expires_seconds,
             "state": state,
         }
         if state is not None:
@@ -410,9 +417,11 @@ class RolloutWorker:
 
     A `DynamicSampler` keeps `inflight` groups of `n` sessions running. Every row that trains is put into
     `rollout_buffer`, with the advantage of its session; `advantages` selects how advantages are computed. While the
-    buffer is full (`buffered` rows), groups are submitted only until `max_age` finished groups (at least one) are
-    ready. `max_age` should equal the trainer's max_staleness: then groups that are too old are replaced before the
-    trainer drops their rows.
+    buffer is full (`buffered` rows), finished groups wait in the sampler.
+
+    `groups_per_version` is the number of groups that the trainer trains on between two updates of the weights: the
+    groups in a batch of its optimizer, times `weight_sync_steps`. `max_age` is the trainer's max_staleness. So the
+    sampler submits no more groups than the trainer can use before it would drop their rows as too old.
     """
 
     def __init__(
@@ -422,12 +431,16 @@ class RolloutWorker:
         weights: PolicyWeights,
         *,
         n: int,
+        groups_per_version: int,
         inflight: int = 16,
         buffered: int = 256,
         advantages: Literal["grpo", "mean", "leave_one_out"] = "grpo",
         informative: Callable[[GroupView], Choice] = rewards_differ,
         max_age: int | None = 4,
+        overdue: Overdue = "wait",
         priority: int = 0,
+        min_usable: int | None = None,
+        expires_seconds: float | None = None,
         state: SamplerState | None = None,
     ) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(buffered)
@@ -445,7 +458,11 @@ class RolloutWorker:
             inflight=inflight,
             informative=informative,
             max_age=max_age,
+            overdue=overdue,
+            groups_per_version=groups_per_version,
             priority=priority,
+            min_usable=min_usable,
+            expires_seconds=expires_seconds,
             state=state,
         )
         self._running = ExitStack()

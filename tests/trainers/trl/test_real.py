@@ -239,7 +239,7 @@ def test_async_grpo_trainer_trains(client: Client, tmp_path: Path, monkeypatch: 
         save_strategy="no",
     )
     with PolicyWeights(client, model=POLICY) as weights:
-        worker = RolloutWorker(client, task, weights, n=SAMPLES, inflight=4, buffered=16)
+        worker = RolloutWorker(client, task, weights, n=SAMPLES, groups_per_version=2, inflight=4, buffered=16)
         trainer = AsyncGRPOTrainer(
             model=str(POLICY),
             reward_funcs=service_reward,

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore")]
 def test_every_row_that_trains_has_the_advantage_of_its_session(tmp_path: Path) -> None:
     rows = [sample(0), sample(0, 1), sample(1, reward=0.0), sample(3, reward=0.0)]
     with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
-        worker = RolloutWorker(client, task, weights, n=4, advantages="mean")
+        worker = RolloutWorker(client, task, weights, n=4, groups_per_version=4, advantages="mean")
         made = list(worker._rows(group([1.0, 0.0, None, 0.5], rows), 7))
     assert [row.advantage for row in made] == [0.5, 0.5, -0.5, 0.0]
     assert [row.metrics["reward"] for row in made] == [1.0, 1.0, 0.0, 0.5]
@@ -36,7 +36,7 @@ def test_every_row_that_trains_has_the_advantage_of_its_session(tmp_path: Path) 
 
 def test_rows_carry_the_trainers_versions(tmp_path: Path) -> None:
     with simulated(even, version=40) as client, PolicyWeights(client, tmp_path) as weights:
-        worker = RolloutWorker(client, task, weights, n=4, inflight=2, buffered=8)
+        worker = RolloutWorker(client, task, weights, n=4, groups_per_version=4, inflight=2, buffered=8)
         weights.publish(parameters().items())
         worker.update_model_version(1)
         worker.start()
@@ -67,7 +67,7 @@ def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
         return Played(0.001, None)
 
     with simulated(fails) as client, PolicyWeights(client, tmp_path) as weights:
-        worker = RolloutWorker(client, task, weights, n=2)
+        worker = RolloutWorker(client, task, weights, n=2, groups_per_version=4)
         worker.start()
         with pytest.raises(ServiceError, match="prompts in a row have failed"):
             check_until_it_fails(worker)
@@ -76,7 +76,7 @@ def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
 
 def test_tasks_that_cannot_be_made_end_the_worker(tmp_path: Path) -> None:
     with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
-        worker = RolloutWorker(client, lambda number: task(1 // number), weights, n=2)
+        worker = RolloutWorker(client, lambda number: task(1 // number), weights, n=2, groups_per_version=4)
         worker.start()
         with pytest.raises(ZeroDivisionError):
             check_until_it_fails(worker)
@@ -88,7 +88,7 @@ def test_a_worker_from_which_nothing_comes_is_not_healthy(tmp_path: Path) -> Non
         return Played(3600.0, 1.0)
 
     with simulated(slow) as client, PolicyWeights(client, tmp_path) as weights:
-        worker = RolloutWorker(client, task, weights, n=2)
+        worker = RolloutWorker(client, task, weights, n=2, groups_per_version=4)
         worker.check_health(0.0)  # it has not begun
         worker.start()
         worker.check_health(60.0)
