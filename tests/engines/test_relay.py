@@ -1152,18 +1152,19 @@ async def test_a_generation_that_a_worker_never_got_is_sent_again_and_one_it_for
 
 
 async def test_silence_is_noticed_by_the_service() -> None:
-    engine = relay(heartbeat_seconds=0.02, silence_seconds=0.1)
+    engine = relay(heartbeat_seconds=0.4, silence_seconds=0.8)
     async with relay_served(engine) as url, raw_worker(url) as raw:
         code, reason = await raw.closed()
         assert code == Close.SILENT
-        assert "nothing came for 0.1 s" in reason
+        assert "nothing came for 0.8 s" in reason
 
 
 async def test_silence_is_noticed_by_the_worker() -> None:
-    """The worker closes the connection with the reason, and connects again."""
+    """The worker closes the connection with the reason, and connects again. The times are long enough for a busy
+    machine: a worker that was not scheduled for a quarter of `silence` begins to count anew."""
     closed: list[int] = []
     silent = WorkerWelcome(
-        protocol=PROTOCOL, resumed={}, heartbeat=0.02, silence=0.1, resume=1, window=8, total_window=8
+        protocol=PROTOCOL, resumed={}, heartbeat=0.8, silence=0.8, resume=1, window=8, total_window=8
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -1176,8 +1177,8 @@ async def test_silence_is_noticed_by_the_worker() -> None:
         closed.append(message["code"])
 
     async with serving(app, websockets=1000) as url, attached(url, Counter()) as worker:
-        await until(lambda: worker.connections == 3)
-    assert closed[:2] == [Close.SILENT, Close.SILENT]
+        await until(lambda: worker.connections == 2)
+    assert closed[:1] == [Close.SILENT]
 
 
 async def test_a_worker_that_reads_nothing_is_cut_off_although_it_speaks() -> None:

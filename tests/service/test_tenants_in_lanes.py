@@ -24,7 +24,7 @@ NARROW = LanesConfig(init=2, ready=2, run=2, eval=2)
 
 async def test_a_tenant_whose_sandboxes_are_prepared_for_ever_does_not_keep_another_out(world: MakeWorld) -> None:
     """Its sessions hold every slot until their time to prepare is over, however high their priority is."""
-    hanging: dict[str, Any] = {"init": ["wait forever"], "limits": {"prepare_seconds": 0.1}, "priority": 1000}
+    hanging: dict[str, Any] = {"init": ["wait forever"], "limits": {"prepare_seconds": 0.5}, "priority": 1000}
     async with world(lanes=NARROW) as w:
         many = [await w.service.submit(group("ask", n=10, **hanging), LOUD) for _ in range(5)]
         await w.state(many[0].sessions[0].id, SessionState.INITIALIZING)
