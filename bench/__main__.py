@@ -37,6 +37,7 @@ from bench import (
     scaling,
     service,
     sessions,
+    staleness,
     store,
     tools,
     turns,
@@ -61,6 +62,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "history": history.run,
     "graders": graders.run,
     "sampling": sampling.run,
+    "staleness": staleness.run,
     "routing": routing.run,
 }
 

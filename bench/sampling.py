@@ -7,12 +7,7 @@ differ only in the time at which they submit groups: `asynchronous` submits as s
 waves (of one batch, and of three), when all groups of the last wave are done and the batch is not full; `static` one
 unfiltered batch. The trainer takes no time, which favours the ways that wait.
 
-The second table bounds the age of tokens (`max_age`): the policy version is raised after each batch. The third table
-has the durations and the trainer of published asynchronous trainers: durations with a moderate tail, every prompt
-trained on, and training that takes as long as sampling with all slots busy. The fourth table has the mean reward of the
-groups in the batches if right answers take long with a heavy tail and wrong answers are short, or the reverse.
-
-The simulated parts run on a simulated clock, without real waits. The real part is the whole service with sandboxes in
+The simulated part runs on a simulated clock, without real waits. The real part is the whole service with sandboxes in
 memory and an agent that sleeps. All draws are seeded.
 """
 
@@ -46,8 +41,6 @@ TAIL = 1.2
 """The exponent of the Pareto distribution. Below 2 the variance of an unbounded distribution is infinite."""
 LONGEST = 120.0
 """The longest rollout, in units of the shortest."""
-SPREAD = 0.8
-"""The standard deviation of the logarithm of durations with a moderate tail."""
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -70,27 +63,6 @@ WAYS = (
     Way("synchronous, waves of 1 batch", "synchronous", 1),
     WAVES,
     Way("asynchronous, 1 batch running", "asynchronous", 1),
-    UNBOUNDED,
-)
-BOUNDED = (
-    Way("age 8, slow groups awaited", "asynchronous", 3, 8),
-    Way("age 4, slow groups awaited", "asynchronous", 3, 4),
-    Way("age 1, slow groups awaited", "asynchronous", 3, 1),
-    Way("age 0, slow groups awaited", "asynchronous", 3, 0),
-    Way("age 4, slow groups trained late", "asynchronous", 3, 4, "train"),
-    Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
-)
-COMPARED = (
-    UNBOUNDED,
-    Way("age 1, slow groups awaited", "asynchronous", 3, 1),
-    Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
-    Way("3 batches running, surplus stopped", "asynchronous", 3, surplus="cancel"),
-)
-WITH_TRAINER = (
-    STATIC,
-    Way("age 1, slow groups awaited", "asynchronous", 3, 1),
-    Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
-    Way("age 4, slow groups awaited", "asynchronous", 3, 4),
     UNBOUNDED,
 )
 
@@ -117,7 +89,8 @@ async def run(quick: bool) -> dict[str, Any]:
 
 
 async def measure(plan: Plan) -> dict[str, Any]:
-    return {"n": N, "target": plan.target, **await asyncio.to_thread(_simulated, plan), "real": await _real(plan)}
+    simulated = await asyncio.to_thread(_simulated, plan)
+    return {"n": N, "target": plan.target, "simulated": simulated, "real": await _real(plan)}
 
 
 def teaches(number: int, useless: float) -> bool:
@@ -129,26 +102,13 @@ def rollout_time(draw: random.Random) -> float:
     return min(draw.paretovariate(TAIL), LONGEST)
 
 
-def moderate_time(draw: random.Random) -> float:
-    """Draw a rollout's duration from a log-normal distribution, in units of the median duration."""
-    return draw.lognormvariate(0.0, SPREAD)
+def _simulated(plan: Plan) -> list[dict[str, Any]]:
+    return [simulated_row(plan.batches, plan.target, useless, way) for useless in plan.useless for way in WAYS]
 
 
-def _simulated(plan: Plan) -> dict[str, list[dict[str, Any]]]:
-    # with all slots busy, a batch takes one mean duration: so long takes the trainer
-    mean = sum(moderate_time(random.Random(number)) for number in range(10_000)) / 10_000
-    return {
-        "simulated": [_row(plan, useless, way) for useless in plan.useless for way in WAYS],
-        "bounded": [_row(plan, 0.5, way, raising=True) for way in (WAVES, UNBOUNDED, *BOUNDED)],
-        "with_trainer": [
-            _row(plan, 0.0, way, raising=True, duration=moderate_time, training=mean) for way in WITH_TRAINER
-        ],
-        "bias": [_bias(plan, way) for way in COMPARED],
-    }
-
-
-def _row(
-    plan: Plan,
+def simulated_row(
+    batches: int,
+    target: int,
     useless: float,
     way: Way,
     *,
@@ -156,55 +116,24 @@ def _row(
     duration: Callable[[random.Random], float] = rollout_time,
     training: float = 0.0,
 ) -> dict[str, Any]:
+    """Return the figures of `batches` simulated batches of `target` groups. The trainer takes `training` for each, and
+    then raises the policy version if `raising`. Times are in the units of `duration`.
+
+    `per_batch` is the time of a batch, and `idle` the part of the slots' time in which they ran nothing. `trained` is
+    the part of the slots' busy time that was spent on groups of the batches. `oldest` is the age of the oldest token in
+    a batch, in versions, and `overdue` the part of the groups with a token older than the bound.
+    """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        found = runner.run(_simulate(plan, useless, way, raising, duration, training))
-    return {"useless": useless, "way": way.name, **found}
+        return runner.run(_simulate(batches, target, useless, way, raising, duration, training))
 
 
-def _bias(plan: Plan, way: Way) -> dict[str, Any]:
-    found: dict[str, Any] = {"way": way.name}
-    for slow in ("right", "wrong"):
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            found[slow] = runner.run(_mean_reward(plan, way, slow == "right"))
-    return found
-
-
-async def _mean_reward(plan: Plan, way: Way, right_is_slow: bool) -> float:
-    """Return the mean reward of the groups in the batches. Half of all answers are right, so the mean without a bias is
-    0.5. Durations of answers that are right (or wrong) have a heavy tail; the other answers have the shortest."""
-
-    def play(task: Mapping[str, Any], index: int, version: int) -> Played:
-        draw = random.Random(f"{task['number']}/{task['attempt']}/{index}")
-        right = draw.random() < 0.5
-        return Played(rollout_time(draw) if right is right_is_slow else 1.0, float(right))
-
-    attempts: Counter[int] = Counter()
-
-    def task_of(number: int) -> Task:
-        attempts[number] += 1
-        return {"number": number, "attempt": attempts[number]}
-
-    service = SimulatedService(play, slots=plan.target * N)
-    sampler = _sampler(service, task_of, plan, way)
-    total, graded = 0.0, 0
-    async with sampler:
-        for version in range(1, plan.batches + 1):
-            batch = await sampler.batch()
-            assert batch is not None
-            total += sum(sample.reward or 0.0 for sample in batch.samples)
-            graded += len(batch.samples)
-            service.version = version
-            await sampler.set_version(version)
-    return total / graded
-
-
-def _sampler(service: SimulatedService, task_of: Callable[[int], Task], plan: Plan, way: Way) -> DynamicSampler:
+def simulated_sampler(service: SimulatedService, task: Callable[[int], Task], target: int, way: Way) -> DynamicSampler:
     return DynamicSampler(
         service,
-        task_of,
+        task,
         n=N,
-        target=plan.target,
-        inflight=way.batches_running * plan.target,
+        target=target,
+        inflight=way.batches_running * target,
         refill=way.refill,
         surplus=way.surplus,
         max_age=way.max_age,
@@ -213,19 +142,14 @@ def _sampler(service: SimulatedService, task_of: Callable[[int], Task], plan: Pl
 
 
 async def _simulate(
-    plan: Plan,
+    batches: int,
+    target: int,
     useless: float,
     way: Way,
     raising: bool,
     duration: Callable[[random.Random], float],
     training: float,
-) -> dict[str, float]:
-    """Run `plan.batches` batches; the trainer takes `training` for each, and then raises the version if `raising`.
-
-    `trained` is the part of the slots' busy time that was spent on groups of the batches. `oldest` is the age of the
-    oldest token in a batch, in versions, and `overdue` the part of the groups with a token older than the bound.
-    """
-
+) -> dict[str, Any]:
     def seconds_of(number: int) -> list[float]:
         return [duration(random.Random(f"{number}/{index}")) for index in range(N)]
 
@@ -233,13 +157,13 @@ async def _simulate(
         number = task["number"]
         return Played(seconds_of(number)[index], float(index % 2 and teaches(number, useless)))
 
-    slots = plan.target * N
+    slots = target * N
     service = SimulatedService(play, slots=slots)
-    sampler = _sampler(service, lambda number: {"number": number}, plan, way)
+    sampler = simulated_sampler(service, lambda number: {"number": number}, target, way)
     trained = 0.0
     oldest = overdue = 0
     async with sampler:
-        for version in range(1, plan.batches + 1):
+        for version in range(1, batches + 1):
             batch = await sampler.batch()
             assert batch is not None
             trained += sum(sum(seconds_of(number)) for number in batch.prompts)
@@ -251,11 +175,13 @@ async def _simulate(
                 await sampler.set_version(version)
         seconds = asyncio.get_running_loop().time()
     return {
-        "per_batch": seconds / plan.batches,
+        "useless": useless,
+        "way": way.name,
+        "per_batch": seconds / batches,
         "idle": 1 - service.busy / (slots * seconds),
         "trained": trained / service.busy,
         "oldest": oldest,
-        "overdue": overdue / (plan.batches * plan.target),
+        "overdue": overdue / (batches * target),
     }
 
 

@@ -432,85 +432,85 @@ def _graders(found: Any) -> list[Sheet]:
 
 
 def _sampling(found: Any) -> list[Sheet]:
-    return (
-        [
-            Sheet(
-                title=f"Sampling: batches of {found['n']}-sample groups, {where}",
-                columns=(
-                    "prompts that teach nothing",
-                    "groups are submitted",
-                    "per batch",
-                    "slots idle",
-                    "batches per hour",
-                ),
-                rows=[
-                    (
-                        f"{100 * row['useless']:.0f} %",
-                        row["way"],
-                        number(row["per_batch"]),
-                        f"{100 * row['idle']:.0f} %",
-                        f"{waves['per_batch'] / row['per_batch']:.2f}",
-                    )
-                    for row in rows
-                    for waves in rows
-                    if waves["useless"] == row["useless"] and waves["way"].endswith("waves of 3 batches")
-                ],
-                note=note,
-            )
-            for where, rows, note in (
+    return [
+        Sheet(
+            title=f"Sampling: batches of {found['n']}-sample groups, {where}",
+            columns=(
+                "prompts that teach nothing",
+                "groups are submitted",
+                "per batch",
+                "slots idle",
+                "batches per hour",
+            ),
+            rows=[
                 (
-                    "simulated",
-                    found["simulated"],
-                    "Times are in shortest rollouts. Batches per hour are held against those of waves of 3 batches.",
-                ),
-                ("the whole service, sandboxes in memory", found["real"], "Times are in seconds."),
-            )
-        ]
-        + [
-            Sheet(
-                title=f"Sampling: the age of tokens, {where}",
-                columns=(
-                    "groups are submitted",
-                    "per batch",
-                    "slots idle",
-                    "of busy time trained on",
-                    "oldest token",
-                    "groups over the bound",
-                    "batches per hour",
-                ),
-                rows=[
-                    (
-                        row["way"],
-                        number(row["per_batch"]),
-                        f"{100 * row['idle']:.0f} %",
-                        f"{100 * row['trained']:.0f} %",
-                        str(row["oldest"]),
-                        f"{100 * row['overdue']:.0f} %",
-                        f"{rows[0]['per_batch'] / row['per_batch']:.2f}",
-                    )
-                    for row in rows
-                ],
-                note=f"{note} The version is raised after each batch; ages are in versions. Batches per hour are held "
-                "against those of the first row.",
-            )
-            for where, rows, note in (
-                ("half of the prompts teach nothing", found["bounded"], "Times are in shortest rollouts."),
+                    f"{100 * row['useless']:.0f} %",
+                    row["way"],
+                    number(row["per_batch"]),
+                    f"{100 * row['idle']:.0f} %",
+                    f"{waves['per_batch'] / row['per_batch']:.2f}",
+                )
+                for row in rows
+                for waves in rows
+                if waves["useless"] == row["useless"] and waves["way"].endswith("waves of 3 batches")
+            ],
+            note=note,
+        )
+        for where, rows, note in (
+            (
+                "simulated",
+                found["simulated"],
+                "Times are in shortest rollouts. Batches per hour are held against those of waves of 3 batches.",
+            ),
+            ("the whole service, sandboxes in memory", found["real"], "Times are in seconds."),
+        )
+    ]
+
+
+def _staleness(found: Any) -> list[Sheet]:
+    ages = [
+        Sheet(
+            title=f"Staleness: batches of {found['n']}-sample groups, {where}",
+            columns=(
+                "groups are submitted",
+                "per batch",
+                "slots idle",
+                "of busy time trained on",
+                "oldest token",
+                "groups over the bound",
+                "batches per hour",
+            ),
+            rows=[
                 (
-                    "a trainer that takes as long as sampling",
-                    found["with_trainer"],
-                    "Durations are log-normal, and every prompt is trained on; times are in median rollouts.",
-                ),
-            )
-        ]
-        + [
-            Sheet(
-                title="Sampling: mean reward of the batches, if the reward depends on the duration",
-                columns=("groups are submitted", "right answers are slow", "wrong answers are slow"),
-                rows=[(row["way"], f"{row['right']:.3f}", f"{row['wrong']:.3f}") for row in found["bias"]],
-                note="Half of all answers are right, so the mean without a bias is 0.5.",
-            )
-        ]
+                    row["way"],
+                    number(row["per_batch"]),
+                    f"{100 * row['idle']:.0f} %",
+                    f"{100 * row['trained']:.0f} %",
+                    str(row["oldest"]),
+                    f"{100 * row['overdue']:.0f} %",
+                    f"{rows[0]['per_batch'] / row['per_batch']:.2f}",
+                )
+                for row in rows
+            ],
+            note=f"{note} The version is raised after each batch; ages are in versions. Batches per hour are held "
+            "against those of the first row.",
+        )
+        for where, rows, note in (
+            ("half of the prompts teach nothing", found["bounded"], "Times are in shortest rollouts."),
+            (
+                "a trainer that takes as long as sampling",
+                found["with_trainer"],
+                "Durations are log-normal, and every prompt is trained on; times are in median rollouts.",
+            ),
+        )
+    ]
+    bias = Sheet(
+        title="Staleness: mean reward of the batches, if the reward depends on the duration",
+        columns=("groups are submitted", "right answers are slow", "wrong answers are slow"),
+        rows=[(row["way"], f"{row['right']:.3f}", f"{row['wrong']:.3f}") for row in found["bias"]],
+        note="Half of all answers are right, so the mean without a bias is 0.5.",
     )
+    return [*ages, bias]
 
 
 def _routing(found: Any) -> list[Sheet]:
@@ -564,5 +564,6 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "history": _history,
     "graders": _graders,
     "sampling": _sampling,
+    "staleness": _staleness,
     "routing": _routing,
 }

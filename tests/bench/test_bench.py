@@ -34,6 +34,7 @@ from bench import (
     service,
     sessions,
     sheets,
+    staleness,
     store,
     tools,
     turns,
@@ -262,11 +263,26 @@ async def test_the_sampler_is_compared_with_those_that_wait() -> None:
     simulated = {row["way"]: row["per_batch"] for row in found["simulated"]}
     assert simulated["asynchronous, 3 batches running"] < simulated["synchronous, waves of 3 batches"]
     assert [row["way"] for row in found["real"]] == [way.name for way in sampling.WAYS]
-    bounded = {row["way"]: row for row in found["bounded"]}
-    for way in sampling.BOUNDED:
-        assert way.overdue == "train" or bounded[way.name]["oldest"] <= way.max_age
-        assert bounded[way.name]["trained"] > 0.35
     check_shown("sampling", found)
+
+
+@pytest.mark.deep
+def test_bounds_on_age_are_kept_and_cost_what_the_page_states() -> None:
+    found = staleness.measure(staleness.Plan(16, 8))
+
+    rows = {row["way"]: row for row in found["bounded"]}
+    for way in staleness.BOUNDED:
+        if way.max_age is not None and way.overdue == "wait":
+            assert rows[way.name]["oldest"] <= way.max_age
+            assert rows[way.name]["overdue"] == 0
+    waves = rows["synchronous, waves of 3 batches"]["per_batch"]
+    late = rows["age 1, slow groups trained late"]
+    assert late["per_batch"] < waves / 2
+    assert late["trained"] > 0.4
+    means = {row["way"]: row for row in found["bias"]}
+    bias = {name: row["wrong"] - row["right"] for name, row in means.items()}
+    assert bias["3 batches running, surplus stopped"] > 0.02 > bias["age 1, slow groups awaited"]
+    check_shown("staleness", found)
 
 
 @pytest.mark.nightly
