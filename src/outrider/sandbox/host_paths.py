@@ -24,7 +24,7 @@ import msgspec
 
 from outrider.config import Config
 from outrider.errors import InvalidField, RuntimeFailure
-from outrider.sandbox.runtimes.kernel.mounts import inner_mounts
+from outrider.sandbox.runtimes.kernel.mounts import MOUNTINFO, mounts_below, parse
 from outrider.sandbox.runtimes.shown_folders import SHOWN
 from outrider.sandbox.runtimes.tool_server.uploads import entries
 from outrider.spec import RuntimeSpec
@@ -287,9 +287,9 @@ def _named(config: Config) -> Iterator[Named]:
     places += [(path, "sandboxes.allow", False) for path in config.sandboxes.allow]
     kinds = [kind for kind in SHOWN if kind in config.sandboxes.runtimes]
     places += [(Path(path), kind, True) for kind in kinds for path in SHOWN[kind] if os.path.lexists(path)]
+    mounts = parse(MOUNTINFO.read_bytes())
     for path, setting, shown in places:
-        below = [place for place, _ in inner_mounts([(path, "/")])]
-        yield Named(path, setting, tuple(map(locate, (path, *below))), shown)
+        yield Named(path, setting, tuple(map(locate, (path, *map(Path, mounts_below(path, mounts))))), shown)
 
 
 def _files_in(path: str) -> Iterator[Id]:

@@ -66,16 +66,24 @@ def inner_mounts(shown: Iterable[tuple[Path, str]], *, mountinfo: Path = MOUNTIN
     first.
 
     Blocks for checks of a few paths."""
-    points = [mount.path for mount in parse(mountinfo.read_bytes())]
+    mounts = parse(mountinfo.read_bytes())
     found = []
     for source, target in shown:
         top = os.path.realpath(source)
-        below = [path for path in points if path != top and path.startswith(f"{top.rstrip('/')}/")]
-        # A mount that is hidden by a later mount is still listed. Its path may lead nowhere, and is then left out.
         found += [
-            (Path(path), os.path.join(target, os.path.relpath(path, top))) for path in below if os.path.lexists(path)
+            (Path(path), os.path.join(target, os.path.relpath(path, top))) for path in mounts_below(source, mounts)
         ]
     return found
+
+
+def mounts_below(folder: Path, mounts: Iterable[MountPoint]) -> list[str]:
+    """Return the paths of those mounts that are below a folder, in the same order.
+
+    Blocks for checks of a few paths."""
+    top = os.path.realpath(folder)
+    below = [mount.path for mount in mounts if mount.path != top and mount.path.startswith(f"{top.rstrip('/')}/")]
+    # A mount that is hidden by a later mount is still listed. Its path may lead nowhere, and is then left out.
+    return [path for path in below if os.path.lexists(path)]
 
 
 def _text(field: bytes) -> str:
