@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks: see support/flaky.py
 
-PROGRAMS = f"{Path(__file__).parent.name}/real/"
+REAL = Path(__file__).parent / "real"
+"""Every test in this folder is marked `real`."""
+PROGRAMS = f"{REAL.parent.name}/{REAL.name}/"
 WITHOUT_PROGRAMS = ("eval", "harbor_folders", "harbor_parity", "human_eval", "release_pairs", "slurm_fleet")
 """Names of files in tests/real whose tests drive neither agent programs nor engines of models. These tests run in the
 other half, so that both halves take about as long."""
@@ -49,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Every worker collects all tests, and what tests/real imports takes longest: nothing there is asked for."""
+    return True if "not real" in config.option.markexpr and collection_path == REAL else None
 
 
 @pytest.fixture

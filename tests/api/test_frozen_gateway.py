@@ -28,7 +28,8 @@ from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, Turn
 from sessions.world import a_world
-from support.later import anthropic, genai, openai
+from support.later import openai
+from support.sdk_clients import anthropic_client, google_client, openai_client
 from support.tokenizer import write_other_tokenizer
 
 from .test_gateway import KEY, OneSession
@@ -87,7 +88,7 @@ async def a_pair(folder: Path, reply: Any = f"{SAID['judge']}<|im_end|>", **limi
 async def test_the_openai_sdk_calls_both(tmp_path: Path) -> None:
     async with (
         a_pair(tmp_path) as pair,
-        openai.AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="k", max_retries=0) as client,
+        openai_client(f"{pair.url}/v1") as client,
     ):
         for asked, name in [("judge", "judge"), ("policy", "policy"), ("gpt-5", "policy"), ("judge", "judge")]:
             whole = await client.chat.completions.create(model=asked, messages=USER)
@@ -112,7 +113,7 @@ async def test_the_openai_sdk_calls_both(tmp_path: Path) -> None:
 async def test_the_anthropic_sdk_calls_both(tmp_path: Path) -> None:
     async with (
         a_pair(tmp_path) as pair,
-        anthropic.AsyncAnthropic(base_url=pair.url, api_key="k", max_retries=0) as client,
+        anthropic_client(pair.url) as client,
     ):
         counted = []
         for name in SAID:
@@ -132,7 +133,7 @@ async def test_the_anthropic_sdk_calls_both(tmp_path: Path) -> None:
 async def test_the_google_sdk_calls_both(tmp_path: Path) -> None:
     text = USER[0]["content"]
     async with a_pair(tmp_path) as pair:
-        client = genai.Client(api_key=KEY, http_options=genai.types.HttpOptions(base_url=pair.url)).aio
+        client = google_client(pair.url, api_key=KEY).aio
         try:
             counted = []
             for name in SAID:
@@ -155,7 +156,7 @@ async def test_the_google_sdk_calls_both(tmp_path: Path) -> None:
 async def test_a_limit_is_told_with_the_models_name(tmp_path: Path) -> None:
     async with (
         a_pair(tmp_path, turns=1) as pair,
-        openai.AsyncOpenAI(base_url=f"{pair.url}/v1", api_key="k", max_retries=0) as c,
+        openai_client(f"{pair.url}/v1") as c,
     ):
         await c.chat.completions.create(model="judge", messages=USER)
         with pytest.raises(openai.RateLimitError, match="'judge': max_turns"):

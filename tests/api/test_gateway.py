@@ -20,6 +20,7 @@ from outrider.spec import Limits
 from outrider.trajectory import FinishReason
 from sessions.world import BASH, World, a_world, call_markup
 from support.later import openai
+from support.sdk_clients import openai_client
 
 KEY = "the-session-key"
 CHAT = f"/s/{KEY}/v1/chat/completions"
@@ -204,7 +205,7 @@ async def test_the_official_sdk_drives_a_tool_call_over_two_turns(tmp_path: Path
     async with (
         a_world(tmp_path, ["Let me see." + call_markup("ls"), "done<|im_end|>"]) as world,
         serving(Gateway(OneSession(world.models))) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client,
+        openai_client(f"{url}/v1", api_key=KEY) as client,
     ):
         messages: list[Any] = [{"role": "user", "content": "list"}]
         first = await _ask(client, messages, stream)

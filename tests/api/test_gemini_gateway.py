@@ -16,6 +16,7 @@ from outrider.api.gateway import Gateway
 from outrider.lab.fakes.engine_servers.app import serving
 from sessions.world import World, a_world, call_markup
 from support.later import genai
+from support.sdk_clients import google_client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 
@@ -41,10 +42,7 @@ async def a_client(
 ) -> AsyncIterator[Any]:
     """A scripted world and the official client of its gateway."""
     async with a_world(folder, replies, **script) as world, serving(Gateway(OneSession(world.models))) as url:
-        options = genai.types.HttpOptions(
-            base_url=url + path, api_version=version, retry_options=genai.types.HttpRetryOptions(attempts=1)
-        )
-        client = genai.Client(api_key=KEY, http_options=options)
+        client = google_client(url + path, api_key=KEY, api_version=version)
         try:
             yield world, client.aio
         finally:

@@ -19,6 +19,7 @@ from outrider.spec import Limits
 from sessions.world import World, a_world, call_markup
 from support import messages
 from support.later import anthropic
+from support.sdk_clients import anthropic_client
 
 BASH: Any = {
     "name": "bash",
@@ -36,7 +37,7 @@ async def a_client(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[
     async with (
         a_world(folder, replies, **script) as world,
         serving(Gateway(OneSession(world.models))) as url,
-        anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0) as client,
+        anthropic_client(url, api_key=KEY) as client,
         asyncio.timeout(20),
     ):
         yield world, client

@@ -20,6 +20,7 @@ from outrider.trajectory import FinishReason
 from sessions.world import World, a_world, call_markup
 from support.later import openai
 from support.responses import CUSTOM, FUNCTION, NAMESPACE, USER, echo, events
+from support.sdk_clients import openai_client
 
 KEY = "the-session-key"
 STREAM = pytest.mark.parametrize("stream", [False, True])
@@ -68,7 +69,7 @@ async def a_client(folder: Path, *replies: Any, **script: Any) -> AsyncIterator[
     async with (
         a_world(folder, replies, **script) as world,
         serving(Gateway(OneSession(world.models))) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/s/{KEY}/v1", api_key="k", max_retries=0) as sdk,
+        openai_client(f"{url}/s/{KEY}/v1") as sdk,
     ):
         yield Client(world, url, sdk)
 

@@ -19,6 +19,7 @@ from outrider.errors import ContextOverflow, EngineUnavailable, OutriderError, R
 from outrider.messages import Delta, Message, Role, ToolCall
 from outrider.trajectory import FinishReason
 from support.later import openai
+from support.sdk_clients import openai_client
 from support.wire import CALL
 
 DIALECT = CHAT_DIALECT
@@ -92,7 +93,7 @@ async def served(play: Play = whole, refusal: OutriderError | None = None) -> As
     app.add_routes([web.post("/v1/chat/completions", complete), web.get("/v1/models", models)])
     async with (
         TestServer(app) as server,
-        openai.AsyncOpenAI(api_key="k", base_url=str(server.make_url("/v1")), max_retries=0) as client,
+        openai_client(str(server.make_url("/v1"))) as client,
         asyncio.timeout(20),
     ):
         yield client

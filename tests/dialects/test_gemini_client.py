@@ -16,6 +16,7 @@ from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, ToolCall
 from support.gemini import DIALECT, completed, said, stream
 from support.later import genai
+from support.sdk_clients import google_client
 
 pytestmark = pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
 
@@ -57,10 +58,7 @@ async def served(*, breaks: bool = False) -> AsyncIterator[Any]:
     app = web.Application()
     app.add_routes([web.post("/{version}/models/{call}", answer)])
     async with TestServer(app) as server, asyncio.timeout(20):
-        options = genai.types.HttpOptions(
-            base_url=str(server.make_url("/")), retry_options=genai.types.HttpRetryOptions(attempts=1)
-        )
-        client = genai.Client(api_key="k", http_options=options)
+        client = google_client(str(server.make_url("/")))
         try:
             yield client.aio.models
         finally:

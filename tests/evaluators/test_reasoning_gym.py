@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,14 @@ from outrider.spec import EvaluatorSpec
 from outrider.tasks.datasets import Example, one_of_each_reasoning_gym_set, reasoning_gym_examples
 from outrider.trajectory import Verdict
 
-pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: see `make test-real`")
-pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.filterwarnings("default"),
+    # `importorskip` would import the library, with matplotlib and sympy, in every worker that collects this file.
+    pytest.mark.skipif(
+        find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed: see `make test-real`"
+    ),
+]
 
 Grade = Callable[..., Awaitable[Verdict]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from outrider.relay import Worker
 from outrider.relay.hf import ModelSampler
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, VersionSpan
-from support.later import torch
+from support.later import torch, transformers
 from support.relay import AT_ONCE, relay_served
 from support.tokenizer import write_tokenizer
 
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 VOCAB = 400
 CONTEXT = 256

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["anthropic", "genai", "openai", "safetensors", "torch"]
+__all__ = ["anthropic", "genai", "openai", "safetensors", "torch", "transformers"]
 
 
 class Later:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import openai
     import safetensors.torch as safetensors
     import torch
+    import transformers
     from google import genai
 else:
     anthropic, genai, openai = map(Later, ("anthropic", "google.genai", "openai"))
-    safetensors, torch = map(Later, ("safetensors.torch", "torch"))
+    safetensors, torch, transformers = map(Later, ("safetensors.torch", "torch", "transformers"))
