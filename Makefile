@@ -80,16 +80,18 @@ check: $(STAMPS)/dev ## formatting, lint and types
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
+# Folders in the order in which their tests begin: those that run one after the other are the longest row.
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents, Helm (installs them; 4 GB), container engines that are there
-	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope -m "real and not nightly" --durations 25 --durations-min 5 \
-		tests/real tests/bench tests/evaluators tests/runtimes tests/rootfs tests/deploy $(ARGS)
+	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "real and not nightly" \
+		--durations 25 --durations-min 5 tests/runtimes tests/bench tests/evaluators tests/rootfs tests/deploy tests/real $(ARGS)
 
 # Each trainer has packages of its own, and an environment of its own.
 trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev
 
 # Two trainers at a time: most of their tests keep one core busy.
+TRAINERS_AT_ONCE ?= 2
 test-trainers: trainers ## tests with the packages of real trainers (installs them)
-	$(MAKE) --no-print-directory --jobs 2 --output-sync test-verl test-trl test-skyrl
+	$(MAKE) --no-print-directory --jobs $(TRAINERS_AT_ONCE) --output-sync test-verl test-trl test-skyrl
 
 # The imports of verl and of the last two warn of much that is not ours.
 test-verl: $(VERL_VENV)/.stamps/dev

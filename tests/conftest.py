@@ -25,9 +25,11 @@ __all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks: see suppo
 REAL = Path(__file__).parent / "real"
 """Every test in this folder is marked `real`."""
 PROGRAMS = f"{REAL.parent.name}/{REAL.name}/"
-WITHOUT_PROGRAMS = ("eval", "harbor_folders", "harbor_parity", "human_eval", "release_pairs", "slurm_fleet")
-"""Names of files in tests/real whose tests drive neither agent programs nor engines of models. These tests run in the
-other half, so that both halves take about as long."""
+NAMES = ("eval", "harbor_folders", "harbor_parity", "human_eval", "release_pairs", "slurm_fleet", "storm_killed")
+WITHOUT_PROGRAMS = {f"{PROGRAMS}test_{name}.py" for name in NAMES}
+"""Files in tests/real whose tests drive neither agent programs nor engines of models."""
+WITH_MODELS = {f"{PROGRAMS}test_{name}.py" for name in ("rollouts", "routers", "vllm", "vllm_dialects", "vllm_policy")}
+"""Files in tests/real that share a vLLM, which a worker starts once."""
 
 ALWAYS: dict[str, Any] = {
     # Neither says anything of the code under test on a machine that has other things to do.
@@ -91,15 +93,18 @@ def postgresql() -> Iterator[PostgresqlServer]:
         yield server
 
 
-class TwoHalves(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """For two workers: one drives agents and engines of models, the other container engines. Within each one test runs
-    after the other: what they look for on the machine afterwards must not be another's."""
+class RealPrograms(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """For two workers. Tests of container engines, Slurm and sandboxes run one after the other, because what they look
+    for on the machine afterwards must not be another's; so do those of the one vLLM. Each other file with agent
+    programs is its own, so that the worker that is done first takes the next one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        others = tuple(f"{PROGRAMS}test_{name}.py" for name in WITHOUT_PROGRAMS)
-        return "programs" if nodeid.startswith(PROGRAMS) and not nodeid.startswith(others) else "sandboxes"
+        file = nodeid.partition("::")[0]
+        if not file.startswith(PROGRAMS) or file in WITHOUT_PROGRAMS:
+            return "sandboxes"
+        return "models" if file in WITH_MODELS else file
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoHalves | None:
-    return TwoHalves(config, log) if config.getvalue("dist") == "loadscope" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RealPrograms | None:
+    return RealPrograms(config, log) if config.getvalue("dist") == "loadscope" else None

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -22,6 +23,7 @@ from outrider.trajectory import BranchKind, FinishReason, Sample, TokenMode, Ver
 
 from .logprobs import assert_agrees
 from .vllm_cpu import CONTEXT_TOKENS, VllmServer, vllm_server
+from .vllm_tap import CLOSED, TOKEN_ROUTE, tapped
 
 pytestmark = pytest.mark.real
 
@@ -34,14 +36,15 @@ HOTTEST = 2.0  # vLLM takes none above
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def vllm_without_token_route(vllm_prefix: Path, roomy_policy: Path) -> AsyncIterator[VllmServer]:
-    async with vllm_server(vllm_prefix, roomy_policy, token_route=False) as server:
-        yield server
+async def closed(vllm_url: VllmServer) -> AsyncIterator[VllmServer]:
+    """The server as one that was started without `--enable-scale-out` shows itself: with a closed token route."""
+    async with tapped(vllm_url.url, token_route=False) as tap:
+        yield replace(vllm_url, url=tap.url, token_route=False)
 
 
 @pytest.fixture(params=["generate", "completions"])
-def server(request: pytest.FixtureRequest, vllm_url: VllmServer, vllm_without_token_route: VllmServer) -> VllmServer:
-    return vllm_url if request.param == "generate" else vllm_without_token_route
+def server(request: pytest.FixtureRequest, vllm_url: VllmServer, closed: VllmServer) -> VllmServer:
+    return vllm_url if request.param == "generate" else closed
 
 
 @pytest_asyncio.fixture
@@ -107,10 +110,20 @@ def sample_of(engine: VLLMEngine, prompt: list[int], output: Chunk) -> Sample:
     )
 
 
-async def test_token_route_is_closed_unless_asked_for(server: VllmServer) -> None:
+async def status_of_token_route(server: VllmServer) -> int:
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 1}}
-    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/inference/v1/generate", json=body) as reply:
-        assert reply.status == (200 if server.token_route else 403)
+    async with aiohttp.ClientSession() as http, http.post(f"{server.url}{TOKEN_ROUTE}", json=body) as reply:
+        return reply.status
+
+
+async def test_token_route_is_open_when_asked_for(vllm_url: VllmServer) -> None:
+    assert await status_of_token_route(vllm_url) == 200
+
+
+@pytest.mark.nightly  # a server of its own takes a minute to start, and its version is pinned
+async def test_token_route_is_closed_unless_asked_for(vllm_prefix: Path, roomy_policy: Path) -> None:
+    async with vllm_server(vllm_prefix, roomy_policy, token_route=False) as server:
+        assert await status_of_token_route(server) == CLOSED
 
 
 async def test_logprobs_are_the_models_own_before_temperature(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import uuid
 from collections.abc import AsyncIterator
@@ -24,7 +23,7 @@ from outrider.trajectory import FinishReason
 from support.later import safetensors
 from support.reference_llama import ReferenceLlama
 
-from .vllm_cpu import VllmServer, vllm_server
+from .vllm_cpu import VllmServer
 
 pytestmark = pytest.mark.real
 
@@ -35,23 +34,10 @@ AT_ONCE = 8
 
 
 @pytest.fixture(scope="module")
-def untied_policy(roomy_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The policy with an output layer of its own: vLLM for CPU (0.32) keeps a tied one as it was when it reloads."""
-    folder = tmp_path_factory.mktemp("untied") / "policy"
-    shutil.copytree(roomy_policy, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = safetensors.load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    safetensors.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def other_policy(untied_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_policy(roomy_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The policy with all its weights 5 % larger."""
     folder = tmp_path_factory.mktemp("other") / "policy"
-    shutil.copytree(untied_policy, folder)
+    shutil.copytree(roomy_policy, folder)
     weights = safetensors.load_file(folder / "model.safetensors")
     safetensors.save_file(
         {name: tensor * 1.05 for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"}
@@ -59,16 +45,9 @@ def other_policy(untied_policy: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def server(vllm_prefix: Path, untied_policy: Path) -> AsyncIterator[VllmServer]:
-    """One of its own: other tests expect the weights that they know."""
-    async with vllm_server(vllm_prefix, untied_policy) as server:
-        yield server
-
-
 @pytest_asyncio.fixture
-async def engine(server: VllmServer) -> AsyncIterator[VLLMEngine]:
-    engine = VLLMEngine(EngineOptions(name="real", url=server.url, model=server.model))
+async def engine(vllm_url: VllmServer) -> AsyncIterator[VLLMEngine]:
+    engine = VLLMEngine(EngineOptions(name="real", url=vllm_url.url, model=vllm_url.model))
     await engine.start()
     yield engine
     await engine.close()
@@ -95,14 +74,14 @@ async def whole(pool: EnginePool, asked: GenerateRequest, begun: asyncio.Event |
 
 
 async def test_generations_go_on_with_the_reloaded_weights(
-    engine: VLLMEngine, untied_policy: Path, other_policy: Path
+    engine: VLLMEngine, roomy_policy: Path, other_policy: Path
 ) -> None:
     """Cut in the middle, the first part has the old weights' log-probabilities and the second, prompt and all, the new
     ones': no key or value of the old weights is left."""
-    tokenizer = Tokenizer.load(untied_policy)
+    tokenizer = Tokenizer.load(roomy_policy)
     prompt = tokenizer.encode(PROMPT)
-    old = ReferenceLlama(untied_policy, safetensors.load_file(untied_policy / "model.safetensors"))
-    new = ReferenceLlama(untied_policy, safetensors.load_file(other_policy / "model.safetensors"))
+    old = ReferenceLlama(roomy_policy, safetensors.load_file(roomy_policy / "model.safetensors"))
+    new = ReferenceLlama(roomy_policy, safetensors.load_file(other_policy / "model.safetensors"))
     async with EnginePool(vocabulary=tokenizer.vocabulary, text=tokenizer.stream) as pool, asyncio.TaskGroup() as group:
         await pool.add_engine(engine)
         begun = asyncio.Event()
@@ -125,7 +104,7 @@ async def test_generations_go_on_with_the_reloaded_weights(
         begun.clear()
         running = group.create_task(whole(pool, request(prompt), begun))
         await begun.wait()
-        await pool.policy.update(6, mode="finish", weights=str(untied_policy))
+        await pool.policy.update(6, mode="finish", weights=str(roomy_policy))
         finished = await running
         assert [span.version for span in finished.versions] == [5]
         again = await whole(pool, request(prompt))
@@ -134,9 +113,9 @@ async def test_generations_go_on_with_the_reloaded_weights(
 
 
 async def test_a_folder_that_can_be_seen_to_be_none_is_refused_and_the_engine_serves_on(
-    engine: VLLMEngine, untied_policy: Path, tmp_path: Path
+    engine: VLLMEngine, roomy_policy: Path, tmp_path: Path
 ) -> None:
-    tokenizer = Tokenizer.load(untied_policy)
+    tokenizer = Tokenizer.load(roomy_policy)
     async with EnginePool(vocabulary=tokenizer.vocabulary, text=tokenizer.stream) as pool:
         await pool.add_engine(engine)
         version = pool.policy.version

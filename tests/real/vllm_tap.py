@@ -15,6 +15,8 @@ import aiohttp
 from aiohttp import web
 
 TOKEN_ROUTE = "/inference/v1/generate"
+CLOSED = 403
+"""How vLLM answers on a token route that is not open."""
 HOP_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
 MAX_REQUEST = 16 << 20
 
@@ -37,12 +39,15 @@ class Tap:
 
 
 @asynccontextmanager
-async def tapped(server_url: str) -> AsyncIterator[Tap]:
-    """A tap on the server at `server_url`, for as long as the block lasts."""
+async def tapped(server_url: str, *, token_route: bool = True) -> AsyncIterator[Tap]:
+    """A tap on the server at `server_url`, for as long as the block lasts. `token_route` is whether calls of the token
+    route are passed on."""
     generations: list[Generation] = []
     async with aiohttp.ClientSession(server_url, auto_decompress=False) as http:
 
         async def pass_on(request: web.Request) -> web.StreamResponse:
+            if request.path == TOKEN_ROUTE and not token_route:
+                return web.Response(status=CLOSED)
             asked = await request.read()
             headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_HEADERS}
             async with http.request(request.method, request.path_qs, data=asked, headers=headers) as reply:

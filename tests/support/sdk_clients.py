@@ -1,5 +1,5 @@
-"""The official clients, for servers without TLS. By default a client reads the machine's certificates, which takes 40 to
-150 ms of processor time. No client repeats a call."""
+"""The official clients, for servers without TLS. By default a client reads the machine's certificates, which takes 40
+to 150 ms of processor time. No client repeats a call."""
 
 from __future__ import annotations
 
