@@ -20,8 +20,15 @@ SETTINGS = """\
 """Random waits would be most of the time."""
 
 
-@pytest.mark.deep
-async def test_every_reply_is_described(tmp_path: Path) -> None:
+FEW = ("--generation-deterministic", "--max-examples", "20", "--no-shrink")
+"""The same requests each time."""
+MANY = ("--generation-database", "none", "--max-examples", "200")
+
+
+@pytest.mark.parametrize(
+    "examples", [pytest.param(FEW, marks=pytest.mark.deep), pytest.param(MANY, marks=pytest.mark.nightly)]
+)
+async def test_every_reply_is_described(tmp_path: Path, examples: tuple[str, ...]) -> None:
     (tmp_path / "schemathesis.toml").write_text(SETTINGS)
     async with (
         running_service(
@@ -43,12 +50,11 @@ async def test_every_reply_is_described(tmp_path: Path) -> None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(tmp_path / "schemathesis.toml")),
             *("run", f"{url}/openapi.json", "--header", "Authorization: Bearer root", "--checks", CHECKS),
-            *("--max-time", "20", "--max-examples", "200", "--request-timeout", "40", "--no-color"),
+            *(*examples, "--max-time", "20", "--request-timeout", "40", "--no-color"),
             # Hypothesis parses Python while it makes requests; two threads in `ast.parse` end in a SystemError on
             # Python 3.11 ("AST constructor recursion depth mismatch").
             *("--workers", "1"),
             *("--exclude-path", "/v1/events"),  # which never ends
-            *("--generation-database", "none"),
             cwd=tmp_path,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -25,7 +25,7 @@ from outrider.lab.fakes.engine_servers.app import serving
 from outrider.sessions.calls.limits import MAX_IN_SESSION, MAX_TEXT_BODY
 from sessions.world import a_world
 
-QUICK = ("chat messages", "chat arguments", "messages results", "responses calls", "gemini answers")
+QUICK = ("chat messages",)
 HELD = 0.1
 """Seconds of work, on a machine that may be twice as slow as a quiet one."""
 COUNT = f"/s/{KEY}/v1/messages/count_tokens"

@@ -28,6 +28,7 @@ def check(cli: Cli, *words: str, habits: tuple[str, ...] = ()) -> Any:
     return cli.run("harness", "check", "--command", own(*habits), "--runtime", "process", *words)
 
 
+@pytest.mark.deep
 def test_a_program_of_ones_own_is_certified(cli: Cli) -> None:
     ran = check(cli, "--dialect", "chat", "--row", "three-turns", "--row", "sub-agent", "--json")
     assert ran.code == 0

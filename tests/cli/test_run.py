@@ -87,6 +87,7 @@ async def test_the_token_is_shown(cli: Cli, tmp_path: Path, given: str | None, c
     assert ("hint: " in ran.err) == (code != 0)
 
 
+@pytest.mark.deep
 async def test_ctrl_c_cancels_the_group_and_waits_for_it(tmp_path: Path) -> None:
     engine = scripted_engine(tmp_path, [STALLED])
     async with running_service(tmp_path=tmp_path, engine=engine) as (_, url), AsyncClient(url) as client:

@@ -25,6 +25,7 @@ def write_set(folder: Path, rows: int = ROWS) -> Path:
     return write_task(folder, TEMPLATE, "set.toml")
 
 
+@pytest.mark.deep
 async def test_a_data_set_is_rolled_out_and_its_rows_exported_by_the_command_it_names(cli: Cli, tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=list(REPLIES)) as (_, url), AsyncClient(url) as client:
         before = await cli("run", write_task(tmp_path), "--url", url)

@@ -116,6 +116,7 @@ def test_the_name_of_the_box_alone_is_no_box() -> None:
         assert marked_answer(reply) == answer, reply
 
 
+@pytest.mark.deep
 async def test_right_and_wrong_answers(grade: Grade) -> None:
     for reply, gold in RIGHT:
         verdict = await grade(reply, gold)

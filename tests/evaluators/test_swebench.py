@@ -64,6 +64,7 @@ async def repository() -> AsyncIterator[Repository]:
         yield made
 
 
+@pytest.mark.deep
 async def test_a_fix_is_resolved_and_nothing_is_not(repository: Repository) -> None:
     fixed = await repository.grade({"src/shop/prices.py": FIX})
     assert (fixed.reward, fixed.reason) == (1.0, f"resolved (swebench {version('swebench')})")

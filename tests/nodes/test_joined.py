@@ -88,6 +88,7 @@ async def known(running: Running, *names: str) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.deep
 async def test_a_machine_joins_and_runs_sessions(
     start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from outrider.sandbox.runtimes.kernel.mounts import MountPoint, MountTable, pars
 from outrider.sandbox.runtimes.namespace.plan import Root, inner_of
 
 FORMS = ("plain", "stacked", "locked")
-DEEP_FORMS = [*(pytest.param(form, marks=pytest.mark.deep) for form in ("plain", "stacked")), "locked"]
+FORMS = ("plain", "stacked", "locked")
 BEGIN = Path(__file__).with_name("below_usr.py")
 
 
@@ -45,15 +45,16 @@ def pytest_again(*words: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("form", DEEP_FORMS)
+@pytest.mark.parametrize("form", FORMS)
 async def test_sandboxes_work(tmp_path: Path, form: str) -> None:
     await run_in(form, tmp_path, pytest_again(str(BEGIN.with_name("inside_below_usr.py"))), 170)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("form", DEEP_FORMS)
+@pytest.mark.parametrize("form", FORMS)
 async def test_doctor_says_what_a_session_would_find(tmp_path: Path, form: str) -> None:
     program = "import sys; from outrider.cli import main; sys.exit(main())"
     told = await run_in(form, tmp_path, [sys.executable, "-c", program, "doctor", "--json"], 110)

@@ -145,6 +145,7 @@ async def kill_when_ready(*arguments: str | Path) -> None:
         await process.wait()
 
 
+@pytest.mark.deep
 async def test_killed_with_sessions_at_every_stage(
     world: MakeWorld, tmp_path: Path, tokenizer: Path, temporary: Path
 ) -> None:

@@ -67,7 +67,7 @@ def any_fate(rng: random.Random) -> GroupSpec:
 
 @pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("many", "seed"), [(25, 1), pytest.param(120, 0, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(("many", "seed"), [(25, 1), pytest.param(120, 0, marks=pytest.mark.nightly)])
 async def test_a_storm(world: MakeWorld, many: int, seed: int) -> None:
     rng = random.Random(seed)
     async with world(sandboxes=WARM, lanes=LanesConfig(init=4, run=8, eval=2)) as w:

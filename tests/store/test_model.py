@@ -290,7 +290,7 @@ StoreMachine.TestCase.settings = settings(
     stateful_step_count=40,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),  # explaining takes minutes here
 )
-TestStoreAgainstModel = StoreMachine.TestCase
+TestStoreAgainstModel = pytest.mark.deep(StoreMachine.TestCase)
 
 
 @pytest.mark.deep

@@ -376,4 +376,4 @@ QueueMachine.TestCase.settings = settings(
     max_examples=40,
     phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
 )
-TestQueueAgainstList = QueueMachine.TestCase
+TestQueueAgainstList = pytest.mark.deep(QueueMachine.TestCase)
