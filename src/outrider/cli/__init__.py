@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(f"outrider {installed_version('outrider')}")
             return SUCCESS
+        if argv is None:
+            import gc
+
+            gc.disable()  # until the command runs: see CliCommand.invoke
         from outrider.cli.commands import run_command
 
         return run_command(argv)

@@ -7,6 +7,7 @@ reads an option, and both imports together take a fifth of a second of processor
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from inspect import Parameter, cleandoc
@@ -112,6 +113,14 @@ class CliCommand(click.Command):
         self, callback: Callable[..., Any], params: Sequence[click.Parameter], *, help: str, name: str | None = None
     ) -> None:
         super().__init__(name, callback=callback, params=list(params), help=cleandoc(help), context_settings=CONTEXT)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if not gc.isenabled():
+            # In a process of its own, the collector is off until now. What was imported is never garbage: to look
+            # through it, during the imports and when Python ends, takes a quarter of the time of a short command.
+            gc.freeze()
+            gc.enable()
+        return super().invoke(ctx)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         self.format_usage(ctx, formatter)
