@@ -38,6 +38,7 @@ from bench import (
     service,
     sessions,
     staleness,
+    starts,
     store,
     tools,
     turns,
@@ -64,6 +65,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "sampling": sampling.run,
     "staleness": staleness.run,
     "routing": routing.run,
+    "starts": starts.run,
 }
 
 

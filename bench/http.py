@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
-from outrider.engines.http.connections import Connections, Response
+from outrider.wire.http_connections import Connections, Response
 
 HEADERS = {"Content-Type": "application/json"}
 

@@ -431,6 +431,20 @@ def _graders(found: Any) -> list[Sheet]:
     ]
 
 
+def _starts(found: Any) -> list[Sheet]:
+    return [
+        Sheet(
+            title="Starts: processor time of a short command",
+            columns=("command", "CPU ms", "of a Python that does nothing"),
+            rows=[
+                (f"outrider {name}", number(1000 * seconds), f"{seconds / found['python']:.1f} x")
+                for name, seconds in found["commands"].items()
+            ],
+            note=f"A Python that does nothing takes {number(1000 * found['python'])} ms.",
+        )
+    ]
+
+
 def _sampling(found: Any) -> list[Sheet]:
     return [
         Sheet(
@@ -565,5 +579,6 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "graders": _graders,
     "sampling": _sampling,
     "staleness": _staleness,
+    "starts": _starts,
     "routing": _routing,
 }

@@ -20,10 +20,39 @@ PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 NEVER = {"asyncpg", "httpx", "openai", "torch", "transformers", "datasets", "ray", "pytest"}
 """Libraries that no process imports at its start: they belong to a store, an engine or a trainer that few use."""
 SERVER = {"fastapi", "starlette", "uvicorn", "websockets", "renderers", "tokenizers", "jinja2", "cryptography"}
-COMMAND_LINE = {"typer", "rich"}
+COMMAND_LINE = {"click", "rich"}
 DATA = {"numpy", "pydantic", "msgspec", "aiohttp"}
 SETTINGS = {"pydantic", "outrider.config", "outrider.spec"}
-MODULES = {"--version": 200, "--help": 420, "status": 560}
+CLIENT = (
+    NEVER
+    | SERVER
+    | SETTINGS
+    | {
+        *("aiohttp", "yarl", "attr", "numpy", "typer", "uvloop", "orjson", "xxhash"),
+        *("outrider.service", "outrider.sandbox", "outrider.tasks.adapters", "outrider.lab", "outrider.engines"),
+    }
+)
+"""What a command does not import that only calls a service: each is a tenth of a second, or leads to such a one."""
+SESSION = "s-0019a4e2b6c1f3d2-0"
+CLIENT_COMMANDS = {
+    "status": ("status",),
+    "status of a group": ("status", "g-0019a4e2b6c1f3d2", "--json"),
+    "cancel": ("cancel", SESSION),
+    "show": ("show", SESSION),
+    "regrade": ("regrade", SESSION),
+    "artifacts": ("artifacts", SESSION),
+    "export": ("export", "--after", "3"),
+    "gc": ("gc", "--days", "3", "--dry-run"),
+    "consumers": ("consumers", "list"),
+    "callbacks": ("callbacks", "list"),
+    "engines": ("engines", "list"),
+    "nodes": ("nodes", "list"),
+    "policy": ("policy", "pause", "--mode", "abort"),
+    "token": ("token", "create", "--role", "read", "--name", "me"),
+    "run": ("run", str(PACKAGE.parent.parent / "examples" / "count_words.toml"), "-n", "2"),
+}
+"""Commands that call a service. None runs at the address of the tests."""
+MODULES = {"--version": 200, "--help": 260, "status": 330}
 """The most modules that a command imports, with those of Python itself: its own libraries may import some more."""
 
 
@@ -42,14 +71,22 @@ def modules_after(code: str) -> set[str]:
     return {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
 
 
-def loading(command: str) -> str:
-    return f"from outrider.cli.commands import commands; commands({command!r})"
+def loading(command: str | None) -> str:
+    """The import of all modules of a command or a group of commands, or of all commands."""
+    return f"""
+from outrider.cli.commands import commands
+groups = [commands()]
+for group in groups:
+    for name in group.names if group is not groups[0] or {command!r} is None else [{command!r}]:
+        member = group.member(name)
+        groups += [member] if hasattr(member, "names") else []
+"""
 
 
 def running(*words: str) -> str:
     return (
-        f"import io, sys\nshown, sys.stdout = sys.stdout, io.StringIO()\nfrom outrider.cli import main\n"
-        f"main({words!r})\nsys.stdout = shown"
+        "import io, sys\nshown, sys.stdout = sys.stdout, io.TextIOWrapper(io.BytesIO())\n"
+        f"from outrider.cli import main\nmain({words!r})\nsys.stdout = shown"
     )
 
 
@@ -61,32 +98,17 @@ STARTS = {
     "a node": (
         importing("outrider.cli.node_process", *imported_late("cli/node_process.py", "_run")),
         NEVER
-        | COMMAND_LINE
+        | COMMAND_LINE - {"click"}  # imported by uvicorn
         | {"fastapi", "starlette", "aiohttp", "outrider.api.server", "outrider.client", "outrider.service.service"},
     ),
-    "a command with a client": (
-        loading("status"),
-        NEVER | SERVER | SETTINGS | {"numpy", "outrider.service", "outrider.sandbox", "outrider.tasks", "outrider.lab"},
-    ),
-    "a run of one task": (
-        running("run", str(PACKAGE.parent.parent / "examples" / "count_words.toml"), "--url", "http://127.0.0.1:9"),
-        NEVER | SERVER | SETTINGS - {"pydantic"} | {"numpy", "outrider.service", "outrider.sandbox", "outrider.lab"},
-    ),  # Typer imports pydantic for types
-    "grading again": (
-        loading("regrade"),
-        NEVER | SERVER | SETTINGS | {"numpy", "outrider.service", "outrider.sandbox", "outrider.lab"},
-    ),
     "the version": (running("--version"), NEVER | SERVER | SETTINGS | COMMAND_LINE | DATA | {"asyncio"}),
-    "the help": (running("--help"), NEVER | SERVER | SETTINGS | DATA - {"msgspec"} | {"asyncio"}),
-    "a group's commands": (
-        running("policy", "--help"),
-        NEVER | SERVER | SETTINGS - {"pydantic"} | {"numpy"},
-    ),  # Typer imports pydantic for types
+    "the help": (running("--help"), CLIENT | {"asyncio", "outrider.client", "outrider.schemas"}),
+    "a group's commands": (running("policy", "--help"), CLIENT),
     "a command that looks at tasks": (loading("task"), NEVER | SERVER - {"cryptography"} | {"outrider.lab"}),
-    "all commands": ("from outrider.cli.commands import commands; commands()", NEVER | SERVER - {"cryptography"}),
+    "all commands": (loading(None), NEVER | SERVER - {"cryptography"}),
     "a trainer's client": (
         "import outrider; outrider.Client",
-        NEVER | SERVER | COMMAND_LINE | SETTINGS | {"numpy", "outrider.cli"},
+        CLIENT | COMMAND_LINE | {"outrider.cli"},
     ),
     "the zygote of checks": ("import outrider.evaluators.checks.zygote", NEVER | SERVER | COMMAND_LINE | DATA),
     "a check of SWE-bench": ("import outrider.evaluators.checks.swebench_check", NEVER | SERVER | COMMAND_LINE | DATA),
@@ -97,6 +119,14 @@ STARTS = {
 def test_a_start_imports_nothing_that_the_process_does_not_need(process: str) -> None:
     code, unneeded = STARTS[process]
     assert not unneeded & modules_after(code)
+
+
+@pytest.mark.parametrize("command", CLIENT_COMMANDS)
+def test_a_command_that_calls_a_service_imports_little(command: str) -> None:
+    words = (*CLIENT_COMMANDS[command], "--url", "http://127.0.0.1:9")
+    imported = modules_after(running(*words))
+    assert "outrider.client.client" in imported
+    assert not CLIENT & imported
 
 
 @pytest.mark.deep

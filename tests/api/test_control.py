@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import itertools
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from outrider.api.access import check_address
-from outrider.client.client import AsyncClient, Client
+from outrider.client.client import MAX_CONNECTIONS, AsyncClient, Client
 from outrider.config import Config, TlsConfig
 from outrider.errors import InvalidField, ModelMismatch, NotFound, ServiceError, Unauthorized
 from outrider.lab.fakes.memory_runtime.runtime import MemoryRuntime
@@ -94,6 +95,67 @@ async def test_a_client_is_opened_before_it_is_used() -> None:
             pass
     with pytest.raises(ServiceError, match="not open"):
         Client("http://127.0.0.1:9").status()
+
+
+async def answering(answer: bytes, ask: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
+    """What a client makes of one raw answer of a server."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, AsyncClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        return await ask(client)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (
+            b"HTTP/1.1 308 Moved\r\nLocation: https://far.example/v1\r\nContent-Length: 0\r\n\r\n",
+            "308.*https://far.exa",
+        ),
+        (b"HTTP/1.1 502 Oh\r\nContent-Length: 4\r\n\r\n<ht>", "answered 502: <ht>"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi", "cannot reach.*: the server closed the connection"),
+        (b"SSH-2.0-OpenSSH_9\r\n", "cannot reach.*: the answer is not HTTP"),
+        (b"", "cannot reach.*: the server closed the connection"),
+    ],
+)
+async def test_what_a_client_tells_of_odd_answers(answer: bytes, told: str) -> None:
+    with pytest.raises(ServiceError, match=told):
+        await answering(answer, lambda client: client.status())
+
+
+async def test_an_empty_id_is_refused_before_it_is_sent() -> None:
+    async with AsyncClient("http://127.0.0.1:9") as client:
+        with pytest.raises(InvalidField, match="empty"):
+            await client.cancel("")
+
+
+async def test_a_client_sends_so_many_requests_at_once_and_not_more() -> None:
+    waiting = 0
+    most = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal waiting
+        waiting += 1
+        if waiting == MAX_CONNECTIONS:
+            most.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=2 * MAX_CONNECTIONS)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, AsyncClient(url) as client, asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(client.status()) for _ in range(MAX_CONNECTIONS + 20)]
+        await most.wait()
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert waiting == MAX_CONNECTIONS
+        for each in asked:
+            each.cancel()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])

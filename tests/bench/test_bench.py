@@ -35,6 +35,7 @@ from bench import (
     sessions,
     sheets,
     staleness,
+    starts,
     store,
     tools,
     turns,
@@ -349,3 +350,11 @@ def check_shown(name: str, found: dict[str, Any]) -> None:
     report.show(made, console)
     assert all(sheet.rows for sheet in sheets.sheets(made.results))
     assert "| " in report.markdown(made)
+
+
+@pytest.mark.deep
+async def test_starts_of_commands_are_measured() -> None:
+    found = await starts.measure(1)
+    assert list(found["commands"]) == list(starts.COMMANDS)
+    assert found["python"] > 0
+    check_shown("starts", found)

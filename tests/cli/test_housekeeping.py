@@ -198,7 +198,7 @@ async def test_too_few_descriptors_are_one_error(tmp_path: Path) -> None:
     "module",
     [
         "outrider.cli.commands",
-        *(pytest.param(name, marks=pytest.mark.deep) for name in ("renderers", "typer", "msgspec")),
+        *(pytest.param(name, marks=pytest.mark.deep) for name in ("renderers", "click", "msgspec")),
     ],
 )
 async def test_an_interrupt_while_it_is_imported_ends_it_quietly(tmp_path: Path, module: str) -> None:

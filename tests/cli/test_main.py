@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
 from cli.world import Cli, write_task
-from outrider.cli.commands import commands, listed_commands
+from outrider.cli.command_line import CliGroup
+from outrider.cli.commands import commands
 
 UNREACHABLE = "http://127.0.0.1:9"
 
 
-def names(command: object, *above: str) -> list[tuple[str, ...]]:
+ROOT = commands()
+
+
+def words_of(group: CliGroup) -> list[tuple[str, ...]]:
     """Every command, by the words that call it."""
-    inner = getattr(command, "commands", None)
-    if inner is None:
-        return [above]
-    return [found for name, each in inner.items() for found in names(each, *above, name)]
+    members = {name: group.member(name) for name in group.names}
+    inner = {name: words_of(each) if isinstance(each, CliGroup) else [()] for name, each in members.items()}
+    return [(name, *words) for name, found in inner.items() for words in found]
 
 
-COMMANDS = names(typer.main.get_command(commands()))
+COMMANDS = words_of(ROOT)
 
 
 def test_there_is_every_command() -> None:
@@ -55,16 +56,9 @@ def test_every_command_explains_itself(cli: Cli, words: tuple[str, ...]) -> None
     assert "Example" in ran.out or words[-1] == "list"
 
 
-def _commands(app: typer.Typer) -> dict[str, Any]:
-    root: Any = typer.main.get_command(app)
-    return dict(root.commands)
-
-
 def test_the_list_of_commands_has_the_first_line_of_each() -> None:
-    loaded = _commands(commands())
-    listed = _commands(listed_commands())
-    lines = {name: each.get_short_help_str(200) for name, each in loaded.items()}
-    assert {name: each.get_short_help_str(200) for name, each in listed.items()} == lines
+    first_lines = {name: str(ROOT.member(name).help).splitlines()[0] for name in ROOT.names}
+    assert {name: ROOT.first_line(name) for name in ROOT.names} == first_lines
 
 
 @pytest.mark.parametrize("words", [("--", "status"), ("--version", "status")])

@@ -6,12 +6,13 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import click
 import pytest
-import typer
 
-from outrider.cli.commands import UsageError, commands
+from outrider.cli.command_line import CliGroup
+from outrider.cli.commands import commands
 from outrider.cli.terminal import Terminal
 
 from .pages import PAGES, Page
@@ -19,7 +20,7 @@ from .pages import PAGES, Page
 END_OF_COMMAND = re.compile(r"[|&;<>()]+")
 ROOT_OPTIONS = {"--help", "-h", "--version"}
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-COMMANDS: Any = typer.main.get_command(commands())
+COMMANDS = commands()
 
 
 def command_lines(text: str) -> Iterator[list[str]]:
@@ -56,20 +57,21 @@ def shown(page: Page) -> Iterator[Shown]:
 
 def complaint(words: list[str], *, whole: bool = True) -> str | None:
     """What the command line would not understand; it is parsed and not run. Arguments are missed if it is `whole`."""
-    command, words = COMMANDS, list(words)
-    while words and (inner := getattr(command, "commands", None)):
+    command: click.Command = COMMANDS
+    words = list(words)
+    while words and isinstance(command, CliGroup):
         name = words.pop(0)
         if name in ROOT_OPTIONS:
             return None
-        if name not in inner:
+        if name not in command.names:
             return f"no command {name!r}"
-        command = inner[name]
-    if hasattr(command, "commands"):
+        command = command.member(name)
+    if isinstance(command, CliGroup):
         return None
     try:
         command.make_context("outrider", [word for word in words if word not in ROOT_OPTIONS], obj=Terminal())
-    except UsageError as error:
-        left_out = type(error).__name__ == "MissingParameter" and not whole
+    except click.UsageError as error:
+        left_out = isinstance(error, click.MissingParameter) and not whole
         return None if left_out else f"{' '.join(words)}: {error}"
     return None
 
@@ -81,7 +83,7 @@ def test_commands_exist() -> None:
 
 def test_the_pages_show_every_command() -> None:
     seen = {each.words[0] for page in PAGES for each in shown(page) if each.words} - ROOT_OPTIONS
-    assert seen == set(COMMANDS.commands)
+    assert seen == set(COMMANDS.names)
 
 
 @pytest.mark.parametrize(

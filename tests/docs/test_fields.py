@@ -12,11 +12,11 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 import pytest
-import typer
 from fastapi import FastAPI
 from pydantic import BaseModel
 
 from outrider.api.server import ROLES, ROUTERS
+from outrider.cli.command_line import CliGroup
 from outrider.cli.commands import commands
 from outrider.config import OWN, FrozenConfig, GraderConfig, all_settings
 from outrider.engines.relay.attached_worker import RelayOptions
@@ -156,11 +156,12 @@ def test_config_and_the_chart_have_every_setting() -> None:
 
 
 def test_serve_and_join_have_an_option_for_each_setting_that_is_theirs() -> None:
-    root: Any = typer.main.get_command(commands())
+    nodes = commands().member("nodes")
+    assert isinstance(nodes, CliGroup)
     options = {setting.option.split()[0]: path for path, _, setting in all_settings() if setting.option}
     of_serve, of_join = (
         {option for parameter in command.params for option in parameter.opts}
-        for command in (root.commands["serve"], root.commands["nodes"].commands["join"])
+        for command in (commands().member("serve"), nodes.member("join"))
     )
     assert options.keys() <= of_serve
     own = {option for option, path in options.items() if path.partition(".")[0] in OWN}

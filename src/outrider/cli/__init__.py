@@ -18,13 +18,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         import sys
 
         if (sys.argv[1:] if argv is None else list(argv)) == ["--version"]:
-            # Answered before Typer is imported, which takes longer than the answer.
+            # Answered before click and rich are imported, which takes longer than the answer.
             from outrider.environment import installed_version
 
             print(f"outrider {installed_version('outrider')}")
             return SUCCESS
+        if argv is None:
+            import gc
+
+            gc.disable()  # until the command runs: see CliCommand.invoke
         from outrider.cli.commands import run_command
 
         return run_command(argv)
-    except KeyboardInterrupt:  # Typer does the same for a command that is running
+    except KeyboardInterrupt:
         return INTERRUPTED

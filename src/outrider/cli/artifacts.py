@@ -6,8 +6,8 @@ import sys
 from typing import Annotated
 
 import msgspec
-import typer
 
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import Output, command
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
@@ -27,14 +27,14 @@ class Fetched(msgspec.Struct, frozen=True):
 def artifacts(
     terminal: Terminal,
     service: Client,
-    session: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
+    session: Annotated[str, CliArgument(metavar="SESSION", help="The session's id.")],
     path: Annotated[
         str | None,
-        typer.Argument(metavar="[PATH]", help="One file, by its path in the sandbox.", show_default="list all"),
+        CliArgument(metavar="[PATH]", help="One file, by its path in the sandbox.", show_default="list all"),
     ] = None,
     output: Output = None,
     attempt: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Attempt of the session.", show_default="the newest")
+        int | None, CliOption(min=1, metavar="N", help="Attempt of the session.", show_default="the newest")
     ] = None,
 ) -> None:
     """List the files kept from a session's sandbox, or get one of them.

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit, UsageError
 
+from outrider.cli.command_line import CliCommand, CliGroup, CliOption
 from outrider.cli.exit_codes import FAILURE, SUCCESS, USAGE
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.environment import installed_version, variables
@@ -39,6 +41,12 @@ HINTS = {
 }
 """Hints for the user by errno of a system error."""
 
+HELP = """Outrider serves agent rollouts to reinforcement-learning trainers.
+
+Try `outrider demo` first: it needs no engine, no network and no root.
+Then start a service with `outrider serve` and run a task with `outrider run`.
+"""
+
 CLIENT_VARIABLES = {"OUTRIDER_URL", "OUTRIDER_TOKEN", "OUTRIDER_CA", "OUTRIDER_HOME"}
 """The variables of commands that call a service, which need no look at the settings."""
 
@@ -57,8 +65,8 @@ COMMANDS = {
     "slurm": ("slurm:slurm", "Submit a job that runs a service and its nodes on a Slurm cluster."),
     "eval": ("evaluate:eval_", "Run the tasks of a source, and score the policy."),
 }
-"""The commands by name: each a module of this package and a function in the module, and the first line of the
-function's help, which the list of commands shows without the module."""
+"""The commands by name: each a module of this package and a command in the module, and the first line of the command's
+help, which the list of commands shows without the module."""
 
 GROUPS = {
     "consumers": (
@@ -124,20 +132,17 @@ GROUPS = {
 }
 """The groups of commands: the help of each, and its commands by name."""
 
-# Some versions of Typer bring their own copy of click. In every version, its UsageError is the base of BadParameter.
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Run one command and return its exit code, for `outrider.cli.main`. Raises KeyboardInterrupt for Ctrl-C before the
-    command runs."""
+    """Run one command and return its exit code, for `outrider.cli.main`. Raises KeyboardInterrupt for Ctrl-C."""
     terminal = Terminal()
     words = sys.argv[1:] if argv is None else list(argv)
-    # Options before the command's name are those of `outrider` itself.
-    name = next((word for word in words if not word.startswith("-")), None)
-    command = typer.main.get_command(commands(name) if name in COMMANDS or name in GROUPS else listed_commands())
     try:
-        code = command.main(args=words, prog_name="outrider", standalone_mode=False, obj=terminal)
+        root = commands()
+        with root.make_context("outrider", words, obj=terminal) as context:
+            root.invoke(context)
+    except Exit as end:
+        return end.exit_code
     except OutriderError as error:
         return _failed(terminal, error)
     except BaseExceptionGroup as failures:
@@ -150,87 +155,61 @@ def run_command(argv: Sequence[str] | None) -> int:
             first = first.exceptions[0]
         return _failed(terminal, _shown(first))
     except UsageError as error:
-        # Without arguments, click shows the help and raises a UsageError with no message.
-        if message := str(getattr(error, "format_message", error.__str__)()).removesuffix("."):
-            message = message.replace(": Value error, ", ": ")  # pydantic's words, in newer versions of Typer
-            context = getattr(error, "ctx", None)
-            hint = f"{context.command_path if context else 'outrider'} --help"
-            terminal.error(RequestError(message, hint=hint).record())
+        program = error.ctx.command_path if error.ctx else "outrider"
+        message = error.format_message().removesuffix(".")
+        terminal.error(RequestError(message, hint=f"{program} --help").record())
         return USAGE
+    except BrokenPipeError:
+        # The program that reads the output, such as `head`, has ended. Python writes what is left at its own end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
     except Exception as error:  # a missing resource is shown in one line; everything else is raised again
         if not _is_shown(error):
             raise
         return _failed(terminal, _shown(error))
-    return code if isinstance(code, int) else SUCCESS
+    return SUCCESS
 
 
-def commands(only: str | None = None) -> typer.Typer:
-    """Return the command line as a Typer application: with all commands, or with the command or group `only`, whose
-    modules alone are imported."""
-    app = _without_commands()
-    for name, (place, _) in COMMANDS.items():
-        if only in (None, name):
-            app.command(name)(_load(place))
-    for name, (help, members) in GROUPS.items():
-        if only in (None, name):
-            group = typer.Typer(no_args_is_help=True, help=help)
-            for own, place in members.items():
-                group.command(own)(_load(place))
-            app.add_typer(group, name=name)
-    return app
-
-
-def listed_commands() -> typer.Typer:
-    """Return a Typer application for the help, and for the error after an unknown name: the names of all commands with
-    their first lines, and none of their modules."""
-    app = _without_commands()
-    for name, (_, line) in COMMANDS.items():
-        app.command(name, help=line)(lambda: None)
-    for name, (line, _) in GROUPS.items():
-        app.add_typer(typer.Typer(help=line), name=name)
-    return app
-
-
-def _without_commands() -> typer.Typer:
-    app = typer.Typer(
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,  # pretty tracebacks may show local variables, tokens included
-        context_settings={"help_option_names": ["-h", "--help"]},
+def commands() -> CliGroup:
+    """Return the whole command line. The module of a command is imported when the command is run or explained."""
+    version = CliOption("--version", callback=_version, help="Show the version and exit.")
+    return CliGroup(
+        {name: line for name, (_, line) in COMMANDS.items()} | {name: line for name, (line, _) in GROUPS.items()},
+        _command,
+        help=HELP,
+        params=[version.made("show_version", bool, False)],
+        callback=_check_variables,
     )
 
-    @app.callback()
-    def root(
-        ctx: typer.Context,
-        show_version: Annotated[
-            bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-        ] = False,
-    ) -> None:
-        """Outrider serves agent rollouts to reinforcement-learning trainers.
 
-        Try `outrider demo` first: it needs no engine, no network and no root.
-        Then start a service with `outrider serve` and run a task with `outrider run`.
-        """
-        if any(name.startswith("OUTRIDER_") and name not in CLIENT_VARIABLES for name in variables()):
-            from outrider.config import unknown_variables  # late, because a client needs no settings and no pydantic
-
-            for unknown in unknown_variables():
-                terminal_of(ctx).note(f"warning: {unknown}")
-
-    return app
+def _command(name: str) -> click.Command:
+    """Return the command or the group with this name."""
+    if name in COMMANDS:
+        return _load(COMMANDS[name][0])
+    help, members = GROUPS[name]
+    return CliGroup(dict.fromkeys(members), lambda member: _load(members[member]), help=help, name=name)
 
 
-def _load(place: str) -> Callable[..., None]:
-    """Import the function of a command."""
-    module, _, function = place.partition(":")
-    loaded: Callable[..., None] = getattr(import_module(f"outrider.cli.{module}"), function)
+def _load(place: str) -> CliCommand:
+    """Import a command."""
+    module, _, name = place.partition(":")
+    loaded: CliCommand = getattr(import_module(f"outrider.cli.{module}"), name)
     return loaded
 
 
-def _version(given: bool) -> None:
+@click.pass_context
+def _check_variables(ctx: click.Context, show_version: bool) -> None:
+    if any(name.startswith("OUTRIDER_") and name not in CLIENT_VARIABLES for name in variables()):
+        from outrider.config import unknown_variables  # late, because a client needs no settings and no pydantic
+
+        for unknown in unknown_variables():
+            terminal_of(ctx).note(f"warning: {unknown}")
+
+
+def _version(ctx: click.Context, _: click.Parameter, given: bool) -> None:
     if given:
-        typer.echo(f"outrider {installed_version('outrider')}")
-        raise typer.Exit
+        click.echo(f"outrider {installed_version('outrider')}")
+        ctx.exit()
 
 
 def _is_shown(error: BaseException) -> bool:

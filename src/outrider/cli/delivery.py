@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-import typer
 
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import command
 from outrider.cli.tables import callback_table, consumer_table
 from outrider.cli.terminal import Terminal
@@ -15,10 +15,10 @@ from outrider.client.client import Client
 from outrider.errors import InvalidField
 from outrider.schemas import CallbackList, CallbackView, ConsumerList, ConsumerView, Redelivered
 
-Consumer = Annotated[str, typer.Argument(metavar="NAME", help="The consumer's name.")]
+Consumer = Annotated[str, CliArgument(metavar="NAME", help="The consumer's name.")]
 Tenant = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Whose consumer it is, for an admin.", show_default="the admins' own"),
+    CliOption(metavar="NAME", help="Whose consumer it is, for an admin.", show_default="the admins' own"),
 ]
 LISTED = 1000
 """Maximum number of callbacks shown."""
@@ -43,10 +43,8 @@ def acknowledge(
     terminal: Terminal,
     service: Client,
     name: Consumer,
-    cursor: Annotated[
-        int, typer.Argument(metavar="CURSOR", min=0, help="Cursor of the last group that it is done with.")
-    ],
-    rewind: Annotated[bool, typer.Option("--rewind", help="Also move it back: it gets groups again.")] = False,
+    cursor: Annotated[int, CliArgument(metavar="CURSOR", min=0, help="Cursor of the last group that it is done with.")],
+    rewind: Annotated[bool, CliOption("--rewind", help="Also move it back: it gets groups again.")] = False,
     tenant: Tenant = None,
 ) -> None:
     """Move a consumer to a cursor.
@@ -95,8 +93,8 @@ def list_callbacks(terminal: Terminal, service: Client) -> None:
 def redeliver(
     terminal: Terminal,
     service: Client,
-    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="The group whose callback it is.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All callbacks that were given up.")] = False,
+    group: Annotated[str | None, CliArgument(metavar="[GROUP]", help="The group whose callback it is.")] = None,
+    everything: Annotated[bool, CliOption("--all", help="All callbacks that were given up.")] = False,
 ) -> None:
     """Try again to deliver callbacks that were given up.
 
@@ -116,7 +114,7 @@ def redeliver(
 def discard(
     terminal: Terminal,
     service: Client,
-    group: Annotated[str, typer.Argument(metavar="GROUP", help="The group whose callback it is.")],
+    group: Annotated[str, CliArgument(metavar="GROUP", help="The group whose callback it is.")],
 ) -> None:
     """Discard a callback that was given up.
 
@@ -135,16 +133,16 @@ def gc(
     service: Client,
     days: Annotated[
         float | None,
-        typer.Option(
+        CliOption(
             min=0, metavar="N", help="Remove groups that ended N days ago or earlier.", show_default="the setting"
         ),
     ] = None,
     size_mb: Annotated[
         int | None,
-        typer.Option(min=0, metavar="MIB", help="Remove the oldest until so much is left.", show_default="the setting"),
+        CliOption(min=0, metavar="MIB", help="Remove the oldest until so much is left.", show_default="the setting"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also what some consumer has not acknowledged.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only count.")] = False,
+    force: Annotated[bool, CliOption("--force", help="Also what some consumer has not acknowledged.")] = False,
+    dry_run: Annotated[bool, CliOption("--dry-run", help="Remove nothing, only count.")] = False,
 ) -> None:
     """Remove old groups with their sessions, turns, images, artifacts and events.
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from click.exceptions import Exit
 
+from outrider.cli.command_line import CliOption
 from outrider.cli.event_loop import run_service
 from outrider.cli.exit_codes import FAILURE, SUCCESS
 from outrider.cli.options import command
@@ -30,21 +31,19 @@ if TYPE_CHECKING:
 @command
 def demo(
     terminal: Terminal,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the samples.")] = Path("outrider-demo"),
+    out: Annotated[Path, CliOption(metavar="DIR", help="Folder for the samples.")] = Path("outrider-demo"),
     keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep the service's database here.", show_default="deleted")
+        Path | None, CliOption(metavar="DIR", help="Keep the service's database here.", show_default="deleted")
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="A policy of the same kind, such as a trained one.", show_default="the demo's"
-        ),
+        CliOption(metavar="DIR", help="A policy of the same kind, such as a trained one.", show_default="the demo's"),
     ] = None,
     train: Annotated[
-        bool, typer.Option("--train", help="Train the policy with TRL, and draw the curve of its reward.")
+        bool, CliOption("--train", help="Train the policy with TRL, and draw the curve of its reward.")
     ] = False,
     seeds: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --train: how many times, from the start and a seed.")
+        int, CliOption(metavar="N", min=1, help="With --train: how many times, from the start and a seed.")
     ] = 5,
 ) -> None:
     """Run 32 sandboxed sessions with a tiny model.
@@ -83,7 +82,7 @@ def demo(
         from outrider.cli.training import train_policy
 
         good = train_policy(terminal, policy, runtime, out, seeds).good
-        raise typer.Exit(SUCCESS if good else FAILURE)
+        raise Exit(SUCCESS if good else FAILURE)
     _make(out)
     with session_progress(terminal, "starting a service, and loading the model") as watch:
         rollouts = run_service(run_demo(runtime, watch, data=keep, policy=policy))
@@ -95,7 +94,7 @@ def demo(
         _print(terminal, rollouts, summary, policy)
     for fault in found:
         terminal.note(f"fault: {fault}")
-    raise typer.Exit(SUCCESS if summary.good else FAILURE)
+    raise Exit(SUCCESS if summary.good else FAILURE)
 
 
 def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary, policy: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-import typer
+from click.exceptions import Exit
 from rich.text import Text
 
 from outrider.cli.exit_codes import FAILURE, SUCCESS
@@ -42,4 +42,4 @@ def doctor(terminal: Terminal) -> None:
     ]
     hints = [f"{found.name}: {found.hint}" for findings in parts.values() for found in findings if found.hint]
     terminal.show(diagnosis, Text(", ".join(versions)), table(("", "name", "usable", "detail"), rows), *hints)
-    raise typer.Exit(SUCCESS if diagnosis.ok else FAILURE)
+    raise Exit(SUCCESS if diagnosis.ok else FAILURE)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.engine_option import KIND, KIND_HELP, parse_engine
 from outrider.cli.options import command
 from outrider.cli.tables import engine_table
@@ -13,7 +12,7 @@ from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
 from outrider.schemas import EngineList, EngineStatus
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The engine's name.")]
+Name = Annotated[str, CliArgument(metavar="NAME", help="The engine's name.")]
 
 
 @command
@@ -34,13 +33,13 @@ def list_engines(terminal: Terminal, service: Client) -> None:
 def add(
     terminal: Terminal,
     service: Client,
-    engine: Annotated[str, typer.Argument(metavar=KIND, help=KIND_HELP)],
+    engine: Annotated[str, CliArgument(metavar=KIND, help=KIND_HELP)],
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the engine; by default its kind and a number.")
+        str | None, CliOption(metavar="NAME", help="Name of the engine; by default its kind and a number.")
     ] = None,
-    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model's name on its server.")] = None,
+    model: Annotated[str | None, CliOption(metavar="MODEL", help="The model's name on its server.")] = None,
     serves: Annotated[
-        str | None, typer.Option(metavar="FROZEN", help="The frozen model that it serves; without it, the policy.")
+        str | None, CliOption(metavar="FROZEN", help="The frozen model that it serves; without it, the policy.")
     ] = None,
 ) -> None:
     """Add an engine.

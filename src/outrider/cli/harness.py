@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
+from click.exceptions import Exit
 
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import command
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
@@ -15,7 +16,7 @@ from outrider.harnesses.install import install, installed
 from outrider.harnesses.presets import load_preset, preset_names
 
 PRESET_HELP = "A preset's name: see `outrider harness list`."
-Preset = Annotated[str, typer.Argument(metavar="PRESET", help=PRESET_HELP)]
+Preset = Annotated[str, CliArgument(metavar="PRESET", help=PRESET_HELP)]
 
 
 class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,26 +71,26 @@ def install_harness(terminal: Terminal, name: Preset) -> None:
 @command
 def check_harness(
     terminal: Terminal,
-    name: Annotated[str | None, typer.Argument(metavar="[PRESET]", help=PRESET_HELP)] = None,
+    name: Annotated[str | None, CliArgument(metavar="[PRESET]", help=PRESET_HELP)] = None,
     command: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Check this program instead, written as a task's `command`.")
+        str | None, CliOption(metavar="COMMAND", help="Check this program instead, written as a task's `command`.")
     ] = None,
     venv: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The virtual environment in which COMMAND runs.")
+        Path | None, CliOption(metavar="DIR", help="The virtual environment in which COMMAND runs.")
     ] = None,
     task: Annotated[
         Path | None,
-        typer.Option(metavar="TASK.toml", help="Check the harness of this task instead, in the task's own runtime."),
+        CliOption(metavar="TASK.toml", help="Check the harness of this task instead, in the task's own runtime."),
     ] = None,
     dialect: Annotated[
         str | None,
-        typer.Option(metavar="DIALECT", help="The API it must speak: chat, messages, responses or gemini."),
+        CliOption(metavar="DIALECT", help="The API it must speak: chat, messages, responses or gemini."),
     ] = None,
     runtime: Annotated[
-        str | None, typer.Option(metavar="KIND", help="The kind of sandbox.", show_default="namespace, else process")
+        str | None, CliOption(metavar="KIND", help="The kind of sandbox.", show_default="namespace, else process")
     ] = None,
-    row: Annotated[list[str] | None, typer.Option(metavar="ROW", help="Try only this row. May be repeated.")] = None,
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one row.")] = 180,
+    row: Annotated[list[str] | None, CliOption(metavar="ROW", help="Try only this row. May be repeated.")] = None,
+    seconds: Annotated[float, CliOption(metavar="SECONDS", help="Time limit of one row.")] = 180,
 ) -> None:
     """Certify that a harness works with this version of Outrider.
 
@@ -115,7 +116,7 @@ def check_harness(
     from outrider.cli.harness_check import check_and_print, find_subject
 
     subject = find_subject(preset=name, command=command, venv=venv, task=task, dialect=dialect, runtime=runtime)
-    raise typer.Exit(check_and_print(terminal, subject, names=tuple(row or ()), seconds=seconds))
+    raise Exit(check_and_print(terminal, subject, names=tuple(row or ()), seconds=seconds))
 
 
 def _row(name: str) -> HarnessRow:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
 
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import command
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
@@ -25,7 +25,7 @@ from outrider.sandbox.rootfs.store import ImageStore, RootImage
 from outrider.tasks.harbor.tasks import build_contexts
 
 MEGABYTE = 1_000_000
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name in a task's `runtime.image`.")]
+Name = Annotated[str, CliArgument(metavar="NAME", help="Its name in a task's `runtime.image`.")]
 
 
 class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class Images(msgspec.Struct, frozen=True):
 @command
 def import_image(
     terminal: Terminal,
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file, or a folder with an OCI layout.")],
+    source: Annotated[Path, CliArgument(metavar="SOURCE", help="A file, or a folder with an OCI layout.")],
     name: Name,
 ) -> None:
     """Make an image from an archive.
@@ -65,7 +65,7 @@ def import_image(
 @command
 def pull_image(
     terminal: Terminal,
-    reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
+    reference: Annotated[str, CliArgument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
     name: Name,
 ) -> None:
     """Get an image from a container registry.
@@ -87,26 +87,26 @@ def build_image(
     terminal: Terminal,
     recipe: Annotated[
         Path,
-        typer.Argument(
+        CliArgument(
             metavar="RECIPE",
             help="A TOML file, as docs/images.md describes it, or a folder with a Dockerfile or Harbor tasks.",
         ),
     ],
     name: Annotated[
         str | None,
-        typer.Argument(
+        CliArgument(
             metavar="NAME",
             help="Its name in a task's `runtime.image`.",
             show_default="of a Dockerfile, a name by which Harbor tasks find it",
         ),
     ] = None,
     reuse: Annotated[
-        Reuse, typer.Option(help="Reuse an earlier build: never, of the same recipe, or with the same packages.")
+        Reuse, CliOption(help="Reuse an earlier build: never, of the same recipe, or with the same packages.")
     ] = Reuse.VERSIONED,
-    seconds: Annotated[float, typer.Option(metavar="N", help="Time limit of each RUN of a Dockerfile.")] = RUN_SECONDS,
+    seconds: Annotated[float, CliOption(metavar="N", help="Time limit of each RUN of a Dockerfile.")] = RUN_SECONDS,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
+        CliOption(
             metavar="HOST",
             help="A host that RUN may reach, such as your package mirror. Can be repeated.",
             show_default="none: RUN has no network",
@@ -114,10 +114,10 @@ def build_image(
     ] = None,
     engine: Annotated[
         BuildEngine | None,
-        typer.Option(help="Have this container engine build Dockerfiles.", show_default="none is needed"),
+        CliOption(help="Have this container engine build Dockerfiles.", show_default="none is needed"),
     ] = None,
     network: Annotated[
-        bool, typer.Option("--network", help="With --engine: the steps have the engine's network.")
+        bool, CliOption("--network", help="With --engine: the steps have the engine's network.")
     ] = False,
 ) -> None:
     """Build an image from a recipe or a Dockerfile.

@@ -8,8 +8,7 @@ from logging import DEBUG, INFO
 from typing import Annotated
 from urllib.parse import urlsplit
 
-import typer
-
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.event_loop import run_service
 from outrider.cli.long_running import StopSignals, start_log
 from outrider.cli.options import Ca, Token, command
@@ -27,27 +26,25 @@ def join(
     terminal: Terminal,
     settings: MachineConfig,
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="The service's address.", show_default="$OUTRIDER_URL")
+        str | None, CliArgument(metavar="URL", help="The service's address.", show_default="$OUTRIDER_URL")
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What the service calls this machine.", show_default="its host name"),
+        CliOption(metavar="NAME", help="What the service calls this machine.", show_default="its host name"),
     ] = None,
     token: Token = None,
     ca: Ca = None,
     ray: Annotated[
         str | None,
-        typer.Option(
+        CliOption(
             metavar="ADDRESS",
             help="Join with all machines of this Ray cluster: HOST:6379, or auto for the one here.",
-            rich_help_panel=RAY,
+            panel=RAY,
         ),
     ] = None,
     ray_resource: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Only with those that have this custom resource of Ray's.", rich_help_panel=RAY
-        ),
+        CliOption(metavar="NAME", help="Only with those that have this custom resource of Ray's.", panel=RAY),
     ] = None,
     verbose: Verbose = False,
 ) -> None:

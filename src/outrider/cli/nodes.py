@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from click.exceptions import Exit
 
+from outrider.cli.command_line import CliArgument
 from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.tables import node_table, table
@@ -15,7 +16,7 @@ from outrider.schemas import NodeList, NodeStats
 
 MEGABYTE = 1_000_000
 NO_NODES = "no nodes yet: `outrider nodes join` on a machine makes it one"
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The node's name.")]
+Name = Annotated[str, CliArgument(metavar="NAME", help="The node's name.")]
 
 
 @command
@@ -33,8 +34,8 @@ def list_nodes(terminal: Terminal, service: Client) -> None:
 def pull(
     terminal: Terminal,
     service: Client,
-    reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The image's name in a task's `runtime.image`.")],
+    reference: Annotated[str, CliArgument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
+    name: Annotated[str, CliArgument(metavar="NAME", help="The image's name in a task's `runtime.image`.")],
 ) -> None:
     """Get an image from a container registry, on every machine that runs sessions.
 
@@ -55,7 +56,7 @@ def pull(
         rows.append((machine.node, size, machine.error.message if machine.error else "has it"))
     terminal.show(pulled, table(("node", "size>", name), rows) if rows else NO_NODES)
     if not pulled.machines or any(machine.error for machine in pulled.machines):
-        raise typer.Exit(FAILURE)
+        raise Exit(FAILURE)
 
 
 @command

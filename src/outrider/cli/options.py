@@ -5,37 +5,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
-import typer
+import click
 
+from outrider.cli.command_line import CliCommand, CliOption
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.environment import DEFAULT_URL, environment
 
 
-def _json(ctx: typer.Context, given: bool) -> bool:
-    # The option is eager: Typer reads --json before the other options, so that an error in another option is also
-    # written as JSON.
+def _json(ctx: click.Context, _: click.Parameter, given: bool) -> bool:
+    # An option with a callback is read before the others, so that an error in another option is also written as JSON.
     terminal_of(ctx).json = given
     return given
 
 
 Url = Annotated[
     str | None,
-    typer.Option(
-        "--url", metavar="URL", help="The service's address.", show_default=f"$OUTRIDER_URL, else {DEFAULT_URL}"
-    ),
+    CliOption("--url", metavar="URL", help="The service's address.", show_default=f"$OUTRIDER_URL, else {DEFAULT_URL}"),
 ]
 Token = Annotated[
     str | None,
-    typer.Option("--token", metavar="TOKEN", help="The service's access token.", show_default="$OUTRIDER_TOKEN"),
+    CliOption("--token", metavar="TOKEN", help="The service's access token.", show_default="$OUTRIDER_TOKEN"),
 ]
 Ca = Annotated[
     str | None,
-    typer.Option(
+    CliOption(
         "--ca",
         metavar="FILE",
         help="Certificate (PEM) of the authority of the service's.",
@@ -44,7 +41,7 @@ Ca = Annotated[
 ]
 Image = Annotated[
     str | None,
-    typer.Option(
+    CliOption(
         "--image",
         "--image-template",
         metavar="NAME",
@@ -55,38 +52,36 @@ Image = Annotated[
 ]
 TestCommand = Annotated[
     str | None,
-    typer.Option(
+    CliOption(
         metavar="COMMAND",
         help="Runs the tests of the rows of a data set; {tests} in it are the test files.",
         show_default="the one that the row or its data set names",
     ),
 ]
 Offline = Annotated[
-    bool, typer.Option("--offline", help="Run Harbor tasks that ask for a network, or leave it open, without one.")
+    bool, CliOption("--offline", help="Run Harbor tasks that ask for a network, or leave it open, without one.")
 ]
 HarnessName = Annotated[
     str | None,
-    typer.Option("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
+    CliOption("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),
 ]
 BUILT_IN = "tools"
 """The agent of a data set's tasks that name none."""
 AgentName = Annotated[
     str | None,
-    typer.Option("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
+    CliOption("--agent", metavar="NAME", help="Agent in Python for tasks that name none.", show_default=BUILT_IN),
 ]
-Limit = Annotated[int | None, typer.Option("--limit", metavar="N", help="Tasks of each source.", show_default="all")]
+Limit = Annotated[int | None, CliOption("--limit", metavar="N", help="Tasks of each source.", show_default="all")]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
+    CliOption("--output", "-o", metavar="FILE", help="File to write.", show_default="standard output"),
 ]
-Json = Annotated[
-    bool, typer.Option("--json", callback=_json, is_eager=True, help="Write one JSON document to standard output.")
-]
+Json = Annotated[bool, CliOption("--json", callback=_json, help="Write one JSON document to standard output.")]
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function for Typer. Parameters of the following types are not options; their values are made from the
-    shared options.
+def command(function: Callable[..., None]) -> CliCommand:
+    """Return the command of a function. Parameters of the following types are not options; their values are made from
+    the shared options.
 
     - `Terminal`: the command's output.
     - `Client`: an open client of the service that --url, --token and --ca name. `AsyncClient`: a client to be opened.
@@ -96,20 +91,20 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     """
     hints = get_type_hints(function, include_extras=True)
     made = {name: hint for name, hint in hints.items() if hint is Terminal or _is_client(hint) or _is_config(hint)}
-    options: list[Parameter] = [Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    parameters: list[click.Parameter] = []
     for name, parameter in signature(function).parameters.items():
         if _is_config(hints[name]):
-            options += _setting_options(hints[name])
+            parameters += _setting_options(hints[name])
         elif name not in made:
-            options.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
+            parameters.append(_parameter(name, hints[name], parameter.default))
     if any(map(_is_client, made.values())):
-        options += [_option("url", Url), _option("token", Token), _option("ca", Ca)]
+        parameters += [_parameter("url", Url), _parameter("token", Token), _parameter("ca", Ca)]
     if not any(map(_is_config, made.values())):
-        options.append(_option("json", Json))
+        parameters.append(_parameter("json", Json))
 
-    @wraps(function)
-    def run(ctx: typer.Context, **given: Any) -> None:
-        passed = {name: value for name, value in given.items() if name in hints}
+    @click.pass_context
+    def run(ctx: click.Context, /, **given: Any) -> None:
+        passed = {name: _listed(value) for name, value in given.items() if name in hints}
         with ExitStack() as stack:
             for name, kind in made.items():
                 passed[name] = _made(kind, ctx, given)
@@ -117,8 +112,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                     stack.enter_context(passed[name])
             function(**passed)
 
-    run.__dict__["__signature__"] = Signature(options)
-    return run
+    return CliCommand(run, parameters, help=function.__doc__ or "")
 
 
 def with_harness(
@@ -133,7 +127,7 @@ def with_harness(
     return {**task, "harness": {"agent": agent or default}}
 
 
-def _made(kind: Any, ctx: typer.Context, given: Mapping[str, Any]) -> Any:
+def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
     """Return the object of a parameter that is no option."""
     if kind is Terminal:
         return terminal_of(ctx)
@@ -145,7 +139,7 @@ def _made(kind: Any, ctx: typer.Context, given: Mapping[str, Any]) -> Any:
 
 
 # The modules of the clients and of the settings are compared by their names, and are not imported here: a service needs
-# no client and no aiohttp, a client needs no settings and no pydantic, and these imports take most of a start.
+# no client, a client needs no settings and no pydantic, and these imports take most of a start.
 
 
 def _is_client(hint: Any) -> bool:
@@ -157,16 +151,23 @@ def _is_config(hint: Any) -> bool:
     return getattr(getattr(hint, "__origin__", hint), "__module__", "") == "outrider.config"
 
 
-def _setting_options(hint: Any) -> list[Parameter]:
+def _setting_options(hint: Any) -> list[click.Parameter]:
     from outrider.cli.setting_options import setting_options
 
     [only] = getattr(hint, "__metadata__", [None])
-    return [_option(name, annotation) for name, annotation in setting_options(only)]
+    return [_parameter(name, annotation) for name, annotation in setting_options(only)]
 
 
-def _option(name: str, annotation: Any) -> Parameter:
-    """Return an option of a command, None by default."""
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _parameter(name: str, annotation: Any, default: Any = None) -> click.Parameter:
+    """Return click's parameter for one of a function: its annotation has the type and a CliOption or CliArgument."""
+    kind, declared = get_args(annotation)
+    found: click.Parameter = declared.made(name, kind, default)
+    return found
+
+
+def _listed(value: Any) -> Any:
+    """Return the values of a parameter with any number of them as a list, or None if there is none."""
+    return (list(value) or None) if isinstance(value, tuple) else value
 
 
 def _service(given: Mapping[str, Any]) -> dict[str, Any]:

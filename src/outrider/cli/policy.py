@@ -6,8 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import command
 from outrider.cli.tables import policy_line, policy_table
 from outrider.cli.terminal import Terminal
@@ -23,12 +22,12 @@ class Mode(StrEnum):
 
 
 InFlight = Annotated[
-    Mode, typer.Option("--mode", help="Let generations in flight finish, or cut them off and continue them afterwards.")
+    Mode, CliOption("--mode", help="Let generations in flight finish, or cut them off and continue them afterwards.")
 ]
 
 
 GoBack = Annotated[
-    bool, typer.Option("--go-back", help="N may be lower than the policy's version: undo one that was set by mistake.")
+    bool, CliOption("--go-back", help="N may be lower than the policy's version: undo one that was set by mistake.")
 ]
 
 
@@ -62,7 +61,7 @@ def resume(
     service: Client,
     version: Annotated[
         int | None,
-        typer.Argument(metavar="[N]", help="Version of the weights that the engines have now; by default the old one."),
+        CliArgument(metavar="[N]", help="Version of the weights that the engines have now; by default the old one."),
     ] = None,
     go_back: GoBack = False,
 ) -> None:
@@ -81,16 +80,16 @@ def resume(
 def update(
     terminal: Terminal,
     service: Client,
-    version: Annotated[int, typer.Argument(metavar="N", help="The new version.")],
+    version: Annotated[int, CliArgument(metavar="N", help="The new version.")],
     weights: Annotated[
         str | None,
-        typer.Option(
+        CliOption(
             metavar="PATH", help="File or folder that every engine loads; by default the weights stay as they are."
         ),
     ] = None,
     mode: InFlight = Mode.FINISH,
     cancel_older_than: Annotated[
-        int | None, typer.Option(metavar="M", help="Cancel groups whose first session began at a version below this.")
+        int | None, CliOption(metavar="M", help="Cancel groups whose first session began at a version below this.")
     ] = None,
     go_back: GoBack = False,
 ) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from click.exceptions import Exit
 
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
@@ -25,10 +26,10 @@ from outrider.trajectory import Verdict
 def regrade(
     terminal: Terminal,
     service: Client,
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Groups, or single sessions.")],
+    ids: Annotated[list[str], CliArgument(metavar="ID...", help="Groups, or single sessions.")],
     task: Annotated[
         Path | None,
-        typer.Option(metavar="TASK.toml", help="A task whose evaluator grades them.", show_default="their own"),
+        CliOption(metavar="TASK.toml", help="A task whose evaluator grades them.", show_default="their own"),
     ] = None,
 ) -> None:
     """Grade sessions again, with another evaluator or the same one.
@@ -78,7 +79,7 @@ def regrade(
         rows.append((one.session_id, was, now, one.regraded_as, why))
     terminal.show(regraded, table(("session", "was>", "now>", "graded as", "why"), rows))
     if any(one.now is None for one in regraded.sessions):
-        raise typer.Exit(FAILURE)
+        raise Exit(FAILURE)
 
 
 def _evaluator(path: Path) -> Mapping[str, Any]:

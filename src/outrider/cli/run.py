@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
+from click.exceptions import Exit
 
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.exit_codes import FAILURE, INTERRUPTED, SUCCESS
 from outrider.cli.options import (
     BUILT_IN,
@@ -53,12 +54,12 @@ def run(
     client: AsyncClient,
     sources: Annotated[
         list[str],
-        typer.Argument(
+        CliArgument(
             metavar="TASK.toml|SOURCE...", help="One task, or sources of tasks as of `outrider task list`: a data set."
         ),
     ],
-    n: Annotated[int, typer.Option("-n", metavar="N", help="Number of sessions of each task.")] = 1,
-    priority: Annotated[int, typer.Option(metavar="P", help="From -1000 to 1000; higher ones run first.")] = 0,
+    n: Annotated[int, CliOption("-n", metavar="N", help="Number of sessions of each task.")] = 1,
+    priority: Annotated[int, CliOption(metavar="P", help="From -1000 to 1000; higher ones run first.")] = 0,
     harness: HarnessName = None,
     agent: AgentName = None,
     image: Image = None,
@@ -67,7 +68,7 @@ def run(
     limit: Limit = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="RUN", help="Name of a data set's run: goes on with it if it was interrupted."),
+        CliOption(metavar="RUN", help="Name of a data set's run: goes on with it if it was interrupted."),
     ] = None,
 ) -> None:
     """Run a task, or all tasks of a data set, and wait for them.
@@ -88,7 +89,7 @@ def run(
     """
     if resume is None and len(sources) == 1 and is_one_task(Path(sources[0])):
         task = with_harness(load_example(Path(sources[0])).task, harness, agent)
-        raise typer.Exit(asyncio.run(_run(terminal, client, {"task": task, "n": n, "priority": priority})))
+        raise Exit(asyncio.run(_run(terminal, client, {"task": task, "n": n, "priority": priority})))
     # The imports are here, because a single task is checked by the service, and needs none of these modules.
     from outrider.cli.task_sources import examples_in
     from outrider.service.admission import validate_group
@@ -105,7 +106,7 @@ def run(
                 ) from error
             tasks.append(task)
     name = resume or secrets.token_hex(6)
-    raise typer.Exit(asyncio.run(_run_all(terminal, client, name, tasks, n=n, priority=priority)))
+    raise Exit(asyncio.run(_run_all(terminal, client, name, tasks, n=n, priority=priority)))
 
 
 async def _run_all(

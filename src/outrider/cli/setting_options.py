@@ -11,17 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from outrider.cli.command_line import OPTIONS, CliOption
 from outrider.cli.engine_option import KIND_HELP, parse_engine
 from outrider.config import OWN, Config, all_settings, load_config, takes_many
 
 REPEATED = "May be repeated."
 
 ConfigFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Settings as TOML. Flags and OUTRIDER_* variables win over it.")
+    Path | None, CliOption(metavar="FILE", help="Settings as TOML. Flags and OUTRIDER_* variables win over it.")
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")]
+Verbose = Annotated[bool, CliOption("--verbose", "-v", help="Log more.")]
 MACHINE = OWN - {"data"}
 """Settings of a machine that joins. The data folder is not one of these settings, because a node has no store."""
 MachineConfig = Annotated[Config, MACHINE]
@@ -41,12 +40,12 @@ def setting_options(only: frozenset[str] | None) -> Iterator[tuple[str, Any]]:
         option, _, metavar = setting.option.partition(" ")
         many = takes_many(field)
         help = (_plain(field.description or ""), KIND_HELP if path == "engines" else "", REPEATED if many else "")
-        info = typer.Option(
+        info = CliOption(
             option,
             metavar=metavar or None,
             help=" ".join(filter(None, help)),
             show_default=_plain(setting.default) if setting.default else _shown(field.default),
-            rich_help_panel=(section.upper() if section == "tls" else section.capitalize()) if dot else None,
+            panel=(section.upper() if section == "tls" else section.capitalize()) if dot else OPTIONS,
         )
         kind = list[str] if many else str if metavar else bool
         yield _parameter(path), Annotated[kind | None, info]

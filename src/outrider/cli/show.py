@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.text import Text
 
+from outrider.cli.command_line import CliArgument
 from outrider.cli.options import command
 from outrider.cli.tables import number
 from outrider.cli.terminal import Terminal, printable
@@ -37,7 +37,7 @@ class Record(msgspec.Struct, frozen=True):
 def show(
     terminal: Terminal,
     service: Client,
-    session: Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")],
+    session: Annotated[str, CliArgument(metavar="SESSION", help="The session's id.")],
 ) -> None:
     """Show a session: what the model was shown, what it sampled, and how it ended.
 

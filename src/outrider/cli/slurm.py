@@ -7,13 +7,13 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.join import join
 from outrider.cli.options import command
 from outrider.cli.serve import serve
@@ -47,50 +47,50 @@ def slurm(
     terminal: Terminal,
     flags: Annotated[
         list[str] | None,
-        typer.Argument(
+        CliArgument(
             metavar="-- [SERVE FLAGS]...",
             help="Everything after `--` is given to `outrider serve`.",
             show_default=False,
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option(metavar="N", help="Nodes of the allocation.", rich_help_panel=PLACE)] = 1,
+    nodes: Annotated[int, CliOption(metavar="N", help="Nodes of the allocation.", panel=PLACE)] = 1,
     time: Annotated[
         str | None,
-        typer.Option(
+        CliOption(
             metavar="LIMIT",
             help="Time limit, as Slurm writes it: 8:00:00.",
             show_default="the partition's",
-            rich_help_panel=PLACE,
+            panel=PLACE,
         ),
     ] = None,
     partition: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Partition.", show_default="Slurm's", rich_help_panel=PLACE)
+        str | None, CliOption(metavar="NAME", help="Partition.", show_default="Slurm's", panel=PLACE)
     ] = None,
     account: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Account.", show_default="your own", rich_help_panel=PLACE)
+        str | None, CliOption(metavar="NAME", help="Account.", show_default="your own", panel=PLACE)
     ] = None,
     cpus_per_node: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Processors of each node.", show_default="whole nodes", rich_help_panel=PLACE),
+        CliOption(metavar="N", help="Processors of each node.", show_default="whole nodes", panel=PLACE),
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(
+        CliOption(
             metavar="OPTION",
             help="A further option of sbatch, such as --sbatch=--qos=high. May be repeated.",
-            rich_help_panel=PLACE,
+            panel=PLACE,
         ),
     ] = None,
-    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job.")] = "outrider",
+    name: Annotated[str, CliOption(metavar="NAME", help="Name of the job.")] = "outrider",
     processes: Annotated[
         int | None,
-        typer.Option(
+        CliOption(
             metavar="N", help="Processes that run sessions, on each node.", show_default="one for every four cores"
         ),
     ] = None,
     ca: Annotated[
         Path | None,
-        typer.Option(
+        CliOption(
             metavar="FILE",
             help="Certificate (PEM) of the authority of the service's, for its nodes.",
             show_default="those of each node",
@@ -98,7 +98,7 @@ def slurm(
     ] = None,
     output: Annotated[
         str | None,
-        typer.Option(
+        CliOption(
             "--output", "-o", metavar="FILE", help="Write the batch script there, - for here, and submit nothing."
         ),
     ] = None,
@@ -175,14 +175,7 @@ def settings_of(flags: Sequence[str]) -> Config:
 
 def _serve_options(flags: Sequence[str]) -> Mapping[str, Any]:
     """Return the values of the flags by parameter name."""
-    params: dict[str, Any] = _command(serve).make_context("outrider serve", list(flags), obj=Terminal()).params
-    return params
-
-
-def _command(function: Callable[..., None]) -> Any:
-    app = typer.Typer(add_completion=False)
-    app.command()(function)
-    return typer.main.get_command(app)
+    return serve.make_context("outrider serve", list(flags), obj=Terminal()).params
 
 
 def _check(given: Mapping[str, Any], settings: Config) -> None:
@@ -209,7 +202,7 @@ def _join_flags(given: Mapping[str, Any], processes: int | None, ca: Path | None
         words += ["--processes", str(processes)]
     if ca is not None:
         words += ["--ca", str(ca.absolute())]
-    for parameter in _command(join).params:
+    for parameter in join.params:
         value = None if parameter.name in SERVICE_ONLY else given.get(parameter.name)
         for each in value if isinstance(value, list | tuple) else [value]:  # some flags may be repeated
             if each is True:

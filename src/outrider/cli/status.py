@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-import typer
 
+from outrider.cli.command_line import CliArgument
 from outrider.cli.options import command
 from outrider.cli.tables import engine_table, failing_table, group_table, node_table, policy_line, session_table
 from outrider.cli.terminal import Terminal, printable
@@ -29,7 +29,7 @@ class Overview(msgspec.Struct, frozen=True):
 def status(
     terminal: Terminal,
     service: Client,
-    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="A group's id: show its sessions.")] = None,
+    group: Annotated[str | None, CliArgument(metavar="[GROUP]", help="A group's id: show its sessions.")] = None,
 ) -> None:
     """Show the state of the service, or of one group.
 
@@ -64,9 +64,7 @@ def status(
 def cancel(
     terminal: Terminal,
     service: Client,
-    id: Annotated[
-        str, typer.Argument(metavar="GROUP|SESSION", help="The id of a group (g-…) or of one session (s-…).")
-    ],
+    id: Annotated[str, CliArgument(metavar="GROUP|SESSION", help="The id of a group (g-…) or of one session (s-…).")],
 ) -> None:
     """Cancel a group, or one session of it.
 

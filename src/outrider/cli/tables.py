@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from outrider.cli.fitted_table import FittedTable
 from outrider.cli.terminal import printable
-from outrider.client.rollout import RolledOut
 from outrider.errors import FailingChore
 from outrider.lifecycle import StopReason
 from outrider.schemas import (
@@ -27,6 +27,9 @@ from outrider.schemas import (
     TokenView,
 )
 from outrider.trajectory import StageSeconds
+
+if TYPE_CHECKING:
+    from outrider.client.rollout import RolledOut
 
 MAX_ERROR = 72
 """Maximum length of an error in a table, in characters."""

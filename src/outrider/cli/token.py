@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import typer
 
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import command
 from outrider.cli.tables import token_table
 from outrider.cli.terminal import Terminal
@@ -20,7 +20,7 @@ from outrider.schemas import NewToken, Role, TokenList
 if TYPE_CHECKING:
     from outrider.config import Config
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The token's name.")]
+Name = Annotated[str, CliArgument(metavar="NAME", help="The token's name.")]
 
 
 @command
@@ -28,25 +28,25 @@ def create(
     terminal: Terminal,
     service: Client,
     role: Annotated[
-        Role, typer.Option(metavar="ROLE", help="read: look. submit: also submit groups, and cancel those. admin: all.")
+        Role, CliOption(metavar="ROLE", help="read: look. submit: also submit groups, and cancel those. admin: all.")
     ],
-    name: Annotated[str, typer.Option(metavar="NAME", help="Whose it is. Groups and the audit log say it.")],
+    name: Annotated[str, CliOption(metavar="NAME", help="Whose it is. Groups and the audit log say it.")],
     tenant: Annotated[
         str | None,
-        typer.Option(
+        CliOption(
             metavar="NAME", help="Whose groups it submits and sees.", show_default="a tenant of the token's own name"
         ),
     ] = None,
     max_queued: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Maximum sessions queued or running at once.", show_default="no limit"),
+        CliOption(metavar="N", help="Maximum sessions queued or running at once.", show_default="no limit"),
     ] = None,
     expires: Annotated[
-        float | None, typer.Option(metavar="DAYS", help="Days until it expires.", show_default="never")
+        float | None, CliOption(metavar="DAYS", help="Days until it expires.", show_default="never")
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Data folder of a service that is stopped, for its first token."),
+        CliOption(metavar="DIR", help="Data folder of a service that is stopped, for its first token."),
     ] = None,
 ) -> None:
     """Make a token, and print it. It cannot be printed again.

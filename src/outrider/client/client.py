@@ -18,12 +18,11 @@ import logging
 import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
-import aiohttp
 import msgspec
 
 from outrider.concurrency.loop_thread import LoopThread
@@ -65,6 +64,7 @@ from outrider.schemas import (
     TurnView,
 )
 from outrider.trajectory import ChatRow, Sample
+from outrider.wire.http_connections import Connections, Response
 from outrider.wire.tls import trusting
 
 if TYPE_CHECKING:
@@ -80,6 +80,10 @@ Query = Mapping[str, str | float | bool | None]
 
 TOTAL_SECONDS = 300.0
 """Maximum seconds of a request and its reply."""
+CONNECT_SECONDS = 60.0
+"""Maximum seconds until a connection to the service is made, TLS included."""
+MAX_CONNECTIONS = 100
+"""Maximum number of requests of a client at the same time. More requests wait for their turn."""
 PULL_SECONDS = 3600.0
 """Maximum seconds of a request to pull an image to all machines."""
 LONG_POLL = 30.0
@@ -136,19 +140,21 @@ class AsyncClient:
         except ValueError as error:
             raise InvalidField(f"the address of the service, {url!r}, is not valid: {error}", field="url") from error
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"User-Agent": "outrider"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
         self._trusted = trusting(ca)
-        self._session: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(ssl=self._trusted)
-        self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
+        self._connections = Connections(self.url, self._headers, tls=self._trusted, connect_seconds=CONNECT_SECONDS)
+        self._places = asyncio.Semaphore(MAX_CONNECTIONS)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.close()
 
     async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
         """Submit a group. The group is stored when this method returns. While the service is busy, because its queue is
@@ -290,23 +296,21 @@ class AsyncClient:
         connection succeeds for PATIENCE seconds. Any other error in a reply is raised at once, also after a
         reconnect."""
         clock = asyncio.get_running_loop().time
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=TOTAL_SECONDS, sock_read=SILENCE)
         give_up_at, tries = clock(), 0
         while True:
             try:
-                query = {"after": str(after)}
-                async with self._http.get(f"{self.url}/v1/events", params=query, timeout=timeout) as reply:
-                    if reply.status >= 400:
-                        refusal = _refusal(await reply.read(), reply.status, reply.headers)
+                async with self._reply("GET", _with_query("/v1/events", {"after": after}), seconds=SILENCE) as reply:
+                    if reply.status >= 300:
+                        refusal = _refusal(await reply.whole(), reply)
                         if reply.status not in UNAVAILABLE or clock() >= give_up_at:
                             raise refusal
-                    async for line in reply.content:  # the body of a refusal has been read
+                    async for line in _lines(reply):  # none for a refusal, whose body has been read
                         give_up_at, tries = clock() + PATIENCE, 0
                         if line.startswith(b"data: "):
                             event = msgspec.json.decode(line[6:], type=EventView)
                             after = event.cursor
                             yield event
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except OSError as error:
                 if clock() >= give_up_at:
                     raise self._unreachable(error) from error
             await asyncio.sleep(RETRIES.wait(tries))
@@ -420,12 +424,6 @@ class AsyncClient:
         body = _encoded({"version": version, **asked})
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
 
-    @property
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise _not_open()
-        return self._session
-
     async def _call(
         self,
         method: str,
@@ -448,38 +446,70 @@ class AsyncClient:
         body: bytes | None = None,
         seconds: float | None = TOTAL_SECONDS,
     ) -> _Reply:
-        timeout = aiohttp.ClientTimeout(total=seconds)
-        given = {name: value for name, value in (query or {}).items() if value is not None}
-        sent = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
         try:
-            async with self._http.request(method, self.url + path, params=sent, data=body, timeout=timeout) as reply:
-                data = await reply.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
+            target = _with_query(path, query or {})
+            async with asyncio.timeout(seconds), self._reply(method, target, body) as reply:
+                data = await reply.whole()
+                if reply.status >= 300:
+                    raise _refusal(data, reply)
+                media_type = (reply.header(b"content-type") or b"").decode("latin-1")
+                return _Reply(data, media_type.partition(";")[0].strip())
+        except OSError as error:  # TimeoutError is an OSError
             raise self._unreachable(error) from error
-        if reply.status >= 400:
-            raise _refusal(data, reply.status, reply.headers)
-        return _Reply(data, reply.content_type)
 
-    def _unreachable(self, error: Exception) -> ServiceError:
-        if isinstance(error, aiohttp.ClientConnectorCertificateError):
-            return ServiceError(
-                f"the service at {self.url} cannot be trusted: {error.certificate_error}",
-                hint="name the certificate's authority with --ca or OUTRIDER_CA; use a host name in the certificate",
-            )
-        if isinstance(error, aiohttp.ClientConnectorSSLError):
-            return ServiceError(
-                f"no TLS connection to the service at {self.url}: {error.os_error}",
-                hint="a service without a certificate has an address that begins with http://",
-            )
-        failed = getattr(error, "os_error", None)
-        number = getattr(failed, "errno", None) or 0
+    @asynccontextmanager
+    async def _reply(
+        self, method: str, target: str, body: bytes | None = None, *, seconds: float | None = None
+    ) -> AsyncIterator[Response]:
+        """Send a request, and yield the reply once its head has arrived. Raises OSError if the service cannot be
+        reached, in particular TimeoutError if the head does not arrive within `seconds`."""
+        if self._connections is None:
+            raise _not_open()
+        sent, headers = ((), None) if body is None else ((body,), {"Content-Type": "application/json"})
+        async with self._places:
+            async with asyncio.timeout(seconds):
+                reply = await self._connections.request(method, target, sent, headers, repeatable=method != "POST")
+            try:
+                yield reply
+            finally:
+                reply.close()
+
+    def _unreachable(self, error: OSError) -> ServiceError:
+        if self.url.startswith("https:"):
+            import ssl  # see wire/tls.py
+
+            if isinstance(error, ssl.SSLCertVerificationError):
+                return ServiceError(
+                    f"the service at {self.url} cannot be trusted: {error}",
+                    hint="name the certificate's authority with --ca or OUTRIDER_CA; "
+                    "use a host name in the certificate",
+                )
+            if isinstance(error, ssl.SSLError):
+                return ServiceError(
+                    f"no TLS connection to the service at {self.url}: {error}",
+                    hint="a service without a certificate has an address that begins with http://",
+                )
         # The numbers of an unknown host name are negative, and only their error has their text.
-        known = os.strerror(number) if number > 0 else getattr(failed, "strerror", None)
+        number = error.errno or 0
+        known = os.strerror(number) if number > 0 else error.strerror
         reason = known or str(error) or type(error).__name__
         return ServiceError(
             f"cannot reach the service at {self.url}: {reason}",
             hint="start one with `outrider serve`, or name its address with --url",
         )
+
+
+async def _lines(reply: Response) -> AsyncIterator[bytes]:
+    """Yield the complete lines of a stream of events. Raises TimeoutError after SILENCE."""
+    rest = b""
+    while True:
+        async with asyncio.timeout(SILENCE):
+            chunk = await reply.arrived()
+        if not chunk:
+            return
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line
 
 
 async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE, *, unreachable: bool = True) -> T:
@@ -635,8 +665,17 @@ def _not_open() -> ServiceError:
 
 
 def _path(*segments: str) -> str:
-    """Return a path of the control API. Names and ids are quoted, because a name may be any text."""
+    """Return a path of the control API. Names and ids are quoted, because a name may be any text. Raises InvalidField
+    for an empty one, because its path would be that of all others."""
+    if not all(segments):
+        raise InvalidField("a name or an id in the request is empty", hint="give the name or the id")
     return "/v1/" + "/".join(quote(segment, safe="") for segment in segments)
+
+
+def _with_query(path: str, query: Query) -> str:
+    given = {name: value for name, value in query.items() if value is not None}
+    sent = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
+    return f"{path}?{urlencode(sent)}" if sent else path
 
 
 def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
@@ -649,15 +688,19 @@ def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
 
 
-def _refusal(body: bytes, status: int, headers: Mapping[str, str]) -> OutriderError:
+def _refusal(body: bytes, reply: Response) -> OutriderError:
+    """Return the error for a reply with a status of 300 or more."""
+    if reply.status < 400:
+        place = (reply.header(b"location") or b"another address").decode("latin-1")
+        return ServiceError(f"the service answered {reply.status}, and refers to {place}", hint="use that address")
     try:
         error = error_from(msgspec.json.decode(body, type=ErrorRecord))
     except msgspec.DecodeError:
         shown = body[:200].decode(errors="replace")
-        return ServiceError(f"the service answered {status}: {shown}")
+        return ServiceError(f"the service answered {reply.status}: {shown}")
     if isinstance(error, Busy):
         with suppress(ValueError):  # the header may have no number, because a proxy may write a date
-            error.retry_after = max(error.retry_after, float(headers.get("Retry-After", "")))
+            error.retry_after = max(error.retry_after, float(reply.header(b"retry-after") or b""))
     for name, value in (("field", error.field), ("hint", error.hint)):
         if value is not None:
             # Tracebacks show notes, but show neither the field nor the hint of an error.

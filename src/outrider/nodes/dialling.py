@@ -65,7 +65,7 @@ class Dialled:
     async def open(self) -> AsyncIterator[None]:
         """Stay connected while the block runs. The block begins when the service has accepted the node. Raises
         Unauthorized, Forbidden, NotFound, Conflict and EngineMisbehaved if the service refuses the node for good."""
-        connector = aiohttp.TCPConnector(ssl=trusting(self._join.ca))
+        connector = aiohttp.TCPConnector(ssl=trusting(self._join.ca) or True)
         async with aiohttp.ClientSession(connector=connector) as session:
             tasks = asyncio.TaskGroup()
             await tasks.__aenter__()

@@ -151,7 +151,7 @@ class Worker:
             raise Conflict("this worker is running already", hint="make another one")
         self._loop = asyncio.get_running_loop()
         try:
-            connector = aiohttp.TCPConnector(ssl=self._trusted)
+            connector = aiohttp.TCPConnector(ssl=self._trusted or True)
             async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as tasks:
                 await self._stay_attached(session, tasks)
         except ExceptionGroup as group:  # the task group puts the error of its block into a group

@@ -32,12 +32,12 @@ def presenting(certificate: Path, key: Path | None) -> ssl.SSLContext:
     return context
 
 
-def trusting(ca: str | None) -> ssl.SSLContext | bool:
-    """Return the TLS setting of an aiohttp client that accepts only the authorities in the PEM file `ca`. If `ca` is
-    None, the client accepts the authorities that are installed on this machine. Raises InvalidField if the file cannot
-    be loaded."""
+def trusting(ca: str | None) -> ssl.SSLContext | None:
+    """Return the TLS context of a client that accepts only the authorities in the PEM file `ca`. Returns None if `ca`
+    is None: the client accepts the authorities that are installed on this machine. Raises InvalidField if the file
+    cannot be loaded."""
     if ca is None:
-        return True
+        return None
     import ssl
 
     try:
@@ -46,3 +46,10 @@ def trusting(ca: str | None) -> ssl.SSLContext | bool:
         raise InvalidField(
             f"cannot read {ca!r}: {error.strerror or error}", field="ca", hint="the file must have a certificate in PEM"
         ) from error
+
+
+def trusting_this_machine() -> ssl.SSLContext:
+    """Return the TLS context of a client that accepts the authorities that are installed on this machine."""
+    import ssl
+
+    return ssl.create_default_context()

@@ -31,10 +31,10 @@ from outrider.engines.base import (
 )
 from outrider.engines.gates import PauseGate
 from outrider.engines.http.client import CONTROL_SECONDS, Cut, HttpClient, WasCut
-from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.errors import EngineError, EngineUnavailable
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
+from outrider.wire.http_connections import Buffer
 
 WEIGHTS_SECONDS = 600.0
 ABORT_SECONDS = 1.0

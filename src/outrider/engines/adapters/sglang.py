@@ -26,10 +26,10 @@ from outrider.engines.adapters.server_api import checked_logprobs, finish_of, pe
 from outrider.engines.adapters.server_engine import WEIGHTS_SECONDS, ServerEngine, ServerEvent, ServerReply
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, KnownVersions, PauseMode
 from outrider.engines.http.client import DEFAULT_RETRY
-from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import StatusFailure
 from outrider.errors import EngineError, EngineMisbehaved, EngineRejected
 from outrider.trajectory import FinishReason, LogprobKind
+from outrider.wire.http_connections import Buffer
 
 log = logging.getLogger("outrider.engine")
 

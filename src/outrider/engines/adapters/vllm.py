@@ -38,10 +38,10 @@ from outrider.engines.adapters.server_engine import (
 )
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, PauseMode
 from outrider.engines.http.client import DEFAULT_RETRY
-from outrider.engines.http.connections import Buffer
 from outrider.engines.http.failures import StatusFailure
 from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable
 from outrider.trajectory import FinishReason
+from outrider.wire.http_connections import Buffer
 
 log = logging.getLogger("outrider.engine")
 

@@ -15,10 +15,10 @@ import orjson
 
 from outrider.concurrency.events import wait_for_event
 from outrider.concurrency.retries import RetryPolicy
-from outrider.engines.http.connections import Buffer, Connections, Response
 from outrider.engines.http.failures import StatusFailure
 from outrider.engines.http.sse import SseReader
 from outrider.errors import EngineMisbehaved, EngineUnavailable
+from outrider.wire.http_connections import Buffer, Connections, Response
 
 CONNECTION_ERRORS = (OSError, TimeoutError)
 CONTROL_SECONDS = 30.0

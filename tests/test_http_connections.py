@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from outrider.engines.http.connections import HIGH_WATER, LARGE, Connections
+from outrider.wire.http_connections import HIGH_WATER, LARGE, Connections
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nX-One: a\r\nX-One: b\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n3\r\ncde\r\n0\r\n\r\n"
 
 
 class Script:
-    """Sends the next response of its list for each request on each connection; `end` closes the connection after a
-    response."""
+    """Sends the next response of its list for each request on each connection, and closes the connection instead of a
+    response None; `end` closes the connection after a response."""
 
-    def __init__(self, *answers: bytes, end: bool = False) -> None:
+    def __init__(self, *answers: bytes | None, end: bool = False) -> None:
         self._answers = list(answers)
         self._end = end
         self.requests: list[bytes] = []
@@ -31,7 +32,10 @@ class Script:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0] or 0)
                 self.requests.append(head + await reader.readexactly(length))
-                writer.write(self._answers.pop(0))
+                answer = self._answers.pop(0)
+                if answer is None:
+                    break
+                writer.write(answer)
                 await writer.drain()
                 if self._end:
                     break
@@ -42,10 +46,10 @@ class Script:
 
 
 @asynccontextmanager
-async def a_server(script: Script) -> AsyncIterator[Connections]:
+async def a_server(script: Script, user: str = "", path: str = "/base/") -> AsyncIterator[Connections]:
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    connections = Connections(f"http://127.0.0.1:{port}/base/", {"X-Own": "1"})
+    connections = Connections(f"http://{user}127.0.0.1:{port}{path}", {"X-Own": "1"})
     try:
         yield connections
     finally:
@@ -114,6 +118,49 @@ async def test_a_server_that_closes_is_met_with_a_new_connection(head: bytes) ->
             await asyncio.sleep(0)
         assert await get(connections) == b"hi"
     assert script.connections == 2
+
+
+async def test_a_request_that_meets_the_end_of_a_kept_connection_is_sent_again_if_it_may_be() -> None:
+    script = Script(WHOLE, None, WHOLE, None)
+    async with a_server(script) as connections:
+        assert await get(connections) == b"hi"
+        response = await connections.request("GET", "/x", repeatable=True)
+        assert await response.whole() == b"hi"
+        response.close()
+        assert script.connections == 2
+        with pytest.raises(ConnectionError):
+            await connections.request("POST", "/x")
+    assert (script.connections, len(script.requests)) == (2, 4)
+
+
+async def test_a_request_is_sent_again_only_after_a_kept_connection() -> None:
+    script = Script(None, WHOLE)
+    async with a_server(script) as connections:
+        with pytest.raises(ConnectionError):
+            await connections.request("GET", "/x", repeatable=True)
+    assert script.connections == 1
+
+
+async def test_each_address_of_a_server_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = await asyncio.start_server(Script(WHOLE).serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+    found = [(*kind, (address, port)) for address in ("127.0.0.2", "127.0.0.2", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    connections = Connections(f"http://several.example:{port}", {})
+    assert await get(connections) == b"hi"
+    connections.close()
+    server.close()
+    await server.wait_closed()
+    with pytest.raises(ConnectionRefusedError):  # the error of one address, not a text about all of them
+        await Connections(f"http://several.example:{port}", {}).request("GET", "/x")
+
+
+async def test_an_odd_address_is_sent_as_http_allows() -> None:
+    script = Script(WHOLE)
+    async with a_server(script, "user:password@", "/a b/ü/%20/") as connections:
+        await get(connections)
+    assert script.requests[0].startswith(b"GET /a%20b/%C3%BC/%20/x HTTP/1.1\r\nHost: 127.0.0.1:")
 
 
 async def test_an_answer_may_end_with_its_connection() -> None:

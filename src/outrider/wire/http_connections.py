@@ -1,24 +1,32 @@
 """Keep-alive HTTP/1.1 connections to one server. Sends requests, and returns the bytes of responses as they arrive.
 
-The module has only the features that engine servers need: no redirects, cookies, proxies or compression. `httptools`
-parses the responses. The module replaces aiohttp to save processor time: with 32 concurrent calls, a streamed call of
-18 events takes 0.11 to 0.2 ms of CPU here, and 0.24 to 0.31 ms with aiohttp 3.14. The gateway takes about 1 ms of CPU
-for a whole call.
+The module has only the features that engine servers and the service's own clients need: no redirects, cookies, proxies
+or compression. `httptools` parses the responses. The module replaces aiohttp to save processor time: with 32 concurrent
+calls, a streamed call of 18 events takes 0.11 to 0.2 ms of CPU here, and 0.24 to 0.31 ms with aiohttp 3.14. The gateway
+takes about 1 ms of CPU for a whole call. The import of aiohttp takes a quarter of a second of CPU, which is more than
+all other work of a command such as `outrider status`.
 
-JSON and retries are in `client`. Invariant: a connection carries one exchange at a time, and is reused only after its
-response was read to the end.
+JSON and retries are in the callers. Invariant: a connection carries one exchange at a time, and is reused only after
+its response was read to the end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ssl
+import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
-from urllib.parse import urlsplit
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, cast
+from urllib.parse import quote, urlsplit
 
 import httptools
+
+from outrider.wire.tls import trusting_this_machine
+
+if TYPE_CHECKING:
+    import ssl  # see wire/tls.py
 
 CONNECT_SECONDS = 10.0
 # uvicorn, the server of vLLM and SGLang, closes idle connections after 5 s. Connections that this client closes earlier
@@ -28,24 +36,37 @@ Buffer = bytes | memoryview
 """A piece of a request's body. A piece may be sent without a copy, so it must not be changed afterwards."""
 LARGE = 1 << 16
 """Requests of more bytes are sent piece by piece, because joining the pieces would copy a long prompt."""
+PATH_CHARACTERS = "/%:@!$&'()*+,;=~"
+"""Characters of a URL's path that are sent as they are."""
 HIGH_WATER = 128 << 10
 """While more than this number of bytes of a response are unread, the connection does not read from its socket."""
 
 
 class Connections:
-    """A server's connections, one for each concurrent exchange. `url` is an http or https URL without a query.
+    """A server's connections, one for each concurrent exchange. `url` is an http or https URL without a query. For an
+    https URL, `tls` are the accepted authorities, by default those of this machine. A connection is given up if it is
+    not made within `connect_seconds`.
 
     `request` raises OSError or TimeoutError if the server cannot be reached.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        tls: ssl.SSLContext | None = None,
+        connect_seconds: float = CONNECT_SECONDS,
+    ) -> None:
         parts = urlsplit(url)
         self._host = parts.hostname or ""
-        self._secure = ssl.create_default_context() if parts.scheme == "https" else None
+        self._secure = (tls or trusting_this_machine()) if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._secure else 80)
-        self._path = parts.path.rstrip("/")
+        self._path = quote(parts.path.rstrip("/"), safe=PATH_CHARACTERS)
+        self._connect_seconds = connect_seconds
         host = parts.netloc.rpartition("@")[2]
-        self._head = _lines({"Host": host, "Accept": "*/*", **headers})
+        ascii_host = host if host.isascii() else host.encode("idna").decode()
+        self._head = _lines({"Host": ascii_host, "Accept": "*/*", **headers})
         self._idle: deque[_Connection] = deque()
         self._busy: set[_Connection] = set()
         self._closed = False
@@ -58,23 +79,37 @@ class Connections:
         headers: Mapping[str, str] | None = None,
         *,
         opened: Callable[[Response], None] | None = None,
+        repeatable: bool = False,
     ) -> Response:
         """Send a request, and return the response once its head has arrived. `body` consists of consecutive pieces.
         The caller must close the response. `opened` is called with the response before the request is sent, so that
-        another task can end the exchange with `Response.cut` at any time."""
-        connection = self._reused() or await self._connect()
+        another task can end the exchange with `Response.cut` at any time.
+
+        A server may close a kept connection at the moment when the request is sent. A `repeatable` request is then sent
+        once more, over a new connection."""
+        own = _lines(headers) if headers else b""
+        length = b"Content-Length: %d\r\n" % sum(map(len, body)) if body or method == "POST" else b""
+        start = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
+        pieces = (start, self._head, own, length, b"\r\n", *body)
+        kept = self._reused()
+        if kept is not None and repeatable:
+            with suppress(ConnectionError):
+                return await self._exchange(kept, pieces, opened)
+            kept = None
+        return await self._exchange(kept or await self._connect(), pieces, opened)
+
+    async def _exchange(
+        self, connection: _Connection, pieces: Sequence[Buffer], opened: Callable[[Response], None] | None
+    ) -> Response:
         if self._closed:
             connection.abort()
             raise ConnectionAbortedError("the client was closed")
         self._busy.add(connection)
-        length = b"Content-Length: %d\r\n" % sum(map(len, body)) if body else b""
-        own = _lines(headers) if headers else b""
-        start = f"{method} {self._path}{path} HTTP/1.1\r\n".encode()
         response = Response(self, connection)
         try:
             if opened is not None:
                 opened(response)
-            await connection.begin((start, self._head, own, length, b"\r\n", *body))
+            await connection.begin(pieces)
         except BaseException:  # also for a cancellation: a connection with half a request cannot be reused
             response.close()
             raise
@@ -116,16 +151,32 @@ class Connections:
         return None
 
     async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_SECONDS):
-            _, protocol = await loop.create_connection(
-                _Connection,
-                self._host,
-                self._port,
-                ssl=self._secure,
-                server_hostname=self._host if self._secure else None,
-            )
+        """Connect to the first of the server's addresses that accepts. Each address has the same share of the time, so
+        that one from which nothing returns does not hide the others. Raises the error of the last address."""
+        async with asyncio.timeout(self._connect_seconds):
+            *others, last = await self._addresses()
+            for address in others:
+                with suppress(OSError):  # TimeoutError is an OSError
+                    async with asyncio.timeout(self._connect_seconds / (len(others) + 1)):
+                        return await self._connect_to(address)
+            return await self._connect_to(last)
+
+    async def _connect_to(self, address: str) -> _Connection:
+        name = self._host if self._secure else None
+        _, protocol = await asyncio.get_running_loop().create_connection(
+            _Connection, address, self._port, ssl=self._secure, server_hostname=name
+        )
         return protocol
+
+    async def _addresses(self) -> Sequence[str]:
+        """Return the server's IP addresses: one or more."""
+        try:
+            ip_address(self._host)
+        except ValueError:
+            loop = asyncio.get_running_loop()
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(address[0]) for *_, address in found))
+        return [self._host]
 
 
 class Response:
@@ -321,4 +372,4 @@ def _lines(headers: Mapping[str, str]) -> bytes:
     text = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     if text.count("\r") != len(headers) or text.count("\n") != len(headers):
         raise ValueError("a header must not contain a line break")
-    return text.encode("latin-1")
+    return text.encode()

@@ -1,0 +1,218 @@
+"""The parts of the command line, on click: commands, groups of commands, options and arguments, and their help.
+
+A parameter of a command is declared by an annotation, such as `Annotated[int | None, CliOption("-n", metavar="N")]`.
+The module does not depend on any command. It uses click and not Typer, because Typer imports pydantic as soon as it
+reads an option, and both imports together take a fifth of a second of processor time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from inspect import Parameter, cleandoc
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import click
+
+from outrider.cli.exit_codes import USAGE
+
+ARGUMENTS = "Arguments"
+OPTIONS = "Options"
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""Settings of every command: the options that show its help, and the help's maximum width in columns."""
+
+Callback = Callable[[click.Context, click.Parameter, Any], Any]
+"""Called when a value is read: with the context, the parameter and the value. Returns the value to be used."""
+
+
+class CliArgument:
+    """Declares an argument: a value without a name. `show_default` is shown in the help in place of the default; False
+    shows none. A number must be at least `min`."""
+
+    def __init__(
+        self, *, metavar: str | None = None, help: str = "", show_default: str | bool = True, min: float | None = None
+    ) -> None:
+        self._metavar = metavar
+        self._help = f"{help}  [default: {show_default}]" if isinstance(show_default, str) else help
+        self._show_default = show_default is True
+        self._min = min
+
+    def made(self, name: str, kind: Any, default: Any) -> click.Parameter:
+        """Return click's parameter with this name, for values of the type `kind`. A parameter with the default
+        `inspect.Parameter.empty` must be given. A list stands for any number of values."""
+        single, many = _single(kind)
+        made = _Argument([name], nargs=-1 if many else 1, **self._attributes(single, default))
+        made.text = self._help
+        return made
+
+    def _attributes(self, kind: Any, default: Any) -> dict[str, Any]:
+        required = default is Parameter.empty
+        attributes = {"type": kind, "required": required, "default": None if required else default}
+        if get_origin(kind) is Literal:
+            attributes["type"] = click.Choice(get_args(kind))
+        elif issubclass(kind, Enum):
+            attributes |= {
+                "type": click.Choice([each.value for each in kind]),
+                "default": default.value if isinstance(default, Enum) else None,
+                "callback": lambda _ctx, _parameter, value: None if value is None else kind(value),
+            }
+        elif kind is Path:
+            attributes["type"] = click.Path(path_type=Path)
+        elif self._min is not None:
+            attributes["type"] = click.IntRange(int(self._min)) if kind is int else click.FloatRange(self._min)
+        return {**attributes, "metavar": self._metavar}
+
+
+class CliOption(CliArgument):
+    """Declares an option. Without `names`, the option has the name of its parameter. `panel` is its section of the
+    help. An option with a `callback` is read before the others."""
+
+    def __init__(
+        self,
+        *names: str,
+        metavar: str | None = None,
+        help: str = "",
+        show_default: str | bool = True,
+        min: float | None = None,
+        panel: str = OPTIONS,
+        callback: Callback | None = None,
+    ) -> None:
+        super().__init__(metavar=metavar, help=help, show_default=show_default, min=min)
+        self._names = names
+        self._panel = panel
+        self._callback = callback
+
+    def made(self, name: str, kind: Any, default: Any) -> click.Parameter:
+        single, many = _single(kind)
+        attributes = self._attributes(single, default)
+        if single is bool:
+            attributes |= {"is_flag": True, "default": bool(default), "type": None}
+        if self._callback is not None:
+            attributes |= {"callback": self._callback, "is_eager": True}
+        names = self._names or (f"--{name.replace('_', '-')}",)
+        made = _Option([name, *names], help=self._help, show_default=self._show_default, multiple=many, **attributes)
+        made.panel = self._panel
+        return made
+
+
+class _Argument(click.Argument):
+    text = ""
+
+
+class _Option(click.Option):
+    panel = OPTIONS
+
+
+class CliCommand(click.Command):
+    """A command. Its help is the docstring of its function, in the same lines."""
+
+    def __init__(
+        self, callback: Callable[..., Any], params: Sequence[click.Parameter], *, help: str, name: str | None = None
+    ) -> None:
+        super().__init__(name, callback=callback, params=list(params), help=cleandoc(help), context_settings=CONTEXT)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if not gc.isenabled():
+            # In a process of its own, the collector is off until now. What was imported is never garbage: to look
+            # through it, during the imports and when Python ends, takes a quarter of the time of a short command.
+            gc.freeze()
+            gc.enable()
+        return super().invoke(ctx)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_usage(ctx, formatter)
+        _write_text(formatter, self.help)
+        _write_parameters(formatter, ctx, self.get_params(ctx))
+
+
+class CliGroup(click.Group):
+    """Commands or groups by name. `load` returns the command or group with a name, and is called only for the one that
+    is to run or to be explained. `lines` are the first lines of their help; a line that is None is read from the
+    command."""
+
+    def __init__(
+        self,
+        lines: Mapping[str, str | None],
+        load: Callable[[str], click.Command],
+        *,
+        help: str,
+        name: str | None = None,
+        params: Sequence[click.Parameter] = (),
+        callback: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            params=list(params),
+            callback=callback,
+            help=cleandoc(help),
+            context_settings=CONTEXT,
+            no_args_is_help=False,
+        )
+        self._lines = lines
+        self._load = load
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the members, in the order of the help."""
+        return list(self._lines)
+
+    def member(self, name: str) -> click.Command:
+        """Return the command or group with a name. Raises KeyError for an unknown name."""
+        if name not in self._lines:
+            raise KeyError(name)
+        return self._load(name)
+
+    def first_line(self, name: str) -> str:
+        """Return the first line of a member's help."""
+        line = self._lines[name]
+        return (self.member(name).help or "").partition("\n")[0] if line is None else line
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return self.names
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return self.member(cmd_name) if cmd_name in self._lines else None
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args:
+            click.echo(ctx.get_help())
+            ctx.exit(USAGE)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.format_usage(ctx, formatter)
+        _write_text(formatter, self.help)
+        _write_parameters(formatter, ctx, self.get_params(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.first_line(name)) for name in self.names])
+
+
+def _single(kind: Any) -> tuple[Any, bool]:
+    """Return the type of a single value, and True for a list: `str` and True for `list[str] | None`."""
+    [given] = [each for each in get_args(kind) if each is not NoneType] if NoneType in get_args(kind) else [kind]
+    return (get_args(given)[0], True) if get_origin(given) is list else (given, False)
+
+
+def _write_text(formatter: click.HelpFormatter, text: str | None) -> None:
+    formatter.write_paragraph()
+    for line in (text or "").splitlines():
+        formatter.write(f"  {line}".rstrip() + "\n")
+
+
+def _write_parameters(
+    formatter: click.HelpFormatter, ctx: click.Context, parameters: Sequence[click.Parameter]
+) -> None:
+    sections: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], OPTIONS: []}
+    for each in parameters:
+        if isinstance(each, _Argument):
+            sections[ARGUMENTS].append((each.make_metavar(ctx), each.text))
+        elif record := each.get_help_record(ctx):
+            panel = each.panel if isinstance(each, _Option) else OPTIONS
+            sections.setdefault(panel, []).append(record)
+    for name, rows in sections.items():
+        if rows:
+            with formatter.section(name):
+                formatter.write_dl(rows)
