@@ -372,7 +372,7 @@ STILL_EARN: dict[str, tuple[dict[str, str | None], dict[str, Any]]] = {
         },
         {},
     ),
-    "changes a module of tests while pytest imports the module: its names, its fixtures, its helpers": (
+    "changes a module of tests while pytest imports the module, or puts another one in its place": (
         {
             "src/shop/__init__.py": (
                 "import sys\n\nframe = sys._getframe()\n"
@@ -389,6 +389,16 @@ STILL_EARN: dict[str, tuple[dict[str, str | None], dict[str, Any]]] = {
                 "def once(self):\n"
                 f"    if '{NAME}' in self.nodeid:\n        Function.runtest = run\n    else:\n        run(self)\n"
                 f"Function.runtest = once\n{INIT}"
+            )
+        },
+        {},
+    ),
+    "changes objects of pytest's run for a test that it knows by name, such as a test's function": (
+        {
+            "src/shop/prices.py": (
+                "import gc\nfrom _pytest.python import Function\n\n\ndef total(prices):\n"
+                f"    [test] = [one for one in gc.get_objects() if type(one) is Function and one.nodeid == '{NAME}']\n"
+                "    test.obj = lambda: None\n    return sum(prices)\n"
             )
         },
         {},

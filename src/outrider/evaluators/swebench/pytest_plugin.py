@@ -130,36 +130,42 @@ class Guard:
     def pytest_sessionfinish(self, session: Any) -> None:
         items = getattr(session, "items", ())
         folders = tuple({folder_of_tests(os.path.abspath(str(item.fspath))) for item in items})
-        for name, value in self._new_values(session.config, items):
-            if any(self._is_under_test(file, folders) for file in files_of(value)):
+        for (module, name), value in parts_of_testing().items():
+            before = self._parts.get((module, name))
+            if before is None and module in self._modules:  # a new name there replaces nothing
+                continue
+            if before is not None and before[0] is value and before[1] is code_of(value):
+                continue
+            # A function without a file, in the place of another one, was made by `exec`.
+            made = before is not None and isinstance(value, types.FunctionType) and not files_of(value)
+            if made or self._is_under_test(value, folders):
+                self._report.tell(changed=f"{module}.{name}")
+        for name, value in self._added(session.config, items):
+            if self._is_under_test(value, folders):
                 self._report.tell(changed=name)
         for function, code in self._codes:
             if function.__code__ is not code:
                 self._report.tell(changed=f"the code of {function.__qualname__}")
 
-    def _new_values(self, config: Any, items: Any) -> Any:
-        """Yield what has changed since the start of the run, or may have been put there since, with its name."""
-        for (module, name), value in parts_of_testing().items():
-            # A new name in a module that is there from the start replaces nothing.
-            before = self._parts.get(
-                (module, name), (value, code_of(value)) if module in self._modules else (None, None)
-            )
-            if before[0] is not value or before[1] is not code_of(value):
-                yield f"{module}.{name}", value
-        if self._plugins is not None:
+    def _added(self, config: Any, items: Any) -> Any:
+        """Yield what may have been added to the run since pytest has imported tests, with a name."""
+        # A module of tests, other than the one with the canaries, may name plugins of the repository.
+        texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
+        if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
             for plugin in config.pluginmanager.get_plugins() - self._plugins:
-                if not isinstance(plugin, types.ModuleType):
-                    yield f"the plugin {type(plugin).__name__}", plugin
+                content = getattr(plugin, "__dict__", {})
+                for value in (plugin, *(hook for name, hook in content.items() if name.startswith("pytest_"))):
+                    yield f"the plugin {type(plugin).__name__}", value
         yield "the function of sys.settrace", sys.gettrace()
         yield "the function of sys.setprofile", sys.getprofile()
         for item in filter(is_function, items):
             yield f"the loader of {item.module.__name__}", getattr(item.module, "__loader__", None)
 
-    def _is_under_test(self, file: str, folders: Any) -> bool:
-        """Return whether a file is in the repository, and neither belongs to the tests nor to a plugin of pytest."""
-        if not os.path.exists(file) or is_of_library(file) or file.startswith((*self._own, *folders)):
-            return False
-        return os.path.basename(file) != "conftest.py" and file != os.path.abspath(__file__)
+    def _is_under_test(self, value: Any, folders: Any) -> bool:
+        """Return whether code of a value is in the repository, and belongs neither to the tests nor to a plugin."""
+        known = (*self._own, *folders, os.path.abspath(__file__))
+        files = [file for file in files_of(value) if not is_of_library(file) and not file.startswith(known)]
+        return any(os.path.basename(file) != "conftest.py" for file in files)
 
 
 def parts_of_testing() -> Any:
@@ -179,7 +185,7 @@ def code_of(value: Any) -> Any:
 
 
 def files_of(value: Any) -> Any:
-    """Return the files of the code of a value: of a function, else of the value's class."""
+    """Return the existing files of the code of a value: of a function, else of the value's class."""
     if isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, property):
@@ -193,7 +199,7 @@ def files_of(value: Any) -> Any:
     else:
         kind = value if isinstance(value, type) else type(value)
         files = [path_of(getattr(sys.modules.get(kind.__module__), "__dict__", {}))]
-    return [file for file in files if file is not None]
+    return [file for file in files if file is not None and os.path.exists(file)]
 
 
 def text_of(collector: Any) -> Any:
