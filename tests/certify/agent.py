@@ -102,7 +102,7 @@ def result(call: dict[str, Any]) -> Any:
         case "task_end":
             sys.exit(0)
         case "zorp_later":
-            threading.Timer(0.5, work, ([{"role": "user", "content": arguments["quux"]}], TOOLS)).start()
+            threading.Timer(0.05, work, ([{"role": "user", "content": arguments["quux"]}], TOOLS)).start()
             return "started"
         case "ask_around":
             return ask([{"role": "user", "content": arguments["quux"]}], [])["content"]

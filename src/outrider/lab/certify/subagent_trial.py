@@ -26,7 +26,7 @@ SESSIONS = 3
 """Maximum number of trial sessions. A new one is needed after a tool that does not return or ends the program."""
 SECONDS = 60.0
 """Time limit of a trial session."""
-LATE_SECONDS = 3.0
+LATE_SECONDS = 5.0
 """Maximum seconds to wait, after the last call, for a sub-agent that starts in the background."""
 
 STARTS = "starts a sub-agent"
