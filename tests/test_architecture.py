@@ -54,7 +54,11 @@ SIDEWAYS = {
     ("outrider", "cli"),
 }
 # Programs of their own: they have no configuration but their environment.
-INSIDE_SANDBOXES = ("outrider.sandbox.runtimes.guest", "outrider.evaluators.swebench.pytest_plugin")
+INSIDE_SANDBOXES = (
+    "outrider.sandbox.runtimes.guest",
+    "outrider.evaluators.swebench.pytest_plugin",
+    "outrider.evaluators.swebench.shadow_finder",
+)
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,19 @@ Its habits are what clients do: `respaced` re-serialises tool arguments, `trimme
 first reply, once, `lazy` runs only the first call of a reply, `streamed` asks for streams, `quits` ends with an error,
 `toolless` shows no tool, `argv` takes commands as lists of words, `files` has no shell but tools that write and read.
 `waits` has a tool that waits for a person, `mirrors` one that repeats its argument to the model, `desks` one that
-starts a sub-agent, whose task is in the system message, and `asks` one whose sub-agent has no tools.
+starts a sub-agent, whose task is in the system message, and `asks` one whose sub-agent has no tools. `sums` has a tool
+that asks the model for a summary and shows it all tools, `compacts` one after which a summary is the whole history,
+`later` one whose sub-agent works in the background, and `ends` one that ends the program.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -38,6 +42,10 @@ MORE = {
     "waits": tool("agent_of_person", "Waits for a person", prompt=TEXT),
     "mirrors": tool("task_mirror", "Repeats", prompt=TEXT),
     "asks": tool("ask_around", "Asks", quux=TEXT),
+    "sums": tool("task_summary", "Sums up", prompt=TEXT),
+    "compacts": tool("task_compact", "Compacts", prompt=TEXT),
+    "ends": tool("task_end", "Ends", prompt=TEXT),
+    "later": tool("zorp_later", "Zorps", quux=TEXT),
     "desks": tool("zorp", "Zorps", margin=TEXT, matters={"type": "array", "items": TEXT}),
 }
 MAIN = TOOLS + [MORE[habit] for habit in HABITS if habit in MORE]
@@ -86,6 +94,16 @@ def result(call: dict[str, Any]) -> Any:
             time.sleep(60)
         case "task_mirror":
             return arguments["prompt"]
+        case "task_summary":
+            return ask([{"role": "user", "content": f"Sum up: {arguments['prompt']}"}], MAIN)["content"]
+        case "task_compact":
+            summary = f"You have called a tool with this: {arguments['prompt']}"
+            raise Compacted([{"role": "user", "content": summary}])
+        case "task_end":
+            sys.exit(0)
+        case "zorp_later":
+            threading.Timer(0.05, work, ([{"role": "user", "content": arguments["quux"]}], TOOLS)).start()
+            return "started"
         case "ask_around":
             return ask([{"role": "user", "content": arguments["quux"]}], [])["content"]
         case "zorp":
@@ -100,11 +118,22 @@ def run(command: str | list[str]) -> str:
     return f"{done.stdout}{done.stderr}[{done.returncode}]"
 
 
+class Compacted(Exception):
+    """The history is `messages` now."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self.messages = messages
+
+
 def work(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
     while True:
         reply = ask(messages, tools)
         calls = reply.get("tool_calls") or []
-        results = [result(call) for call in (calls[:1] if "lazy" in HABITS else calls)]
+        try:
+            results = [result(call) for call in (calls[:1] if "lazy" in HABITS else calls)]
+        except Compacted as compacted:
+            messages = compacted.messages
+            continue
         if "respaced" in HABITS:
             for call in calls:
                 call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
@@ -122,4 +151,4 @@ def work(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
 
 
 work([{"role": "user", "content": INSTRUCTION}], MAIN)
-sys.exit(3 if "quits" in HABITS else 0)
+os._exit(3 if "quits" in HABITS else 0)  # without waiting for what runs in the background

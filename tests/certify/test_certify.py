@@ -10,7 +10,7 @@ import pytest
 from outrider.lab.certify.judge import Certificate, Subject
 from outrider.lab.certify.rows import ROWS
 from outrider.lab.certify.run import certify
-from outrider.lab.certify.subagent_trial import HELPLESS, KNOWN, NOTHING, OPEN, STARTS
+from outrider.lab.certify.subagent_trial import ALONE, HELPLESS, IDLE, KNOWN, NOTHING, OPEN, STARTS
 from outrider.plugins import resolve
 from outrider.spec import HarnessSpec, RuntimeSpec
 from support.environments import environment, program
@@ -131,6 +131,24 @@ async def test_a_tool_whose_argument_comes_back_in_the_same_conversation_starts_
     assert certificate.ok
     assert (row.verdict, row.tools) == ("not tried", {"task_mirror": NOTHING, "run_it": KNOWN})
     assert row.reason.startswith(f"no tool started a sub-agent; {NOTHING}: task_mirror")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("habit", "name", "outcome"), [("sums", "task_summary", IDLE), ("compacts", "task_compact", ALONE)]
+)
+async def test_a_conversation_that_begins_with_a_mark_may_be_no_sub_agent(habit: str, name: str, outcome: str) -> None:
+    [row] = (await certified(habit, rows=("sub-agent",))).rows
+    assert (row.verdict, row.tools) == ("not tried", {name: outcome, "run_it": KNOWN})
+    assert row.reason.startswith(f"no tool started a sub-agent; {outcome}: {name}")
+
+
+@pytest.mark.deep
+async def test_a_sub_agent_may_work_in_the_background_until_the_program_ends() -> None:
+    """A tool before it ends the program."""
+    [row] = (await certified("ends", "later", rows=("sub-agent",))).rows
+    assert (row.verdict, row.branches) == ("holds", {"main": 1, "subagent": 1})
+    assert row.tools == {"task_end": OPEN, "zorp_later": STARTS, "run_it": KNOWN}
 
 
 async def test_a_shell_that_takes_a_list_of_words_is_a_shell() -> None:

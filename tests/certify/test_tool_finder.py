@@ -11,7 +11,9 @@ from outrider.harnesses.presets import Certify
 from outrider.lab.certify.rows import MARK, READ_HELLO, SUBAGENT_MARK, WRITE_HELLO
 from outrider.lab.certify.scripted_model import choose_call, read_prompt
 from outrider.lab.certify.subagent_trial import (
+    ALONE,
     HELPLESS,
+    IDLE,
     KNOWN,
     NO_TEXT,
     NOT_REACHED,
@@ -185,6 +187,65 @@ def test_every_free_text_of_a_call_is_another_one(one: ToolSpec, arguments: Any)
     assert "2" not in json.dumps(call.with_prompt("1", "go"))
 
 
+async def test_a_trial_calls_the_tools_that_a_later_request_declares() -> None:
+    """The first request is a side call with a tool of its own."""
+    trial = SubagentTrial(Certify())
+    first = await trial.next_call("s-1", [tool("finish_plan", {"plan": STRING})], 0)
+    second = await trial.next_call("s-1", [BASH, tool("zorp", {"x": STRING})], 0)
+    assert [call[0] for call in (first, second) if call] == ["finish_plan", "zorp"]
+
+
+async def test_a_mark_of_an_earlier_session_begins_nothing() -> None:
+    tools = [tool("zorp", {"x": STRING}), tool("quux", {"x": STRING})]
+    trial = SubagentTrial(Certify())
+    first = await trial.next_call("s-1", tools, 0)
+    await trial.next_call("s-2", tools, 0)
+    assert first is not None
+    trial.begins(first[1]["x"].removeprefix(SUBAGENT_MARK).split(":")[0], able=True, replies=1)
+    assert trial.outcomes == {"zorp": OPEN, "quux": OPEN}
+
+
+@pytest.mark.parametrize("name", ["open_agent", "view_task"])
+async def test_a_tool_with_the_name_of_a_starter_is_called_even_if_it_could_read_files(name: str) -> None:
+    trial = SubagentTrial(Certify())
+    called = await trial.next_call("s-1", [BASH, tool(name, {"path": STRING, "prompt": STRING})], 0)
+    assert called is not None
+    assert called[0] == name
+
+
+PART = {"type": "object", "properties": {"goal": STRING, "next": {"$ref": "#/$defs/Part"}}, "required": ["goal"]}
+ENDLESS = {
+    "type": "object",
+    "properties": {f"next{n}": {"$ref": "#/$defs/Part"} for n in range(30)},
+    "required": [f"next{n}" for n in range(30)],
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "part", "value"),
+    [
+        ({"type": "array", "items": {"$ref": "#/$defs/Part"}, "minItems": 2}, PART, [{"goal": "1"}, {"goal": "2"}]),
+        ({"allOf": [{"$ref": "#/$defs/Part"}], "description": "x"}, PART, {"goal": "1"}),
+        ({"type": "array", "items": {"type": "array", "items": STRING}}, {}, [["1"]]),
+        ({"description": "no type"}, {}, "1"),
+    ],
+)
+def test_the_arguments_of_a_marked_call_follow_references(schema: Any, part: Any, value: Any) -> None:
+    one = tool("zorp", {"work": schema}, "work")
+    one["function"]["parameters"]["$defs"] = {"Part": part}
+    numbers = map(str, range(1, 9))
+    [call] = marked_calls([one], Certify(), lambda: next(numbers))
+    assert call.arguments == {"work": value}
+
+
+def test_a_schema_that_contains_itself_has_an_end() -> None:
+    one = tool("zorp", {"x": STRING, "work": {"$ref": "#/$defs/Part"}}, "x", "work")
+    for part in (ENDLESS, {"$ref": "#/$defs/Part"}, {"allOf": [{"$ref": "#/$defs/Part"}] * 2}):
+        one["function"]["parameters"]["$defs"] = {"Part": part}
+        [call] = marked_calls([one], Certify(), lambda: "t")
+        assert call.arguments["x"] == "t"
+
+
 def test_the_likeliest_tool_for_a_sub_agent_is_called_first() -> None:
     tools = [
         tool("zorp", {"x": STRING}),
@@ -206,10 +267,10 @@ async def test_a_trial_calls_no_tool_twice_and_says_what_it_did_not_call() -> No
     assert [call[0] for call in (first, second, third) if call] == ["do_00", "do_01", "do_02"]
     assert third is not None
     mark = third[1]["x"].removeprefix(SUBAGENT_MARK).split(":")[0]
-    trial.begins("unknown", able=True)
-    trial.begins(mark, able=False)
-    assert trial.outcomes["do_02"] == HELPLESS
-    trial.begins(mark, able=True)
+    trial.begins("unknown", able=True, replies=1)
+    for able, replies, outcome in ((False, 0, HELPLESS), (True, 0, IDLE), (True, 1, ALONE), (True, 0, ALONE)):
+        trial.begins(mark, able=able, replies=replies)
+        assert trial.outcomes["do_02"] == outcome
     assert await trial.next_call("s-2", tools, 1) is None
     assert trial.starter is not None
     said = dict(part.split(": ") for part in told(trial.outcomes).split("; "))

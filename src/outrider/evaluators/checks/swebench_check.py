@@ -251,7 +251,8 @@ def check_log(spec: Any, log: str) -> None:
 
 def log_of(records: str, key: str) -> str:
     """Convert the plugin's reports to a log that swebench can parse. Raises NotBelieved for reports that the plugin did
-    not write, for a run without an end, and if a test that always fails did not fail."""
+    not write, for a run without an end, if a test that always fails did not fail, and if the code under test has
+    changed pytest or the tests."""
     lines: list[tuple[str, str]] = []
     runs: Counter[Any] = Counter()
     canaries: Counter[tuple[str, str]] = Counter()
@@ -264,6 +265,8 @@ def log_of(records: str, key: str) -> str:
             known = False
         if not known:
             raise NotBelieved("pytest's report has lines that its plugin did not write")
+        if "changed" in record:
+            raise NotBelieved(f"the code under test has changed what tests run with: {record['changed']}")
         if "canary" in record:
             canaries[record["when"], record["canary"]] += 1
         elif "planted" in record:

@@ -1,6 +1,7 @@
 """The SWE-bench evaluator: runs a repository's tests in the graded sandbox and judges their log with swebench's
 grading.
 
-`options.py` defines the options of a task, `evaluator.py` runs the tests, and `pytest_plugin.py` reports each test from
-inside pytest. `evaluators/checks/swebench_check.py` judges the log in a separate process.
+`options.py` defines the options of a task, `evaluator.py` runs the tests, `pytest_plugin.py` reports each test from
+inside pytest, and `shadow_finder.py` finds modules that take the place of pytest's own.
+`evaluators/checks/swebench_check.py` judges the log in a separate process.
 """

@@ -15,6 +15,7 @@ import posixpath
 import re
 import secrets
 import shlex
+from collections.abc import Collection
 from functools import cache, partial
 from pathlib import Path
 
@@ -42,6 +43,7 @@ FILE_SECONDS = 60.0
 LIST_MOUNTS = r"""printf '%s\0' "$(pwd -P)" && cat /proc/self/mounts"""
 """Prints the current folder, NUL and the mounts. NUL ends the folder's path, because an agent may have replaced the
 repository with a symbolic link to a folder whose path has a line break."""
+MODULE_SUFFIXES = (".py", ".pyc", ".so")
 SHARE_OF_TIME = 0.75
 """Default time limit of the tests, as a share of the evaluation's time limit."""
 
@@ -80,6 +82,7 @@ class SwebenchEvaluator:
         assert outcome.host is not None
         async with outcome.beside() as untouched:
             await self._restore(untouched, runtime, outcome.host.folder)
+            new = await modules_at(runtime, options.folder) - await modules_at(untouched, options.folder)
         if options.test_command is not None and options.test_patch is not None and options.test_patch.strip():
             try:
                 await runtime.patch(options.test_patch, cwd=options.folder)
@@ -88,6 +91,7 @@ class SwebenchEvaluator:
         key, name = secrets.token_hex(16), secrets.token_hex(8)
         place, planted = f"{runtime.scratch}/outrider-{name}", planted_name()
         await runtime.write(f"{place}/outrider_{name}.py", plugin(f"{place}/report", key, planted, name).encode())
+        await runtime.write(f"{place}/sitecustomize.py", finder(new, f"{place}/report", key, name).encode())
         await runtime.write(f"{place}/run.sh", script(options, place, name).encode())
         done = await runtime.exec(
             f". {shlex.quote(place)}/run.sh", cwd=options.folder, merged=True, seconds=self._seconds
@@ -169,6 +173,15 @@ async def find(runtime: Runtime, folder: str, *words: str) -> str:
     return done.stdout.decode("utf-8", "surrogateescape")
 
 
+async def modules_at(runtime: Runtime, folder: str) -> set[str]:
+    """Return the absolute paths of the files in a folder that Python may import. Raises EvaluatorError like `find`."""
+    above = await runtime.exec(["pwd", "-P"], cwd=folder, seconds=FILE_SECONDS)
+    words = [word for suffix in MODULE_SUFFIXES for word in ("-o", "-name", f"*{suffix}")][1:]
+    printed = await find(runtime, folder, "(", *words, ")", "-print0")
+    start = above.stdout.decode("utf-8", "surrogateescape")[:-1]
+    return {posixpath.join(start, posixpath.normpath(path)) for path in printed.split("\0") if path}
+
+
 def read_only_mounts(printed: bytes) -> list[str]:
     """Return the read-only mounts below a folder, as patterns of `find` in that folder. `printed` is the output of
     LIST_MOUNTS. The kernel escapes only spaces, tabs, newlines and backslashes in a path (fstab(5))."""
@@ -240,8 +253,8 @@ WORDS = (
 
 
 @cache
-def plugin_text() -> str:
-    return Path(__file__).with_name("pytest_plugin.py").read_text("utf-8")
+def source_text(name: str) -> str:
+    return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def planted_name() -> str:
@@ -255,9 +268,15 @@ def plugin(path: str, key: str, planted: str, name: str) -> str:
     `planted` to each module of tests."""
     words = ", ".join(map(repr, (path, key, planted, f"-p outrider_{name} ")))
     return (
-        f"{plugin_text()}\n\nglobals().update(canaries({key!r}))\n"
+        f"{source_text('pytest_plugin.py')}\n\nglobals().update(canaries({key!r}))\n"
         f"\n\ndef pytest_configure(config):\n    plant(config, {words})\n"
     )
+
+
+def finder(new: Collection[str], path: str, key: str, name: str) -> str:
+    """Return the text of `sitecustomize.py` for one evaluation. `new` are the candidate's new files of modules."""
+    words = ", ".join(map(repr, (sorted(new), path, key, f"-p outrider_{name} ")))
+    return f"{source_text('shadow_finder.py')}\n\nstart({words})\n"
 
 
 def script(options: SwebenchOptions, place: str, name: str) -> str:

@@ -6,8 +6,11 @@ process, and can read and change the plugin (docs/evaluators/swebench.md lists t
 of the report is one JSON object with the key of this evaluation, written with one system call.
 """
 
+import builtins
+import functools
 import json
 import os
+import site
 import sys
 import sysconfig
 import types
@@ -24,44 +27,186 @@ STARTED_IN = os.getcwd()
 PLACES = sysconfig.get_paths()
 LIBRARIES = {
     *(PLACES[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *getattr(site, "getsitepackages", list)(),
     os.path.dirname(os.path.dirname(pytest.__file__)),
 }
 """Folders of libraries, outside the repository."""
+OF_TESTING = ("pytest", "_pytest", "pluggy", "unittest", "numpy.testing", "pandas.testing", "pandas._testing")
+"""Modules whose functions decide about tests, with the modules below them."""
+BUILTINS = tuple(dir(builtins))
+NAMES_OF_EXCUSES = ("skip", "xfail", "require")
+"""Parts of the names by which tests excuse themselves, such as `pytest.importorskip` and `unittest.SkipTest`."""
+
+
+class ReportFile:
+    """The report of this run to the evaluator: a file of lines with the key of this evaluation."""
+
+    def __init__(self, path: str, key: str) -> None:
+        self._key = key
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def tell(self, **what: Any) -> None:
+        os.write(self._file, (json.dumps({"key": self._key, **what}) + "\n").encode())
 
 
 class Reporter:
-    """Writes a line to the report for the beginning and the end of the run, and for each phase of a test that decides
-    the test's outcome."""
+    """Reports the beginning and the end of the run, and each phase of a test that decides the test's outcome."""
 
-    def __init__(self, config: Any, path: str, key: str, planted: str) -> None:
+    def __init__(self, config: Any, report: ReportFile, key: str, planted: str) -> None:
         self._config = config
-        self._key = key
+        self._canary = canary_name(key)
         self._planted = "::" + planted
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._tell(begun=True)
+        self._report = report
+        report.tell(begun=True)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = report.nodeid
         if report.when != "call" and report.outcome == "passed":
             return
-        if name.endswith(canary_name(self._key)):
-            self._tell(canary=report.outcome, when=report.when)
+        if name.endswith(self._canary):
+            self._report.tell(canary=report.outcome, when=report.when)
             return
         excused = getattr(report, "outrider_excused_by", None)
         if name.endswith(self._planted):
-            self._tell(planted=report.outcome, when=report.when, file=name.partition("::")[0], excused_by=excused)
+            self._report.tell(
+                planted=report.outcome, when=report.when, file=name.partition("::")[0], excused_by=excused
+            )
             return
         if hasattr(report, "context"):  # a subtest, which pytest's log does not list under the test's name
             return
         shown = getattr(self._config, "cwd_relative_nodeid", str)(name)  # the name in pytest's own summary
         expected = hasattr(report, "wasxfail")
-        self._tell(test=shown, when=report.when, outcome=report.outcome, expected=expected, excused_by=excused)
+        self._report.tell(test=shown, when=report.when, outcome=report.outcome, expected=expected, excused_by=excused)
 
     def pytest_sessionfinish(self, exitstatus: Any) -> None:
-        self._tell(ended=int(exitstatus))
+        self._report.tell(ended=int(exitstatus))
 
-    def _tell(self, **what: Any) -> None:
-        os.write(self._file, (json.dumps({"key": self._key, **what}) + "\n").encode())
+
+class Guard:
+    """Reports what the code under test has replaced: parts of pytest, unittest and Python that decide about tests, and
+    the code and the files of tests. Each process that runs tests has a guard."""
+
+    def __init__(self, report: ReportFile) -> None:
+        self._report = report
+        self._parts = {name: (value, code_of(value)) for name, value in parts_of_testing().items()}
+        self._modules = {module for module, _ in self._parts}
+        self._plugins: Any = None
+        self._own: Any = ()
+        self._texts: Any = {}
+        self._codes: Any = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: Any) -> None:
+        """Remember the plugins that pytest has before it imports tests. The package of such a plugin is not the code of
+        a candidate alone, but also part of pytest."""
+        self._plugins = session.config.pluginmanager.get_plugins()
+        names = [each.__name__ for each in self._plugins if isinstance(each, types.ModuleType)]
+        tops = [sys.modules.get(name.partition(".")[0]) for name in (*names, *OF_TESTING)]
+        places = [(path_of(vars(top)), hasattr(top, "__path__")) for top in tops if top is not None]
+        self._own = tuple(os.path.dirname(path) + os.sep if package else path for path, package in places if path)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Remember the texts of tests, before pytest imports the first module of a folder."""
+        for found in report.result or ():
+            if isinstance(found, pytest.Module):
+                self._texts.setdefault(str(found.fspath), text_of(found))
+
+    def pytest_collectstart(self, collector: Any) -> None:
+        if isinstance(collector, pytest.Module):
+            text = text_of(collector)
+            if self._texts.setdefault(str(collector.fspath), text) != text:
+                self._report.tell(changed=f"the file {collector.fspath}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: Any) -> None:
+        """Remember the code of the functions in the modules of tests."""
+        for module in {id(item.module): item.module for item in session.items if is_function(item)}.values():
+            scopes = [vars(module), *(vars(each) for each in vars(module).values() if isinstance(each, type))]
+            functions = [each for scope in scopes for each in scope.values() if isinstance(each, types.FunctionType)]
+            folder = folder_of_tests(os.path.abspath(str(module.__file__)))
+            self._codes += [(each, each.__code__) for each in functions if each.__code__.co_filename.startswith(folder)]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: Any) -> None:
+        items = getattr(session, "items", ())
+        folders = tuple({folder_of_tests(os.path.abspath(str(item.fspath))) for item in items})
+        for (module, name), value in parts_of_testing().items():
+            before = self._parts.get((module, name))
+            if before is None and module in self._modules:  # a new name there replaces nothing
+                continue
+            if before is not None and before[0] is value and before[1] is code_of(value):
+                continue
+            # A function without a file, in the place of another one, was made by `exec`.
+            made = before is not None and isinstance(value, types.FunctionType) and not files_of(value)
+            if made or self._is_under_test(value, folders):
+                self._report.tell(changed=f"{module}.{name}")
+        for name, value in self._added(session.config, items):
+            if self._is_under_test(value, folders):
+                self._report.tell(changed=name)
+        for function, code in self._codes:
+            if function.__code__ is not code:
+                self._report.tell(changed=f"the code of {function.__qualname__}")
+
+    def _added(self, config: Any, items: Any) -> Any:
+        """Yield what may have been added to the run since pytest has imported tests, with a name."""
+        # A module of tests, other than the one with the canaries, may name plugins of the repository.
+        texts = [text for file, text in self._texts.items() if os.path.basename(file) != os.path.basename(__file__)]
+        if self._plugins is not None and not any(b"pytest_plugins" in (text or b"") for text in texts):
+            for plugin in config.pluginmanager.get_plugins() - self._plugins:
+                content = getattr(plugin, "__dict__", {})
+                for value in (plugin, *(hook for name, hook in content.items() if name.startswith("pytest_"))):
+                    yield f"the plugin {type(plugin).__name__}", value
+        yield "the function of sys.settrace", sys.gettrace()
+        yield "the function of sys.setprofile", sys.getprofile()
+        for item in filter(is_function, items):
+            yield f"the loader of {item.module.__name__}", getattr(item.module, "__loader__", None)
+
+    def _is_under_test(self, value: Any, folders: Any) -> bool:
+        """Return whether code of a value is in the repository, and belongs neither to the tests nor to a plugin."""
+        known = (*self._own, *folders, os.path.abspath(__file__))
+        files = [file for file in files_of(value) if not is_of_library(file) and not file.startswith(known)]
+        return any(os.path.basename(file) != "conftest.py" for file in files)
+
+
+def parts_of_testing() -> Any:
+    """Return the parts of Python and its libraries that decide about tests: values by module and name."""
+    parts = {("builtins", name): getattr(builtins, name, None) for name in BUILTINS}
+    for module, content in list(sys.modules.items()):
+        if (module + ".").startswith(tuple(each + "." for each in OF_TESTING)):
+            for name, value in list(getattr(content, "__dict__", {}).items()):
+                parts[module, name] = value
+                for kind in reversed(value.__mro__[:-1]) if isinstance(value, type) else ():
+                    parts.update(((module, name + "." + part), each) for part, each in list(vars(kind).items()))
+    return parts
+
+
+def code_of(value: Any) -> Any:
+    return getattr(value, "__code__", None)
+
+
+def files_of(value: Any) -> Any:
+    """Return the existing files of the code of a value: of a function, else of the value's class."""
+    if isinstance(value, functools.partial):
+        value = value.func
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        value = value.__func__
+    if isinstance(value, types.FunctionType):
+        files = [os.path.abspath(value.__code__.co_filename), path_of(value.__globals__)]
+    elif isinstance(value, types.ModuleType):
+        files = [path_of(vars(value))]
+    else:
+        kind = value if isinstance(value, type) else type(value)
+        files = [path_of(getattr(sys.modules.get(kind.__module__), "__dict__", {}))]
+    return [file for file in files if file is not None and os.path.exists(file)]
+
+
+def text_of(collector: Any) -> Any:
+    try:
+        return Path(str(collector.fspath)).read_bytes()
+    except OSError:
+        return None
 
 
 class Watcher:
@@ -163,7 +308,8 @@ def must_fail() -> None:
 
 def excused_by(error: Any, item: Any) -> Any:
     """Return the file that skipped a test or marked its failure as expected, if the code belongs neither to the tests
-    nor to a library, or if such code called the code that did so: code under test may not excuse its own failure."""
+    nor to a library, or if such code called the code that did so: code under test may not excuse its own failure. Code
+    of the tests that has no name of an excuse does not excuse the test either."""
     test = os.path.abspath(str(item.fspath))
     while error is not None:
         if isinstance(error, EXCUSES):
@@ -172,9 +318,9 @@ def excused_by(error: Any, item: Any) -> Any:
             while trace is not None:
                 frames.append(trace.tb_frame)
                 trace = trace.tb_next
-            files = [(file_of(frame), is_of_tests(frame, item)) for frame in frames if not is_of_library(frame)]
-            if files and not files[-1][1]:
-                return files[-1][0]
+            outside = [frame for frame in frames if not is_of_library(file_of(frame))]
+            if outside and not (is_of_tests(outside[-1], item) and names_an_excuse(outside[-1].f_code)):
+                return file_of(outside[-1])
             own = [frame for frame in frames if file_of(frame) == test and is_of_tests(frame, item)]
             if own:
                 # The last place of the first frame, because an error that leaves a context manager may list a frame
@@ -182,18 +328,27 @@ def excused_by(error: Any, item: Any) -> Any:
                 place = max(number for number, frame in enumerate(frames) if frame is own[0])
                 for frame in frames[place:]:
                     # Generated code, such as a decorator's, has no file.
-                    if os.path.exists(file_of(frame)) and not is_of_library(frame) and not is_of_tests(frame, item):
+                    if (
+                        os.path.exists(file_of(frame))
+                        and not is_of_library(file_of(frame))
+                        and not is_of_tests(frame, item)
+                    ):
                         return file_of(frame)
         error = error.__context__
     return None
+
+
+def names_an_excuse(code: types.CodeType) -> bool:
+    """Return whether code has a name such as `skip`. Code without one has called an object that excuses the test."""
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
+    return any(word in name.lower() for name in names for word in NAMES_OF_EXCUSES)
 
 
 def file_of(frame: types.FrameType) -> str:
     return os.path.abspath(frame.f_code.co_filename)
 
 
-def is_of_library(frame: Any) -> bool:
-    file = file_of(frame)
+def is_of_library(file: str) -> bool:
     return os.path.exists(file) and file.startswith(tuple(folder + os.sep for folder in LIBRARIES))
 
 
@@ -229,6 +384,12 @@ def folder_of_tests(file: str) -> str:
     return file
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """End the search for shadowed modules, because pytest has imported what it needs (see `shadow_finder.py`)."""
+    sys.meta_path[:] = [each for each in sys.meta_path if type(each).__name__ != "ShadowFinder"]
+
+
 def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
     """Report this run to the file `path`. `planted` is the name of the canary in each module of tests. `option` is the
     option that loads this plugin. The option is removed from the environment, so that nested runs of pytest do not
@@ -236,6 +397,8 @@ def plant(config: Any, path: str, key: str, planted: str, option: str) -> None:
     worker = hasattr(config, "workerinput")
     if worker or getattr(config.option, "dist", "no") == "no":  # xdist's workers also read the variable
         os.environ["PYTEST_ADDOPTS"] = os.environ.get("PYTEST_ADDOPTS", "").replace(option, "")
+    report = ReportFile(path, key)
+    config.pluginmanager.register(Guard(report), "outrider-guard")
     config.pluginmanager.register(Watcher(planted), "outrider-watcher")
     if not worker:  # because pytest passes the reports of a worker to the first process
-        config.pluginmanager.register(Reporter(config, path, key, planted), "outrider-reporter")
+        config.pluginmanager.register(Reporter(config, report, key, planted), "outrider-reporter")

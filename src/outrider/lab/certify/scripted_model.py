@@ -7,6 +7,8 @@ the prompt's ids and the ids that were yielded.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
@@ -42,6 +44,9 @@ TITLE = "A task of three steps"
 
 START = "<|im_start|>"
 END = "<|im_end|>"
+
+HELP_SECONDS = 10.0
+"""Maximum seconds that a reply waits for a sub-agent, if the program has no tool that waits."""
 
 _CHUNK_TOKENS = 8
 """Number of tokens of a chunk, so small that a reply is streamed in several chunks."""
@@ -99,6 +104,7 @@ class ScriptedModel:
         self._hint = hint
         self._workdir = workdir
         self._wait_until_sent = wait_until_sent
+        self._helped: dict[str, asyncio.Event] = {}
 
     async def start(self) -> None:
         """Do nothing, because the engine opens nothing."""
@@ -123,13 +129,19 @@ class ScriptedModel:
         else:  # the next step; the last step is repeated
             steps = SUBAGENT_STEPS if state.subagent else row.steps
             step = steps[min(state.replies, len(steps) - 1)]
-        calls = self._tool_calls(step, state)
         if state.subagent and row is None and state.row:
             able = choose_call(WRITE_HELPED, find_tools(state.tools, self._hint), self._workdir) is not None
-            self.trial.begins(state.row, able=able)
-        elif row is TRIAL and state.tools:
+            self.trial.begins(state.row, able=able, replies=state.replies)
+            step = SUBAGENT_STEPS[min(state.replies, len(SUBAGENT_STEPS) - 1)] if able else step
+        calls = self._tool_calls(step, state)
+        helped = self._helped.setdefault(request.session_key, asyncio.Event())
+        if row is TRIAL and state.tools and not state.subagent:
             tried = await self.trial.next_call(request.session_key, state.tools, state.replies)
             calls = calls if tried is None else [tried]
+        elif step.wait and find_waiter(state.tools, self._hint) is None:
+            # The run of a program with sub-agents in the background may end with this reply.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(helped.wait(), HELP_SECONDS)
         ids = self._tokenizer.encode(self._reply(step, calls))
         call = ScriptedCall(
             session_key=request.session_key, state=state, step=step, prompt=np.array(request.input_ids), output=[]
@@ -150,6 +162,8 @@ class ScriptedModel:
             yield chunk
             if first and step.stall:
                 await self._wait_until_sent(FIRST_WORD)
+        if state.subagent and step is SUBAGENT_STEPS[-1]:
+            helped.set()
 
     def _reply(self, step: ScriptedStep, tool_calls: Iterable[tuple[str, dict[str, Any]]]) -> str:
         """Return the text of a reply, with the token that ends it."""

@@ -1,6 +1,7 @@
 """Finds the tool that starts a sub-agent by calling tools. In a trial session the scripted model calls one tool after
 another, with a random mark in each free text. A tool starts a sub-agent if a new conversation begins with a mark from
-its call.
+its call and goes on after a tool call of its own, and the calling conversation goes on as well. So a summary that
+replaces a conversation starts no sub-agent, and neither does a question with the text.
 
 The module sends nothing, and waits for marks only. Invariant: no tool is called in two sessions.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 from outrider.harnesses.presets import Certify
 from outrider.lab.certify.rows import SUBAGENT_MARK
-from outrider.lab.certify.tool_finder import MarkedCall, find_tools, find_waiter, marked_calls
+from outrider.lab.certify.tool_finder import MarkedCall, find_tools, find_waiter, marked_calls, may_start
 from outrider.messages import ToolSpec
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -25,18 +26,20 @@ SESSIONS = 3
 """Maximum number of trial sessions. A new one is needed after a tool that does not return or ends the program."""
 SECONDS = 60.0
 """Time limit of a trial session."""
-LATE_SECONDS = 3.0
+LATE_SECONDS = 5.0
 """Maximum seconds to wait, after the last call, for a sub-agent that starts in the background."""
 
 STARTS = "starts a sub-agent"
 NOTHING = "called, but no conversation began"
 HELPLESS = "called, but the conversation that began has no tool for a part of the task"
+IDLE = "called, but the conversation that began ran no tool"
+ALONE = "called, but after the conversation that began the program's own conversation did not go on"
 OPEN = "called, but the run ended before the tool returned"
 KNOWN = "not called, because its use is known from its declaration"
 NO_TEXT = "not called, because it takes no free text"
 TOO_MANY = f"not called, because {CALLS} tools are the limit"
 NOT_REACHED = "not called, because the trial was over"
-ORDER = (STARTS, NOTHING, HELPLESS, OPEN, NOT_REACHED, TOO_MANY, NO_TEXT, KNOWN)
+ORDER = (STARTS, NOTHING, HELPLESS, IDLE, ALONE, OPEN, NOT_REACHED, TOO_MANY, NO_TEXT, KNOWN)
 """Order of the outcomes in a text."""
 
 
@@ -48,70 +51,96 @@ class SubagentTrial:
         self.outcomes: dict[str, str] = {}
         self.starter: tuple[MarkedCall, str] | None = None
         self._hint = hint
+        self._calls: dict[str, MarkedCall] = {}
         self._session = ""
         self._plan: list[MarkedCall] = []
-        self._calls: dict[str, MarkedCall] = {}
+        self._returned: set[str] = set()
+        self._begun: dict[str, tuple[str, str]] = {}
         self._started = asyncio.Event()
 
     @property
     def unfinished(self) -> bool:
         """True if a tool is left to call."""
-        return self.starter is None and any(self.outcomes[call.name] == NOT_REACHED for call in self._plan)
+        return self.starter is None and NOT_REACHED in self.outcomes.values()
 
     async def next_call(
         self, session: str, tools: Sequence[ToolSpec], replies: int
     ) -> tuple[str, dict[str, Any]] | None:
         """Return the name and the arguments of the next tool to call, or None at the end of the trial. `replies` is the
-        number of replies in the session so far."""
+        number of replies in the conversation so far."""
+        self._add(tools)
         if session != self._session:
-            self._session, self._plan = session, self._planned(tools)
-        for call in self._plan[:replies]:
-            if self.outcomes[call.name] == OPEN:
-                self.outcomes[call.name] = NOTHING
-        if self.starter is None and replies < len(self._plan):
-            call = self._plan[replies]
+            self._session, self._begun, self._returned = session, {}, set()
+            self._plan = []
+        self._plan += [
+            call for call in self._calls.values() if self.outcomes[call.name] == NOT_REACHED and call not in self._plan
+        ]
+        names = {tool["function"].get("name") for tool in tools}
+        plan = [call for call in self._plan if call.name in names]
+        for call in plan[:replies]:
+            self._returned.add(call.name)
+            self._judge(call)
+        if self.starter is None and replies < len(plan):
+            call = plan[replies]
             if self.outcomes[call.name] == NOT_REACHED:
                 self.outcomes[call.name] = OPEN
             return call.name, call.arguments
         try:
-            async with asyncio.timeout(LATE_SECONDS if self._plan else 0):
+            async with asyncio.timeout(LATE_SECONDS if plan else 0):
                 await self._started.wait()
         except TimeoutError:
             pass
         return None
 
-    def begins(self, mark: str, *, able: bool) -> None:
+    def begins(self, mark: str, *, able: bool, replies: int) -> None:
         """Record that a conversation begins with a mark. `able` is true if the conversation has a tool for a part of
-        the task."""
+        the task. `replies` is the number of replies in the conversation so far."""
         text = _text(mark)
-        call = self._calls.get(text)
-        if call is None or self.starter is not None:
-            return
-        self.outcomes[call.name] = STARTS if able else HELPLESS
-        if able:
-            self.starter = call, text
-            self._started.set()
+        call = next((call for call in self._plan if text in call.texts), None)
+        if call is not None and self.starter is None:
+            outcome = HELPLESS if not able else IDLE if replies == 0 else ALONE
+            if ORDER.index(outcome) >= ORDER.index(self._begun.get(call.name, ("", HELPLESS))[1]):
+                self._begun[call.name] = text, outcome
+            self._judge(call)
 
-    def _planned(self, tools: Sequence[ToolSpec]) -> list[MarkedCall]:
+    def _judge(self, call: MarkedCall) -> None:
+        """Write down the outcome of a call that was made in this session."""
+        text, outcome = self._begun.get(call.name, ("", NOTHING))
+        if outcome is ALONE and call.name in self._returned:
+            outcome, self.starter = STARTS, self.starter or (call, text)
+            self._started.set()
+        if self.outcomes[call.name] != NOT_REACHED:
+            self.outcomes[call.name] = outcome
+
+    def _add(self, tools: Sequence[ToolSpec]) -> None:
+        """Add the tools that no request has declared so far, with their outcomes before any call."""
+        new = [tool for tool in tools if str(tool["function"].get("name", "")) not in self.outcomes]
+        if not new:
+            return
         box = find_tools(tools, self._hint)
-        known = (box.shell, box.writer, box.reader, box.viewer, find_waiter(tools, self._hint))
-        for tool in tools:
-            self.outcomes.setdefault(str(tool["function"].get("name", "")), NO_TEXT)
-        for found in filter(None, known):
-            self.outcomes[found.name] = KNOWN
-        calls = marked_calls(tools, self._hint, lambda: _text("".join(secrets.choice(LETTERS) for _ in range(16))))
-        left = [call for call in calls if self.outcomes[call.name] in (NO_TEXT, NOT_REACHED, TOO_MANY)]
-        room = CALLS - sum(outcome in (NOTHING, HELPLESS, OPEN) for outcome in self.outcomes.values())
-        for place, call in enumerate(left):
-            self.outcomes[call.name] = NOT_REACHED if place < room else TOO_MANY
-        self._calls |= {text: call for call in left for text in call.texts}
-        return left[:room]
+        used = filter(None, (box.shell, box.writer, box.reader, box.viewer, find_waiter(tools, self._hint)))
+        known = {found.name for found in used}
+        calls = {call.name: call for call in marked_calls(new, self._hint, _random_text)}
+        for tool in new:
+            name = str(tool["function"].get("name", ""))
+            is_known = name in known and not may_start(tool)
+            self.outcomes[name] = KNOWN if is_known else NOT_REACHED if name in calls else NO_TEXT
+        for name in calls:
+            if self.outcomes[name] == NOT_REACHED:
+                if len(self._calls) < CALLS:
+                    self._calls[name] = calls[name]
+                else:
+                    self.outcomes[name] = TOO_MANY
 
 
 def told(outcomes: Mapping[str, str]) -> str:
     """Return a readable text with the outcomes, each with its tools."""
     tools = {each: sorted(name for name, outcome in outcomes.items() if outcome == each) for each in ORDER}
     return "; ".join(f"{outcome}: {', '.join(names)}" for outcome, names in tools.items() if names)
+
+
+def _random_text() -> str:
+    return _text("".join(secrets.choice(LETTERS) for _ in range(16)))
 
 
 def _text(mark: str) -> str:

@@ -116,6 +116,12 @@ DESCRIBED = 1
 SHELL_LINE = ("bash", "-c")
 SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
 """Values of a tool's parameter that select the shell, for a tool that runs code in several languages."""
+MAX_DEPTH = 8
+"""Maximum depth of the values in a call, because a schema may contain itself."""
+MAX_VALUES = 1000
+"""Maximum number of values in a call."""
+MAX_ITEMS = 8
+"""Maximum number of items in a list of a call."""
 ARGUMENT_LISTS = ("args", "arguments", "argv")
 """Names of a parameter with the arguments of a program, if the program is in another parameter, `command`."""
 
@@ -179,16 +185,22 @@ def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], st
     calls: list[tuple[int, MarkedCall]] = []
     for tool in tools:
         function = tool["function"]
-        texts: list[str] = []
         properties = _properties(function)
+        declared = function.get("parameters")
+        filling = _Arguments(declared if isinstance(declared, Mapping) else {}, text)
         schema = {"type": "object", "properties": properties, "required": _required(function)}
-        arguments = _filled("", schema, text, texts)
+        arguments, texts = filling.filled("", schema), filling.texts
         arguments |= {name: value for name, value in hint.subagent_arguments.items() if name in properties}
         if texts:
             fits = [_fit(name, each, SUBAGENT.parameters[0]) for name, each in properties.items()]
             call = MarkedCall(name=str(function.get("name", "")), arguments=arguments, texts=tuple(texts))
             calls.append((_certainty(function, SUBAGENT, hinted=False) + max(fits, default=0), call))
     return [call for _, call in sorted(calls, key=lambda pair: -pair[0])]
+
+
+def may_start(tool: ToolSpec) -> bool:
+    """Return True if the tool's name or choices are those of a tool that starts a sub-agent."""
+    return _certainty(tool["function"], SUBAGENT, hinted=False) > 0
 
 
 def find_waiter(tools: Iterable[ToolSpec], hint: Certify) -> FoundTool | None:
@@ -345,27 +357,60 @@ def _filler(name: str, schema: Any, role: ToolRole) -> Any:
     return fillers.get(kind, FILLER)
 
 
-def _filled(name: str, schema: Any, text: Callable[[], str], texts: list[str]) -> Any:
-    """Return a value that the schema accepts. Each free text in the value is one that `text` returns, and is added to
-    `texts`. An object without a required free text gets the optional texts: the likeliest alone if one is likely."""
-    if isinstance(schema, Mapping) and "type" not in schema and (choices := schema.get("anyOf") or schema.get("oneOf")):
-        schema = next((one for one in choices if _kind(one) != "null"), None)
-    if not isinstance(schema, Mapping) or {"enum", "const", "default", "format", "pattern"} & schema.keys():
+class _Arguments:
+    """Fills the arguments of a call. Each free text is one that `text` returns, and is added to `texts`. References are
+    looked up in the schema `whole`. A schema that contains itself ends at MAX_DEPTH, or after MAX_VALUES."""
+
+    def __init__(self, whole: Mapping[str, Any], text: Callable[[], str]) -> None:
+        self.texts: list[str] = []
+        self._whole = whole
+        self._text = text
+        self._left = MAX_VALUES
+
+    def filled(self, name: str, schema: Any, depth: int = 0) -> Any:
+        """Return a value that the schema accepts. An object without a required free text gets the optional texts: the
+        likeliest alone if one is likely."""
+        schema = self._resolved(schema)
+        self._left -= 1
+        fixed = not isinstance(schema, Mapping) or {"enum", "const", "default", "format", "pattern"} & schema.keys()
+        if fixed or depth > MAX_DEPTH or self._left < 0:
+            return _filler(name, schema, SUBAGENT)
+        match _kind(schema):
+            case "string" | None if not _words(name) & FOLDERS:
+                self.texts.append(self._text())
+                return self.texts[-1]
+            case "array" if self._kind(schema.get("items")) in ("string", "object", "array"):
+                number = schema.get("minItems")
+                count = max(1, min(number, MAX_ITEMS)) if isinstance(number, int) else 1
+                return [self.filled(name, schema["items"], depth + 1) for _ in range(count)]
+            case "object":
+                properties, before = _properties({"parameters": schema}), len(self.texts)
+                required = _required({"parameters": schema})
+                values = {each: self.filled(each, properties.get(each, {}), depth + 1) for each in required}
+                if len(self.texts) == before:
+                    kinds = {each: self._kind(one) for each, one in properties.items() if each not in required}
+                    free = sorted(each for each, kind in kinds.items() if kind in ("string", "array", "object"))
+                    likely = [each for each in SUBAGENT.parameters[0].names if kinds.get(each) == "string"][:1]
+                    values |= {each: self.filled(each, properties[each], depth + 1) for each in likely or free}
+                return values
         return _filler(name, schema, SUBAGENT)
-    match _kind(schema):
-        case "string" if not _words(name) & FOLDERS:
-            texts.append(text())
-            return texts[-1]
-        case "array" if _kind(schema.get("items")) in ("string", "object"):
-            return [_filled(name, schema["items"], text, texts)]
-        case "object":
-            properties, before = _properties({"parameters": schema}), len(texts)
-            required = _required({"parameters": schema})
-            filled = {each: _filled(each, properties.get(each), text, texts) for each in required}
-            if len(texts) == before:
-                kinds = {each: _kind(one) for each, one in properties.items() if each not in required}
-                free = sorted(each for each, kind in kinds.items() if kind in ("string", "array", "object"))
-                likely = [each for each in SUBAGENT.parameters[0].names if kinds.get(each) == "string"][:1]
-                filled |= {each: _filled(each, properties[each], text, texts) for each in likely or free}
-            return filled
-    return _filler(name, schema, SUBAGENT)
+
+    def _kind(self, schema: Any) -> str | None:
+        return _kind(self._resolved(schema))
+
+    def _resolved(self, schema: Any) -> Any:
+        """Return the schema that a schema without a type stands for: the target of a reference, the first choice that
+        is not null, or the first of the parts that all apply."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, Mapping) or "type" in schema:
+                return schema
+            choices = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf")
+            if isinstance(reference := schema.get("$ref"), str):
+                schema = self._whole
+                for part in reference.removeprefix("#").split("/")[1:]:
+                    schema = schema.get(part) if isinstance(schema, Mapping) else None
+            elif isinstance(choices, list):
+                schema = next((one for one in choices if _kind(one) != "null"), None)
+            else:
+                return schema
+        return None

@@ -1,0 +1,46 @@
+"""Finds modules of a candidate that shadow modules which pytest imports, such as a new `iniconfig.py` in the
+repository.
+
+The evaluator sends this text as `sitecustomize.py`, with a final line that calls `start`. Python runs it when it
+starts, before a module of the repository can be imported. The text needs only Python 3.6. Invariant: nothing is
+imported that is not already loaded, because an import could load a module of the candidate.
+"""
+
+import _frozen_importlib as bootstrap
+import _frozen_importlib_external as external
+import os
+import sys
+from typing import Any
+
+
+class ShadowFinder:
+    """Finder that finds nothing, and reports the import of one of the files `new` instead of another module of that
+    name."""
+
+    def __init__(self, new: Any, path: str, key: str) -> None:
+        self._new = new
+        self._path = path
+        self._key = key
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        found = external.PathFinder.find_spec(name) if path is None else None
+        file = os.path.realpath(str(found.origin)) if found is not None else ""
+        if file not in self._new:
+            return
+        others = [entry for entry in sys.path if not file.startswith(os.path.realpath(entry) + os.sep)]
+        if bootstrap.BuiltinImporter.find_spec(name) or external.PathFinder.find_spec(name, others):
+            report = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            os.write(report, f'{{"key": "{self._key}", "changed": "the module {name}"}}\n'.encode())
+            os.close(report)
+
+
+def start(new: Any, path: str, key: str, option: str) -> None:
+    """Watch imports until pytest loads the repository's `conftest.py`, in a process that loads the plugin by `option`,
+    and run the `sitecustomize.py` that Python would have run."""
+    if new and option in os.environ.get("PYTEST_ADDOPTS", ""):
+        sys.meta_path.insert(0, ShadowFinder(new, path, key))
+    place = os.path.dirname(__file__)
+    found = external.PathFinder.find_spec("sitecustomize", [each for each in sys.path if each != place])
+    if found is not None and found.loader is not None:
+        module = sys.modules["sitecustomize"] = bootstrap.module_from_spec(found)
+        found.loader.exec_module(module)
