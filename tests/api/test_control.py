@@ -7,6 +7,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,27 @@ async def answering(answer: bytes, ask: Callable[[AsyncClient], Awaitable[Any]])
 async def test_what_a_client_tells_of_odd_answers(answer: bytes, told: str) -> None:
     with pytest.raises(ServiceError, match=told):
         await answering(answer, lambda client: client.status())
+
+
+async def test_a_user_and_a_password_in_the_address_are_sent() -> None:
+    asked = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with AsyncClient(f"http://ann:p%40ss@127.0.0.1:{port}") as client:
+            with suppress(Exception):
+                await client.nodes()
+        async with AsyncClient(f"http://ann:p%40ss@127.0.0.1:{port}", token="t") as client:
+            with suppress(Exception):
+                await client.nodes()
+    assert b"\r\nAuthorization: Basic YW5uOnBAc3M=\r\n" in asked[0]
+    assert b"\r\nAuthorization: Bearer t\r\n" in asked[1]
 
 
 async def test_an_empty_id_is_refused_before_it_is_sent() -> None:

@@ -13,6 +13,7 @@ submission to a busy service, and the connection of a stream of events.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import msgspec
 
@@ -129,20 +130,24 @@ class AsyncClient:
                 hint="a token read from a file may end with a line break: strip it",
             )
         if not url.startswith(("http://", "https://")):
-            address = f"127.0.0.1:{url}" if url.isdigit() else url
+            named = f"127.0.0.1:{url}" if url.isdigit() else url
             raise InvalidField(
                 f"the address of the service, {url!r}, has no scheme",
                 field="url",
-                hint=f"write http://{address}" if "://" not in url else "use http:// or https://",
+                hint=f"write http://{named}" if "://" not in url else "use http:// or https://",
             )
         try:
-            _ = urlsplit(url).port
+            address = urlsplit(url)
+            _ = address.port
         except ValueError as error:
             raise InvalidField(f"the address of the service, {url!r}, is not valid: {error}", field="url") from error
         self.url = url.rstrip("/")
         self._headers = {"User-Agent": "outrider"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
+        elif address.username is not None:  # for a proxy in front of the service
+            user = f"{unquote(address.username)}:{unquote(address.password or '')}"
+            self._headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
         self._trusted = trusting(ca)
         self._connections: Connections | None = None
 
