@@ -51,6 +51,13 @@ def test_the_variable_may_name_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     [
         ({"tsk": {}}, None, "config.outrider has the unknown key 'tsk'", "config.outrider.tsk"),
         ({}, '{"colour": 1}', "OUTRIDER_X has the unknown key 'colour'", "OUTRIDER_X.colour"),
+        (
+            {"task": {"limits": {"turn": "{row.turns}"}}},
+            None,
+            "config.outrider.task.limits.turn: unknown field; did you mean 'turns'?",
+            "config.outrider.task.limits.turn",
+        ),
+        ({}, '{"task": {"instrucion": "x"}}', "unknown field; did you mean", "OUTRIDER_X.task.instrucion"),
         ({"priority": "high"}, None, "config.outrider.priority: must be a whole number", None),
         ("text", None, "config.outrider is 'text'; it must be an object", "config.outrider"),
         ({}, '{"task": ', "OUTRIDER_X is not JSON: Expecting value at character 10", "OUTRIDER_X"),

@@ -19,8 +19,8 @@ from pydantic import Field, ValidationError
 
 from outrider.environment import DEFAULT_URL, environment
 from outrider.errors import InvalidField
-from outrider.faults import fault_text
-from outrider.spec import Name, SamplingSpec, Seconds, Spec
+from outrider.faults import complaints, fault_text
+from outrider.spec import Name, SamplingSpec, Seconds, Spec, TaskSpec
 from outrider.tasks.datasets import filled, known_columns, merged
 from outrider.text_files import MAX_TOML, read_text_file, read_toml_file
 
@@ -94,11 +94,24 @@ def read_settings(kind: type[S], given: Mapping[str, Any] | None, *, source: str
         close = get_close_matches(path, kind.model_fields, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(kind.model_fields)}"
         raise InvalidField(f"{of} has the unknown key {path!r}", field=f"{of}.{path}", hint=hint) from error
+    _check_task_fields(settings.task, f"{variable if 'task' in over else source}.task")
     url, token = environment("OUTRIDER_URL"), environment("OUTRIDER_TOKEN")
     where = "OUTRIDER_URL" if url else f"{variable if 'url' in over else source}.url"
     return settings.model_copy(
         update={"url": checked_url(url or settings.url, where), "token": token or settings.token}
     )
+
+
+def _check_task_fields(task: Mapping[str, Any], source: str) -> None:
+    """Raise InvalidField if the common part of the tasks has a field that no task has, at any depth. Its values are not
+    checked, because they may be placeholders and each row's own task may override them."""
+    try:
+        TaskSpec.model_validate(task)
+    except ValidationError as error:
+        for fault in complaints(error):
+            if fault["type"] == "extra_forbidden":
+                field = ".".join((source, *map(str, fault["loc"])))
+                raise InvalidField(f"{field}: {fault_text(fault, TaskSpec)}", field=field) from error
 
 
 def checked_url(url: str, source: str) -> str:
