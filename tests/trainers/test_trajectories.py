@@ -160,9 +160,9 @@ def test_numpys_values_are_plain_ones() -> None:
     """Data frames and batches of trainers hold them."""
     row = {"task": {"limits": {"turns": np.int64(3)}, "history": np.array([1, 2])}, "answer": np.int64(42)}
     chat = np.array([{"role": "user", "content": "hello"}], dtype=object)
-    task = make_task({"task": {"expected": "{row.answer}"}}, row, chat, temperature=np.float32(0.5))
+    task = make_task({"task": {"labels": {"answer": "{row.answer}"}}}, row, chat, temperature=np.float32(0.5))
     assert json.loads(json.dumps(task)) == task
-    assert (task["limits"], task["history"], task["expected"]) == ({"turns": 3}, [1, 2], 42)
+    assert (task["limits"], task["history"], task["labels"]["answer"]) == ({"turns": 3}, [1, 2], 42)
     assert (task["instruction"], task["sampling"]) == ("hello", {"temperature": 0.5})
 
 
