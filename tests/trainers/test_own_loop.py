@@ -1,0 +1,92 @@
+"""The training loop of examples/own_loop.py: its loss, and a training that is continued from its checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.client.client import Client
+from outrider.config import Config, LanesConfig, ModelConfig
+from outrider.lab.demo.dialogue import POLICY, RENDERER
+from outrider.lab.demo.service_process import service_process
+from outrider.spec import EngineSpec
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install '.[demo]'")
+
+
+@pytest.fixture(scope="module")
+def loop() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Uniform(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A model whose probabilities are those of its bias, whatever it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, input_ids: Any) -> Any:
+        return SimpleNamespace(logits=self.bias.expand(*input_ids.shape, 4))
+
+
+@pytest.mark.deep
+def test_each_rollout_has_the_same_weight_in_the_loss(loop: ModuleType) -> None:
+    """Rollout a has one row of one token and reward 1, rollout b seven rows of two tokens and reward 0."""
+
+    def row(session: str, token: int, length: int, reward: float | None) -> Any:
+        ids, mask = [0] + [token] * length, [0] + [1] * length
+        logprobs = [0.0] + [-torch.log(torch.tensor(4.0)).item()] * length
+        return SimpleNamespace(session_id=session, ids=ids, loss_mask=mask, logprobs=logprobs, reward=reward)
+
+    def session(name: str, reward: float) -> Any:
+        return SimpleNamespace(result=SimpleNamespace(session_id=name, verdict=SimpleNamespace(reward=reward)))
+
+    rows = [row("a", 1, 1, 1.0), *(row("b", 2, 2, 0.0) for _ in range(7)), row("b", 3, 5, None)]
+    group = SimpleNamespace(samples=rows, sessions=[session("a", 1.0), session("b", 0.0)])
+    model = Uniform()
+    loss = loop.loss_of(model, SimpleNamespace(groups=[group]))
+    loss.backward()
+    # By hand: advantages 1 and -1, ratios 1; the gradient of log p(token) is 1 - 1/4 there and -1/4 elsewhere.
+    advantage = 0.5 / (0.5 + 1e-4)
+    expected = [0.0, -advantage / 2, advantage / 2, 0.0]
+    assert loss.item() == pytest.approx(0.0, abs=1e-6)
+    assert model.bias.grad.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_a_training_continues_from_its_checkpoint(loop: ModuleType, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    config = Config(
+        port=0,
+        data=tmp_path / "data",
+        model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name="demo-policy"),
+        lanes=LanesConfig(init=8, run=16, eval=8),
+        engines=(EngineSpec(kind="embedded", name="engine", model=str(POLICY)),),
+    )
+    checkpoint = tmp_path / "loop.pt"
+    with service_process(config, tmp_path) as url, Client(url) as client:
+        first = loop.train(client, str(POLICY), checkpoint, steps=2, groups=2)
+        before = torch.load(checkpoint)
+        version = client.policy().version
+        means = loop.train(client, str(POLICY), checkpoint, steps=4, groups=2)
+        after = torch.load(checkpoint)
+        assert means[:2] == first
+        assert len(means) == 4
+        assert client.policy().version == version + 2
+    moved = [name for name, value in after["model"].items() if not torch.equal(value, before["model"][name])]
+    assert moved
+    pending = {each.number for each in loop.msgspec.json.decode(before["sampler"], type=loop.SamplerState).pending}
+    assert pending
