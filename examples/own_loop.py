@@ -4,7 +4,7 @@
     python examples/own_loop.py src/outrider/lab/demo/policy --steps 20
 
 The loop is interrupted with Ctrl-C, and continues from its checkpoint when it is started again. For a task of your own,
-change `task`. Needs: pip install '.[demo]'.
+change `task`. Needs: pip install '.[train]'.
 """
 
 from __future__ import annotations

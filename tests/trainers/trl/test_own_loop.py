@@ -14,10 +14,12 @@ from outrider.config import Config, LanesConfig, ModelConfig
 from outrider.lab.demo.dialogue import POLICY, RENDERER
 from outrider.lab.demo.service_process import service_process
 from outrider.spec import EngineSpec
+from support.later import torch
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install '.[demo]'")
+# What transformers and torch say of themselves is theirs.
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +32,20 @@ def loop() -> ModuleType:
     return module
 
 
-class Uniform(torch.nn.Module):  # type: ignore[misc, name-defined]
+def uniform() -> Any:
     """A model whose probabilities are those of its bias, whatever it reads."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.zeros(4))
+    class Uniform(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.zeros(4))
 
-    def forward(self, input_ids: Any) -> Any:
-        return SimpleNamespace(logits=self.bias.expand(*input_ids.shape, 4))
+        def forward(self, input_ids: Any) -> Any:
+            return SimpleNamespace(logits=self.bias.expand(*input_ids.shape, 4))
+
+    return Uniform()
 
 
-@pytest.mark.deep
 def test_each_rollout_has_the_same_weight_in_the_loss(loop: ModuleType) -> None:
     """Rollout a has one row of one token and reward 1, rollout b seven rows of two tokens and reward 0."""
 
@@ -55,7 +59,7 @@ def test_each_rollout_has_the_same_weight_in_the_loss(loop: ModuleType) -> None:
 
     rows = [row("a", 1, 1, 1.0), *(row("b", 2, 2, 0.0) for _ in range(7)), row("b", 3, 5, None)]
     group = SimpleNamespace(samples=rows, sessions=[session("a", 1.0), session("b", 0.0)])
-    model = Uniform()
+    model = uniform()
     loss = loop.loss_of(model, SimpleNamespace(groups=[group]))
     loss.backward()
     # By hand: advantages 1 and -1, ratios 1; the gradient of log p(token) is 1 - 1/4 there and -1/4 elsewhere.
@@ -65,8 +69,6 @@ def test_each_rollout_has_the_same_weight_in_the_loss(loop: ModuleType) -> None:
     assert model.bias.grad.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(300)
 def test_a_training_continues_from_its_checkpoint(loop: ModuleType, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     config = Config(
