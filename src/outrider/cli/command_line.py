@@ -176,6 +176,16 @@ class CliGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return self.member(cmd_name) if cmd_name in self._lines else None
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self._lines and not args[0].startswith("-"):
+            from difflib import get_close_matches  # late, because only a mistake needs this module
+
+            meant = get_close_matches(args[0], self.names, n=1)
+            ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {meant[0]!r}?" if meant else ""))
+        return super().resolve_command(ctx, args)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args:
             click.echo(ctx.get_help())
