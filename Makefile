@@ -83,7 +83,7 @@ check: $(STAMPS)/dev ## formatting, lint and types
 # Folders in the order in which their tests begin: those that run one after the other are the longest row.
 test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, agents, Helm (installs them; 4 GB), container engines that are there
 	$(ONE_THREAD) OUTRIDER_HOME=$(PROGRAMS) $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder -m "real and not nightly" \
-		--durations 25 --durations-min 5 tests/runtimes tests/bench tests/evaluators tests/rootfs tests/deploy tests/real $(ARGS)
+		--durations 25 --durations-min 5 tests/runtimes tests/sandboxes tests/bench tests/evaluators tests/rootfs tests/deploy tests/real $(ARGS)
 
 # Each trainer has packages of its own, and an environment of its own.
 trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev
