@@ -35,9 +35,10 @@ LONG = SamplingParams(max_tokens=4000, min_tokens=4000)
 HOTTEST = 2.0  # vLLM takes none above
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
+@pytest_asyncio.fixture
 async def closed(vllm_url: VllmServer) -> AsyncIterator[VllmServer]:
-    """The server as one that was started without `--enable-scale-out` shows itself: with a closed token route."""
+    """The server as one that was started without `--enable-scale-out` shows itself: with a closed token route. The tap
+    serves in the test's own event loop."""
     async with tapped(vllm_url.url, token_route=False) as tap:
         yield replace(vllm_url, url=tap.url, token_route=False)
 
