@@ -61,9 +61,9 @@ demo: $(STAMPS)/demo ## roll out 32 sessions with a real (tiny) model in real sa
 train: $(TRL_VENV)/.stamps/train ## train the demo's policy with TRL until it is right nearly every time (minutes)
 	$(TRL_VENV)/bin/outrider demo --train $(ARGS)
 
-# Four workers, also on two cores: many tests wait for other processes.
+# Three workers, also on two cores: many tests wait for other processes. A fourth costs more to start than it saves.
 test: $(STAMPS)/dev ## the fast tests
-	$(ONE_THREAD) $(BIN)/pytest -n 4 --dist worksteal $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal $(ARGS)
 
 test-deep: $(STAMPS)/dev ## what takes long: storms, floods, PostgreSQL, restarts
 	$(ONE_THREAD) $(BIN)/pytest -n 3 --dist worksteal -m "deep and not real and not nightly" \
