@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from bench.corpus import Corpus
-from bench.simulated_service import Played, SimulatedService, VirtualLoop
+from bench.simulated_service import Played, SimulatedService, in_virtual_time
 from outrider.api.server import serving
 from outrider.client.client import AsyncClient
 from outrider.client.sampling import DynamicSampler, Overdue, Refill, Surplus, Task
@@ -123,8 +123,43 @@ def simulated_row(
     the part of the slots' busy time that was spent on groups of the batches. `oldest` is the age of the oldest token in
     a batch, in versions, and `overdue` the part of the groups with a token older than the bound.
     """
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(_simulate(batches, target, useless, way, raising, duration, training))
+
+    def seconds_of(number: int) -> list[float]:
+        return [duration(random.Random(f"{number}/{index}")) for index in range(N)]
+
+    def play(task: Mapping[str, Any], index: int, version: int) -> Played:
+        number = task["number"]
+        return Played(seconds_of(number)[index], float(index % 2 and teaches(number, useless)))
+
+    async def simulate() -> dict[str, Any]:
+        slots = target * N
+        service = SimulatedService(play, slots=slots)
+        sampler = simulated_sampler(service, lambda number: {"number": number}, target, way)
+        trained = 0.0
+        oldest = overdue = 0
+        async with sampler:
+            for version in range(1, batches + 1):
+                batch = await sampler.batch()
+                assert batch is not None
+                trained += sum(sum(seconds_of(number)) for number in batch.prompts)
+                oldest = max(oldest, *(batch.version - sample.min_version for sample in batch.samples))
+                overdue += batch.counts.overdue
+                await asyncio.sleep(training)
+                if raising:
+                    service.version = version
+                    await sampler.set_version(version)
+            seconds = asyncio.get_running_loop().time()
+        return {
+            "useless": useless,
+            "way": way.name,
+            "per_batch": seconds / batches,
+            "idle": 1 - service.busy / (slots * seconds),
+            "trained": trained / service.busy,
+            "oldest": oldest,
+            "overdue": overdue / (batches * target),
+        }
+
+    return in_virtual_time(simulate())
 
 
 def simulated_sampler(service: SimulatedService, task: Callable[[int], Task], target: int, way: Way) -> DynamicSampler:
@@ -141,56 +176,14 @@ def simulated_sampler(service: SimulatedService, task: Callable[[int], Task], ta
     )
 
 
-async def _simulate(
-    batches: int,
-    target: int,
-    useless: float,
-    way: Way,
-    raising: bool,
-    duration: Callable[[random.Random], float],
-    training: float,
-) -> dict[str, Any]:
-    def seconds_of(number: int) -> list[float]:
-        return [duration(random.Random(f"{number}/{index}")) for index in range(N)]
-
-    def play(task: Mapping[str, Any], index: int, version: int) -> Played:
-        number = task["number"]
-        return Played(seconds_of(number)[index], float(index % 2 and teaches(number, useless)))
-
-    slots = target * N
-    service = SimulatedService(play, slots=slots)
-    sampler = simulated_sampler(service, lambda number: {"number": number}, target, way)
-    trained = 0.0
-    oldest = overdue = 0
-    async with sampler:
-        for version in range(1, batches + 1):
-            batch = await sampler.batch()
-            assert batch is not None
-            trained += sum(sum(seconds_of(number)) for number in batch.prompts)
-            oldest = max(oldest, *(batch.version - sample.min_version for sample in batch.samples))
-            overdue += batch.counts.overdue
-            await asyncio.sleep(training)
-            if raising:
-                service.version = version
-                await sampler.set_version(version)
-        seconds = asyncio.get_running_loop().time()
-    return {
-        "useless": useless,
-        "way": way.name,
-        "per_batch": seconds / batches,
-        "idle": 1 - service.busy / (slots * seconds),
-        "trained": trained / service.busy,
-        "oldest": oldest,
-        "overdue": overdue / (batches * target),
-    }
-
-
 async def _real(plan: Plan) -> list[dict[str, Any]]:
     found = []
     useless = 0.5
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
         for way in WAYS:
+            _begun.clear()
+            _graded.clear()
             with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
                 slots = plan.real_target * N
                 config = Config(
@@ -245,7 +238,7 @@ def _task(number: int, useless: float, seconds: float) -> Task:
 
 _begun: Counter[int] = Counter()
 _graded: Counter[int] = Counter()
-"""The sessions of each prompt that have begun, and that were graded, so that each run has the same draws."""
+"""The sessions of each prompt that have begun, and that were graded, so that each way has the same draws."""
 
 
 class Sleeper:

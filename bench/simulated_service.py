@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,8 @@ from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import GroupView, ResultsPage, ServiceStatus, SessionView
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
+
+T = TypeVar("T")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -34,6 +36,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def jump(self, seconds: float) -> None:
         self._now += seconds
+
+
+def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a loop that never waits."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)
 
 
 class _JumpingSelector(selectors.SelectSelector):

@@ -27,33 +27,19 @@ from bench.sampling import (
     simulated_row,
     simulated_sampler,
 )
-from bench.simulated_service import Played, SimulatedService, VirtualLoop
+from bench.simulated_service import Played, SimulatedService, in_virtual_time
 from outrider.client.sampling import Task
 
 SPREAD = 0.8
 """The standard deviation of the logarithm of durations with a moderate tail."""
 
-BOUNDED = (
-    Way("age 8, slow groups awaited", "asynchronous", 3, 8),
-    Way("age 4, slow groups awaited", "asynchronous", 3, 4),
-    Way("age 1, slow groups awaited", "asynchronous", 3, 1),
-    Way("age 0, slow groups awaited", "asynchronous", 3, 0),
-    Way("age 4, slow groups trained late", "asynchronous", 3, 4, "train"),
-    Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
-)
-COMPARED = (
-    UNBOUNDED,
-    Way("age 1, slow groups awaited", "asynchronous", 3, 1),
-    Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
-    Way("3 batches running, surplus stopped", "asynchronous", 3, surplus="cancel"),
-)
-WITH_TRAINER = (
-    STATIC,
-    Way("age 1, slow groups awaited", "asynchronous", 3, 1),
-    Way("age 1, slow groups trained late", "asynchronous", 3, 1, "train"),
-    Way("age 4, slow groups awaited", "asynchronous", 3, 4),
-    UNBOUNDED,
-)
+AWAITED = {age: Way(f"age {age}, slow groups awaited", "asynchronous", 3, age) for age in (8, 4, 1, 0)}
+LATE = {age: Way(f"age {age}, slow groups trained late", "asynchronous", 3, age, "train") for age in (4, 1)}
+"""Bounded ways by the maximum age."""
+BOUNDED = (*AWAITED.values(), *LATE.values())
+STOPPED = Way("3 batches running, surplus stopped", "asynchronous", 3, surplus="cancel")
+COMPARED = (UNBOUNDED, AWAITED[1], LATE[1], STOPPED)
+WITH_TRAINER = (STATIC, AWAITED[1], LATE[1], AWAITED[4], UNBOUNDED)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -92,11 +78,8 @@ def moderate_time(draw: random.Random) -> float:
 
 
 def _bias(plan: Plan, way: Way) -> dict[str, Any]:
-    found: dict[str, Any] = {"way": way.name}
-    for slow in ("right", "wrong"):
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            found[slow] = runner.run(_mean_reward(plan, way, slow == "right"))
-    return found
+    means = {slow: in_virtual_time(_mean_reward(plan, way, slow == "right")) for slow in ("right", "wrong")}
+    return {"way": way.name, **means}
 
 
 async def _mean_reward(plan: Plan, way: Way, right_is_slow: bool) -> float:

@@ -166,7 +166,7 @@ BOUNDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 @pytest.mark.parametrize("slow", ["odd prompts", "right answers", "wrong answers", "late samples"])
 def test_the_filter_alone_decides_which_groups_are_kept(bounds: dict[str, Any], slow: str) -> None:
-    """Whatever takes long: of the prompts that were drawn, each is kept if and only if its first group is informative.
+    """A prompt that was drawn is kept if and only if its first group is informative, whether or not the group is slow.
     The version is raised after each batch."""
 
     def right(number: int, index: int) -> bool:

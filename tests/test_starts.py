@@ -32,7 +32,8 @@ CLIENT = (
         *("outrider.service", "outrider.sandbox", "outrider.tasks.adapters", "outrider.lab", "outrider.engines"),
     }
 )
-"""What a command does not import that only calls a service: each is a tenth of a second, or leads to such a one."""
+"""Modules that a command which only calls a service does not import. The import of each, with the modules that it
+imports, takes a tenth of a second."""
 SESSION = "s-0019a4e2b6c1f3d2-0"
 CLIENT_COMMANDS = {
     "status": ("status",),

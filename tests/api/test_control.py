@@ -99,7 +99,7 @@ async def test_a_client_is_opened_before_it_is_used() -> None:
 
 
 async def answering(answer: bytes, ask: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
-    """What a client makes of one raw answer of a server."""
+    """Return the result of `ask` with a client whose server gives one raw answer."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -44,9 +44,7 @@ class CliArgument:
         """Return click's parameter with this name, for values of the type `kind`. A parameter with the default
         `inspect.Parameter.empty` must be given. A list stands for any number of values."""
         single, many = _single(kind)
-        made = _Argument([name], nargs=-1 if many else 1, **self._attributes(single, default))
-        made.text = self._help
-        return made
+        return _Argument([name], text=self._help, nargs=-1 if many else 1, **self._attributes(single, default))
 
     def _attributes(self, kind: Any, default: Any) -> dict[str, Any]:
         required = default is Parameter.empty
@@ -93,17 +91,20 @@ class CliOption(CliArgument):
         if self._callback is not None:
             attributes |= {"callback": self._callback, "is_eager": True}
         names = self._names or (f"--{name.replace('_', '-')}",)
-        made = _Option([name, *names], help=self._help, show_default=self._show_default, multiple=many, **attributes)
-        made.panel = self._panel
-        return made
+        attributes |= {"help": self._help, "show_default": self._show_default, "multiple": many}
+        return _Option([name, *names], panel=self._panel, **attributes)
 
 
 class _Argument(click.Argument):
-    text = ""
+    def __init__(self, names: Sequence[str], *, text: str, **attributes: Any) -> None:
+        super().__init__(names, **attributes)
+        self.text = text
 
 
 class _Option(click.Option):
-    panel = OPTIONS
+    def __init__(self, names: Sequence[str], *, panel: str, **attributes: Any) -> None:
+        super().__init__(names, **attributes)
+        self.panel = panel
 
 
 class CliCommand(click.Command):
@@ -129,8 +130,8 @@ class CliCommand(click.Command):
 
 
 class CliGroup(click.Group):
-    """Commands or groups by name. `load` returns the command or group with a name, and is called only for the one that
-    is to run or to be explained. `lines` are the first lines of their help; a line that is None is read from the
+    """Commands or groups by name. `load` returns the command or group with a name. It is called only for the command
+    that runs or whose help is shown. `lines` are the first lines of their help; a line that is None is read from the
     command."""
 
     def __init__(

@@ -160,7 +160,8 @@ def run_command(argv: Sequence[str] | None) -> int:
         terminal.error(RequestError(message, hint=f"{program} --help").record())
         return USAGE
     except BrokenPipeError:
-        # The program that reads the output, such as `head`, has ended. Python writes what is left at its own end.
+        # The program that reads the output, such as `head`, has ended. When Python ends, it writes the rest of the
+        # output, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except Exception as error:  # a missing resource is shown in one line; everything else is raised again

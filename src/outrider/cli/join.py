@@ -44,7 +44,7 @@ def join(
     ] = None,
     ray_resource: Annotated[
         str | None,
-        CliOption(metavar="NAME", help="Only with those that have this custom resource of Ray's.", panel=RAY),
+        CliOption(metavar="NAME", help="Only machines with this custom resource of Ray's.", panel=RAY),
     ] = None,
     verbose: Verbose = False,
 ) -> None:

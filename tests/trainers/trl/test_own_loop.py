@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.client.client import Client
-from outrider.config import Config, LanesConfig, ModelConfig
-from outrider.lab.demo.dialogue import POLICY, RENDERER
-from outrider.lab.demo.service_process import service_process
-from outrider.spec import EngineSpec
+from outrider.lab.demo.dialogue import POLICY
 from support.later import torch
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
@@ -33,7 +30,7 @@ def loop() -> ModuleType:
 
 
 def uniform() -> Any:
-    """A model whose probabilities are those of its bias, whatever it reads."""
+    """A model whose probabilities depend on its bias alone, and not on the ids that it reads."""
 
     class Uniform(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -69,25 +66,17 @@ def test_each_rollout_has_the_same_weight_in_the_loss(loop: ModuleType) -> None:
     assert model.bias.grad.tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_training_continues_from_its_checkpoint(loop: ModuleType, tmp_path: Path) -> None:
+def test_a_training_continues_from_its_checkpoint(loop: ModuleType, client: Client, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    config = Config(
-        port=0,
-        data=tmp_path / "data",
-        model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name="demo-policy"),
-        lanes=LanesConfig(init=8, run=16, eval=8),
-        engines=(EngineSpec(kind="embedded", name="engine", model=str(POLICY)),),
-    )
     checkpoint = tmp_path / "loop.pt"
-    with service_process(config, tmp_path) as url, Client(url) as client:
-        first = loop.train(client, str(POLICY), checkpoint, steps=2, groups=2)
-        before = torch.load(checkpoint)
-        version = client.policy().version
-        means = loop.train(client, str(POLICY), checkpoint, steps=4, groups=2)
-        after = torch.load(checkpoint)
-        assert means[:2] == first
-        assert len(means) == 4
-        assert client.policy().version == version + 2
+    first = loop.train(client, str(POLICY), checkpoint, steps=2, groups=2)
+    before = torch.load(checkpoint)
+    version = client.policy().version
+    means = loop.train(client, str(POLICY), checkpoint, steps=4, groups=2)
+    after = torch.load(checkpoint)
+    assert means[:2] == first
+    assert len(means) == 4
+    assert client.policy().version == version + 2
     moved = [name for name, value in after["model"].items() if not torch.equal(value, before["model"][name])]
     assert moved
     pending = {each.number for each in loop.msgspec.json.decode(before["sampler"], type=loop.SamplerState).pending}

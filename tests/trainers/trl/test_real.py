@@ -6,19 +6,16 @@ import random
 import subprocess
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.client.client import Client
-from outrider.config import Config, LanesConfig, ModelConfig
-from outrider.lab.demo.dialogue import POLICY, RENDERER
-from outrider.lab.demo.service_process import service_process
+from outrider.lab.demo.dialogue import POLICY
 from outrider.lab.demo.task import group_spec, make_task
 from outrider.sandbox.runtimes.default_runtime import default_runtime
-from outrider.spec import EngineSpec
 from outrider.trainers.trl import (
     Rollouts,
     RolloutWorker,
@@ -42,20 +39,6 @@ def task(number: int) -> Mapping[str, Any]:
     spec = group_spec(make_task(random.Random(f"test {number}")), SAMPLES, runtime=default_runtime()[0])
     body: Mapping[str, Any] = spec["task"]
     return body
-
-
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
-    """A client of a service in another process, whose embedded engine runs the demo's policy."""
-    config = Config(
-        port=0,
-        data=tmp_path / "data",
-        model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name="demo-policy"),
-        lanes=LanesConfig(init=8, run=16, eval=8),
-        engines=(EngineSpec(kind="embedded", name="engine", model=str(POLICY)),),
-    )
-    with service_process(config, tmp_path) as url, Client(url) as opened:
-        yield opened
 
 
 def load() -> Any:

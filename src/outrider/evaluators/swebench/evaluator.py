@@ -201,7 +201,7 @@ ROW = {
 }
 """The options that swebench's grading needs."""
 WORDS = (
-    [
+    (
         "add",
         "build",
         "clear",
@@ -216,8 +216,8 @@ WORDS = (
         "save",
         "sort",
         "split",
-    ],
-    [
+    ),
+    (
         "a_long",
         "a_new",
         "a_nested",
@@ -230,8 +230,8 @@ WORDS = (
         "many",
         "no",
         "the_last",
-    ],
-    [
+    ),
+    (
         "entry",
         "field",
         "file",
@@ -246,8 +246,8 @@ WORDS = (
         "row",
         "text",
         "value",
-    ],
-    ["again", "at_once", "by_default", "by_name", "first", "from_text", "in_order", "in_place", "later", "with_blanks"],
+    ),
+    ("again", "at_once", "by_default", "by_name", "first", "from_text", "in_order", "in_place", "later", "with_blanks"),
 )
 """The words of `planted_name`, by their place."""
 
