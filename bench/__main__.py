@@ -32,6 +32,7 @@ from bench import (
     rate,
     report,
     routing,
+    samples,
     sampling,
     sandboxes,
     scaling,
@@ -64,6 +65,7 @@ BENCHES: dict[str, Callable[[bool], Awaitable[dict[str, Any]]]] = {
     "graders": graders.run,
     "sampling": sampling.run,
     "staleness": staleness.run,
+    "samples": samples.run,
     "routing": routing.run,
     "starts": starts.run,
 }

@@ -19,7 +19,7 @@ from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import GroupView, ResultsPage, ServiceStatus, SessionView
-from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
+from outrider.trajectory import BranchKind, JsonSample, LogprobKind, Sample, SessionResult, TokenMode, Verdict
 
 T = TypeVar("T")
 
@@ -222,7 +222,7 @@ class _Session:
         """A training row with one sampled token."""
         assert self.result is not None
         assert self.result.verdict is not None
-        return Sample(
+        return JsonSample(
             group_id=self.group.id,
             session_id=self.id,
             attempt=1,
@@ -242,7 +242,7 @@ class _Session:
             stop_reason=self.result.stop_reason,
             min_version=self.version,
             max_version=self.version,
-        )
+        ).sample()
 
 
 def _now() -> float:

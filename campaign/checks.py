@@ -24,7 +24,17 @@ from outrider.schemas import EventView, GroupView
 from outrider.store.rows import EventKind
 from outrider.store.store import Store
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.trajectory import FinishReason, Ids, JoinKind, Sample, SessionResult, Turn, unpack_ids, unpack_logprobs
+from outrider.trajectory import (
+    FinishReason,
+    Ids,
+    JoinKind,
+    Sample,
+    SessionResult,
+    Turn,
+    pack_logprobs,
+    unpack_ids,
+    unpack_logprobs,
+)
 
 
 class Harm(StrEnum):
@@ -210,12 +220,12 @@ def judge_session(result: SessionResult, turns: Sequence[Turn], samples: Sequenc
         if sample.attempt != result.attempt:
             findings.append(Finding(Harm.STALE_WRITE, f"{name}: a row of attempt {sample.attempt}"))
         for index, (start, end) in zip(sample.turns, sample.turn_spans, strict=True):
-            masks = set(sample.loss_mask[start:end])
-            if index >= len(turns) or sample.ids[start:end] != unpack_ids(turns[index].output_ids).tolist():
+            masks = set(sample.loss_mask[start:end].tolist())
+            if index >= len(turns) or sample.packed_ids[4 * start : 4 * end] != turns[index].output_ids:
                 findings.append(Finding(Harm.LOST, f"{name}: row {sample.row} has other tokens than turn {index}"))
             elif masks == {1}:
                 trained[index] += 1
-                if sample.logprobs[start:end] != unpack_logprobs(turns[index].logprobs).tolist():
+                if pack_logprobs(sample.logprobs[start:end]) != turns[index].logprobs:
                     findings.append(Finding(Harm.LOST, f"{name}: row {sample.row} has other numbers than turn {index}"))
             elif masks == {0, 1}:
                 findings.append(Finding(Harm.LOST, f"{name}: row {sample.row} trains a part of turn {index}"))

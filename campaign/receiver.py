@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import msgspec
 from aiohttp import web
 
-from outrider.schemas import GroupView
+from outrider.schemas import GroupView, JsonGroupView
 
 REFUSED = 0.1
 
@@ -27,7 +27,7 @@ class Receiver:
 
     async def receive(self, request: web.Request) -> web.Response:
         key = request.headers["Idempotency-Key"]
-        self.pushes[key].append(msgspec.json.decode(await request.read(), type=GroupView))
+        self.pushes[key].append(msgspec.json.decode(await request.read(), type=JsonGroupView).view())
         if self._rng.random() < REFUSED:
             return web.Response(status=503)
         self.taken.add(key)

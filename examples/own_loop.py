@@ -47,10 +47,11 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
             for row in group.samples or ():
                 if row.session_id != session or row.reward is None:
                     continue
-                ids = torch.tensor([row.ids])
+                ids = torch.tensor(row.ids, dtype=torch.long)[None]
                 logits = model(input_ids=ids).logits[0, :-1]
                 new = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-                ratio = (new - torch.tensor(row.logprobs[1:])).exp()  # against what the token was sampled with
+                # The ratio is against the log-probabilities with which the tokens were sampled.
+                ratio = (new - torch.tensor(row.logprobs[1:], dtype=new.dtype)).exp()
                 gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
                 terms.append(gain[torch.tensor(row.loss_mask[1:], dtype=torch.bool)])
             if terms:

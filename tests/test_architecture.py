@@ -29,6 +29,7 @@ LAYERS = (
         "environment",
         "plugins",
         "schemas",
+        "sample_columns",
         "callbacks",
         "text_files",
         "printable",

@@ -154,7 +154,7 @@ async def test_the_same_seeds_give_the_same_sessions_while_other_groups_train(tm
 async def tokens(client: AsyncClient, found: Any) -> list[list[int]]:
     """What was sampled in each session, in the order of the tasks."""
     return [
-        sample.ids
+        sample.ids.tolist()
         for group in found.groups
         for session in group.sessions
         for sample in await client.samples(session.id)

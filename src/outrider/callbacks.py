@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from outrider.errors import InvalidField, RequestError, Unauthorized
-from outrider.schemas import GroupView
+from outrider.schemas import GroupView, JsonGroupView
 
 ID = "webhook-id"
 TIMESTAMP = "webhook-timestamp"
@@ -51,8 +51,8 @@ def verify(
     Raises Unauthorized for an invalid signature, and RequestError for a signed body that is no group."""
     check_signature(headers, body, secret, tolerance=tolerance, now=now)
     try:
-        return msgspec.json.decode(body, type=GroupView)
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(body, type=JsonGroupView).view()
+    except ValueError as error:  # DecodeError of msgspec, or columns of different lengths
         raise RequestError(f"the body of the callback is no group: {error}") from error
 
 

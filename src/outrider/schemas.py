@@ -12,7 +12,7 @@ import msgspec
 
 from outrider.errors import ErrorRecord, FailingChore
 from outrider.lifecycle import GroupState, SessionState
-from outrider.trajectory import ChatRow, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
+from outrider.trajectory import ChatRow, JsonSample, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -204,6 +204,17 @@ class GroupView(GroupFields, frozen=True, kw_only=True):
 
     sessions: tuple[SessionView, ...]
     samples: tuple[Sample, ...] | None = None
+
+
+class JsonGroupView(GroupFields, frozen=True, kw_only=True):
+    """A `GroupView` as it is in JSON."""
+
+    sessions: tuple[SessionView, ...]
+    samples: tuple[JsonSample, ...] | None = None
+
+    def view(self) -> GroupView:
+        samples = None if self.samples is None else tuple(row.sample() for row in self.samples)
+        return reply_of(GroupView, self, samples=samples)
 
 
 class RegradedSession(msgspec.Struct, frozen=True, kw_only=True):

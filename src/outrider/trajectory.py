@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -242,11 +243,8 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One training row: `ids`, `loss_mask`, `logprobs` and `versions` have equal length.
-
-    Positions with mask 0 (context, and sampled tokens that this row does not train) have log-probability 0.0 and
-    version -1.
+class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Sample` and `JsonSample` have in common: all of a training row but its tokens.
 
     row, rows: the number of this row, from 0, and the number of the session's rows.
     prompt_length: ids before the first sampled one.
@@ -273,10 +271,6 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 0
     label: str = ""
     turns: tuple[int, ...]
-    ids: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
-    versions: list[int]
     prompt_length: int
     reward: float | None
     metrics: dict[str, float] = {}
@@ -291,6 +285,72 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     turn_spans: tuple[tuple[int, int], ...] = ()
     turn_rewards: tuple[float | None, ...] = ()
 
+
+class Sample(SampleFields, frozen=True, kw_only=True, dict=True):
+    """One training row. `ids`, `loss_mask`, `logprobs` and `versions` are read-only numpy arrays of equal length.
+
+    The arrays are made when they are first used, from the short form in which a row is stored and sent:
+
+    packed_ids: all ids of the row, packed int32.
+    trained: the positions [start, end) of the ids that train, in order and without overlap.
+    packed_logprobs: the log-probabilities of the ids that train, packed float64.
+    version_spans: the policy versions of the ids that train, by their positions in the row.
+    """
+
+    packed_ids: bytes
+    trained: tuple[tuple[int, int], ...]
+    packed_logprobs: bytes
+    version_spans: tuple[VersionSpan, ...]
+
+    def __len__(self) -> int:
+        """Return the number of ids."""
+        return len(self.packed_ids) // 4
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of ids that train."""
+        return sum(end - start for start, end in self.trained)
+
+    @cached_property
+    def ids(self) -> Ids:
+        """The token ids, as int32."""
+        return unpack_ids(self.packed_ids)
+
+    @cached_property
+    def loss_mask(self) -> Ids:
+        """1 for the ids that train, 0 for the context and for sampled ids that this row does not train, as int32."""
+        import numpy as np
+
+        mask = np.zeros(len(self), dtype=np.int32)
+        for start, end in self.trained:
+            mask[start:end] = 1
+        mask.flags.writeable = False
+        return mask
+
+    @cached_property
+    def logprobs(self) -> Logprobs:
+        """The log-probabilities, as float64; 0.0 where the mask is 0."""
+        import numpy as np
+
+        found, given = np.zeros(len(self)), unpack_logprobs(self.packed_logprobs)
+        at = 0
+        for start, end in self.trained:
+            found[start:end] = given[at : at + end - start]
+            at += end - start
+        found.flags.writeable = False
+        return found
+
+    @cached_property
+    def versions(self) -> Ids:
+        """The policy versions, as int32; -1 where the mask is 0."""
+        import numpy as np
+
+        found = np.full(len(self), -1, dtype=np.int32)
+        for span in self.version_spans:
+            found[span.start : span.end] = span.version
+        found.flags.writeable = False
+        return found
+
     def token_rewards(self, length: int | None = None) -> list[float]:
         """Return the rewards at their positions, one number for each of the first `length` ids (default: all). A turn's
         reward is at the last of its sampled tokens, and the row's own reward at the last token that trains.
@@ -298,15 +358,61 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         Rewards of turns that end after position `length` are left out. All numbers are zero for a row without a reward,
         and if none of the ids trains.
         """
-        mask = self.loss_mask[:length]
-        placed = [0.0] * len(mask)
-        if self.reward is None or 1 not in mask:
+        count = len(self) if length is None else min(length, len(self))
+        placed = [0.0] * count
+        last = max((min(end, count) for start, end in self.trained if start < count), default=0)
+        if self.reward is None or last == 0:
             return placed
         for (_, end), reward in zip(self.turn_spans, self.turn_rewards, strict=True):
-            if reward is not None and end <= len(mask):
+            if reward is not None and end <= count:
                 placed[end - 1] += reward
-        placed[len(mask) - 1 - mask[::-1].index(1)] += self.reward
+        placed[last - 1] += self.reward
         return placed
+
+
+class JsonSample(SampleFields, frozen=True, kw_only=True):
+    """A training row in JSON: `ids`, `loss_mask`, `logprobs` and `versions` are lists of equal length. Where the mask
+    is 0, the log-probability is 0.0 and the version -1."""
+
+    ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+
+    def sample(self) -> Sample:
+        """Return the row as a `Sample`. Raises ValueError for lists of different lengths."""
+        trained: list[tuple[int, int]] = []
+        spans: list[VersionSpan] = []
+        logprobs: list[float] = []
+        columns = zip(self.ids, self.loss_mask, self.logprobs, self.versions, strict=True)
+        for at, (_, mask, logprob, version) in enumerate(columns):
+            if not mask:
+                continue
+            logprobs.append(logprob)
+            if trained and trained[-1][1] == at:
+                trained[-1] = trained[-1][0], at + 1
+            else:
+                trained.append((at, at + 1))
+            if spans and (spans[-1].end, spans[-1].version) == (at, version):
+                spans[-1] = VersionSpan(version, spans[-1].start, at + 1)
+            else:
+                spans.append(VersionSpan(version, at, at + 1))
+        return Sample(
+            **{name: getattr(self, name) for name in SampleFields.__struct_fields__},
+            packed_ids=pack_ids(self.ids),
+            trained=tuple(trained),
+            packed_logprobs=pack_logprobs(logprobs),
+            version_spans=tuple(spans),
+        )
+
+
+def sample_json(sample: Sample) -> bytes:
+    """Return the JSON of a sample, in the form of `JsonSample`."""
+    import orjson
+
+    row = {name: getattr(sample, name) for name in SampleFields.__struct_fields__}
+    row |= {"ids": sample.ids, "loss_mask": sample.loss_mask, "logprobs": sample.logprobs, "versions": sample.versions}
+    return orjson.dumps(row, msgspec.to_builtins, orjson.OPT_SERIALIZE_NUMPY)
 
 
 class ChatRow(msgspec.Struct, frozen=True, kw_only=True):

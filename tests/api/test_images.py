@@ -55,7 +55,7 @@ async def test_an_image_reaches_the_sample_and_is_stored_once(tmp_path: Path, di
         assert [session.last_error for session in done.sessions] == [None, None]
         for session in done.sessions:
             [sample] = await client.samples(session.id)
-            assert (sample.mode, sample.ids) == (TokenMode.CAPTURE, [1, 2, 3, 7, 8, 4, 5, 9])
+            assert (sample.mode, sample.ids.tolist()) == (TokenMode.CAPTURE, [1, 2, 3, 7, 8, 4, 5, 9])
             assert sample.images == (shown(0, 0), shown(1, 2), linked(1, 2))
             assert sample.reward == 2.0
         assert await client.image(DIGEST) == image_from_bytes("image/png", PNG)

@@ -53,7 +53,7 @@ async def test_sessions_run_on_a_worker_token_by_token(tmp_path: Path) -> None:
         assert [sample.reward for sample in group.samples] == [1.0] * 4
         for sample in group.samples:
             for place, (token, trained, logprob) in enumerate(
-                zip(sample.ids, sample.loss_mask, sample.logprobs, strict=True)
+                zip(sample.ids.tolist(), sample.loss_mask, sample.logprobs, strict=True)
             ):
                 assert logprob == (scripted_logprob(place, token) if trained else 0.0)
             assert sum(sample.loss_mask) > 10

@@ -28,6 +28,7 @@ from bench import (
     processor_time,
     rate,
     report,
+    samples,
     sampling,
     sandboxes,
     scaling,
@@ -284,6 +285,18 @@ def test_bounds_on_age_are_kept_and_cost_what_the_page_states() -> None:
     bias = {name: row["wrong"] - row["right"] for name, row in means.items()}
     assert bias["3 batches running, surplus stopped"] > 0.02 > bias["age 1, slow groups awaited"]
     check_shown("staleness", found)
+
+
+@pytest.mark.deep
+async def test_a_stream_of_samples_is_cheaper_than_json() -> None:
+    found = await samples.measure(samples.Plan(2, 4, 1))
+
+    stream, plain = found["stream"], found["json"]
+    assert stream["service_ms"] < plain["service_ms"] / 2
+    assert stream["reader_ms"] < plain["reader_ms"] / 5
+    assert stream["bytes"] < 250_000 < plain["bytes"]
+    assert found["files"]["arrow"]["ms"] < found["files"]["parquet"]["ms"]
+    check_shown("samples", found)
 
 
 @pytest.mark.nightly

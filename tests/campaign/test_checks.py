@@ -41,6 +41,7 @@ from outrider.trajectory import (
     pack_logprobs,
     unpack_ids,
 )
+from support.samples import changed_sample
 
 PROMPT = [1, 2, 3]
 NEXT = [4, 5]
@@ -180,9 +181,9 @@ def test_what_was_sampled_is_in_one_row() -> None:
     assert harms(judge_session(result(TURNS), TURNS, [])) == {Harm.LOST}
     assert harms(judge_session(result(TURNS), TURNS[:1], [row])) == {Harm.LOST}
     assert Harm.DOUBLED in harms(judge_session(result(TURNS), TURNS, [row, msgspec.structs.replace(row, row=1)]))
-    other = msgspec.structs.replace(row, ids=[*row.ids[:-1], row.ids[-1] + 1])
+    other = changed_sample(row, ids=[*row.ids[:-1], row.ids[-1] + 1])
     assert harms(judge_session(result(TURNS), TURNS, [other])) >= {Harm.LOST}
-    numbers = msgspec.structs.replace(row, logprobs=[*row.logprobs[:-1], -9.0])
+    numbers = changed_sample(row, logprobs=[*row.logprobs[:-1], -9.0])
     assert harms(judge_session(result(TURNS), TURNS, [numbers])) == {Harm.LOST}
     late = msgspec.structs.replace(row, attempt=2)
     assert harms(judge_session(result(TURNS), TURNS, [late])) == {Harm.STALE_WRITE}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -14,6 +13,7 @@ from outrider.lab.certify.scripted_model import PromptState, ScriptedCall
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import StopReason
 from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
+from support.samples import changed_sample, make_sample
 
 
 def call(prompt: list[int], output: list[int]) -> ScriptedCall:
@@ -35,7 +35,7 @@ def sample(**changed: Any) -> Sample:
     ids = changed.pop("ids", IDS)
     mask = changed.pop("loss_mask", MASK)
     logprobs = [scripted_logprob(at, ids[at]) if mask[at] else 0.0 for at in range(len(ids))]
-    whole = Sample(
+    whole = make_sample(
         group_id="g",
         session_id="s",
         attempt=1,
@@ -56,7 +56,7 @@ def sample(**changed: Any) -> Sample:
         min_version=0,
         max_version=0,
     )
-    return msgspec.structs.replace(whole, **changed)
+    return changed_sample(whole, **changed)
 
 
 def test_a_true_row_has_no_fault() -> None:

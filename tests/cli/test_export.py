@@ -33,7 +33,11 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
         await client.wait(groups)
         printed = await cli("export", "--url", url)
         written = await cli("export", "--format", "parquet", "-o", tmp_path / "rows", "--url", url, "--json")
-        truth = [sample.ids for group in groups for sample in (await client.group(group, samples=True)).samples or ()]
+        truth = [
+            sample.ids.tolist()
+            for group in groups
+            for sample in (await client.group(group, samples=True)).samples or ()
+        ]
     lines = [json.loads(line) for line in printed.out.splitlines()]
     assert (printed.code, written.code) == (0, 0)
     assert {line["group_id"] for line in lines} == set(groups)
@@ -114,9 +118,9 @@ async def test_chat_rows_render_to_the_ids_of_the_samples(cli: Cli, tmp_path: Pa
     renderer = make_renderer(Tokenizer.load(tmp_path / "tokenizer"), RENDERER)
     said = [place for place, message in enumerate(row.messages) if message["role"] == "assistant"]
     for place, (start, end) in zip(said, sample.turn_spans, strict=True):
-        assert renderer.render(read_messages(row.messages[:place]), row.tools) == sample.ids[:start]
+        assert renderer.render(read_messages(row.messages[:place]), row.tools) == sample.ids[:start].tolist()
         more = [*read_messages(row.messages[: place + 1]), Message(role=Role.USER, content="more")]
-        assert renderer.render(more, row.tools)[:end] == sample.ids[:end]
+        assert renderer.render(more, row.tools)[:end] == sample.ids[:end].tolist()
 
 
 async def test_trajectories_have_the_sampled_ids(cli: Cli, tmp_path: Path) -> None:
@@ -136,9 +140,9 @@ async def test_trajectories_have_the_sampled_ids(cli: Cli, tmp_path: Path) -> No
     said = [step for step in steps if step["source"] == "agent"]
     for step, (start, end) in zip(said, sample.turn_spans, strict=True):
         metrics = step["metrics"]
-        assert metrics["prompt_token_ids"] == sample.ids[:start]
-        assert metrics["completion_token_ids"] == sample.ids[start:end]
-        assert metrics["logprobs"] == sample.logprobs[start:end]
+        assert metrics["prompt_token_ids"] == sample.ids[:start].tolist()
+        assert metrics["completion_token_ids"] == sample.ids[start:end].tolist()
+        assert metrics["logprobs"] == sample.logprobs[start:end].tolist()
     [call] = said[0]["tool_calls"]
     [result] = said[0]["observation"]["results"]
     assert result["source_call_id"] == call["tool_call_id"]

@@ -15,9 +15,11 @@ from outrider.client.sample_files import ImageFolder, SampleFormat, sample_file,
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.messages import Image, image_from_bytes
-from outrider.trajectory import BranchKind, LogprobKind, Sample, SampleImage, TokenMode
+from outrider.sample_columns import decode
+from outrider.trajectory import BranchKind, JsonSample, LogprobKind, SampleImage, TokenMode, sample_json
+from support.samples import changed_sample, make_sample
 
-SAMPLE = Sample(
+SAMPLE = make_sample(
     group_id="g-1",
     session_id="s-1-0",
     attempt=1,
@@ -47,7 +49,7 @@ SAMPLE = Sample(
         SampleImage(turn=1, message=2, digest="ab", media_type="image/png", size=3, url=None),
     ),
 )
-UNGRADED = msgspec.structs.replace(
+UNGRADED = changed_sample(
     SAMPLE, reward=None, metrics={}, labels={}, ids=[], loss_mask=[], logprobs=[], versions=[], turns=(), images=()
 )
 
@@ -57,27 +59,28 @@ def read_parquet(path: Path) -> list[dict[str, Any]]:
     return [row | {"metrics": json.loads(row["metrics"]), "labels": json.loads(row["labels"])} for row in rows]
 
 
-def test_both_formats_hold_the_same_rows(tmp_path: Path) -> None:
+def test_all_formats_hold_the_same_rows(tmp_path: Path) -> None:
     for kind in SampleFormat:
         with sample_file(tmp_path / kind, kind) as writer:
             writer.write([SAMPLE])
             writer.write([])
             writer.write([UNGRADED, SAMPLE])
     lines = [json.loads(line) for line in (tmp_path / "jsonl").read_text().splitlines()]
-    assert lines == [json.loads(msgspec.json.encode(sample)) for sample in (SAMPLE, UNGRADED, SAMPLE)]
+    assert lines == [json.loads(sample_json(sample)) for sample in (SAMPLE, UNGRADED, SAMPLE)]
     assert read_parquet(tmp_path / "parquet") == lines
+    assert decode((tmp_path / "arrow").read_bytes()).samples == [SAMPLE, UNGRADED, SAMPLE]
 
 
 def test_token_columns_have_the_types_that_trainers_want(tmp_path: Path) -> None:
     with sample_file(tmp_path / "rows", SampleFormat.PARQUET) as writer:
         writer.write([SAMPLE])
     schema = pq.read_schema(tmp_path / "rows")
-    assert schema.names == list(Sample.__struct_fields__)
+    assert schema.names == list(JsonSample.__struct_fields__)
     assert {name: schema.field(name).type for name in ("ids", "loss_mask", "logprobs", "versions")} == {
-        "ids": pa.large_list(pa.int32()),
-        "loss_mask": pa.large_list(pa.int8()),
-        "logprobs": pa.large_list(pa.float64()),
-        "versions": pa.large_list(pa.int32()),
+        "ids": pa.large_list(pa.field("element", pa.int32(), nullable=False)),
+        "loss_mask": pa.large_list(pa.field("element", pa.int8(), nullable=False)),
+        "logprobs": pa.large_list(pa.field("element", pa.float64(), nullable=False)),
+        "versions": pa.large_list(pa.field("element", pa.int32(), nullable=False)),
     }
 
 
@@ -86,7 +89,8 @@ def test_no_rows_make_a_file_too(tmp_path: Path, kind: SampleFormat) -> None:
     with sample_file(tmp_path / "deep" / "rows", kind):
         pass
     path = tmp_path / "deep" / "rows"
-    assert (read_parquet(path) if kind is SampleFormat.PARQUET else path.read_text().splitlines()) == []
+    read = {SampleFormat.PARQUET: read_parquet, SampleFormat.ARROW: lambda path: decode(path.read_bytes()).samples}
+    assert read.get(kind, lambda path: path.read_text().splitlines())(path) == []
 
 
 @pytest.mark.parametrize("kind", SampleFormat)

@@ -22,13 +22,13 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import (
     BranchKind,
     LogprobKind,
-    Sample,
     SessionResult,
     TokenCounts,
     TokenMode,
     TurnTimings,
     Verdict,
 )
+from support.samples import changed_sample, make_sample
 
 TOKENIZER = Tokenizer.load(POLICY)
 SAID = "It is in jade.<|im_end|>"
@@ -80,7 +80,7 @@ def rollouts(**changed: Any) -> RolloutSummary:
     """One session of one turn, with its one sample changed as told."""
     context, sampled = TOKENIZER.encode("Where is rye?\n"), TOKENIZER.encode(SAID)
     mask = [0] * len(context) + [1] * len(sampled)
-    sample = Sample(
+    sample = make_sample(
         group_id="g",
         session_id="s",
         attempt=1,
@@ -112,7 +112,7 @@ def rollouts(**changed: Any) -> RolloutSummary:
         cursor=1,
         labels={"item": "rye"},
         sessions=(_session(len(sampled)),),
-        samples=(msgspec.structs.replace(sample, **changed),),
+        samples=(changed_sample(sample, **changed),),
     )
     return RolloutSummary(groups=(group,), turns={"s": (_turn(len(context), len(sampled)),)}, seconds=1.0)
 
@@ -178,7 +178,6 @@ def test_the_check_passes_what_is_right() -> None:
         ("loss_mask", -1, 0, "its samples train"),
         ("loss_mask", 0, 1, "is the text of no turn"),
         ("logprobs", -1, 0.5, "log-probability 0.5"),
-        ("logprobs", 0, -0.5, "mask 0 with log-probability -0.5"),
         ("versions", -1, -1, "version -1"),
     ],
 )
@@ -189,8 +188,13 @@ def test_the_check_sees_what_is_wrong(field: str, index: int, value: float, comp
     assert any(complaint in fault for fault in sample_faults(rollouts(**{field: column}), TOKENIZER))
 
 
-def test_the_check_sees_columns_of_different_lengths() -> None:
-    assert "different lengths" in sample_faults(rollouts(versions=[0]), TOKENIZER)[0]
+@pytest.mark.parametrize("missing", [{"packed_logprobs": b""}, {"version_spans": ()}])
+def test_the_check_sees_a_token_without_its_numbers(missing: dict[str, Any]) -> None:
+    made = rollouts()
+    [sample] = made.groups[0].samples or ()
+    short = msgspec.structs.replace(sample, **missing)
+    group = msgspec.structs.replace(made.groups[0], samples=(short,))
+    assert "not every id that trains" in sample_faults(msgspec.structs.replace(made, groups=(group,)), TOKENIZER)[0]
 
 
 def test_sums_are_over_sessions_and_groups() -> None:

@@ -26,7 +26,8 @@ from outrider.sandbox.rootfs.store import ImageStore
 from outrider.tasks.datasets import harbor_examples
 from outrider.tasks.harbor.schema import TaskToml
 from outrider.tasks.harbor.verifiers import separate_verifier
-from outrider.trajectory import BranchKind, ChatRow, LogprobKind, Sample, SampleImage, TokenMode
+from outrider.trajectory import BranchKind, ChatRow, LogprobKind, SampleImage, TokenMode
+from support.samples import make_sample
 from test_datasets import harbor_task
 
 WHY = "Harbor's package cannot be imported here: it needs Python 3.12, and pip install harbor==0.25.0"
@@ -306,7 +307,7 @@ def test_the_examples_are_accepted() -> None:
 
 def test_harbors_model_takes_our_trajectories() -> None:
     image: dict[str, Any] = {"turn": 0, "message": 0, "digest": "d", "size": 1, "url": None}
-    sample = Sample(
+    sample = make_sample(
         group_id="g",
         session_id="s",
         attempt=1,

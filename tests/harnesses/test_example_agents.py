@@ -57,7 +57,7 @@ async def rollout(folder: Path, task: Path | GroupSpec, *replies: str, **setting
     [sample] = samples
     tokenizer = Tokenizer.load(str(folder / "tokenizer"))
     assert_exact(sample, engine, tokenizer, replies)
-    return session, tokenizer.decode(sample.ids)
+    return session, tokenizer.decode(sample.ids.tolist())
 
 
 def assert_exact(sample: Sample, engine: ScriptedEngine, tokenizer: Tokenizer, replies: tuple[str, ...]) -> None:
@@ -67,8 +67,8 @@ def assert_exact(sample: Sample, engine: ScriptedEngine, tokenizer: Tokenizer, r
     assert trained == {place for place, trains in enumerate(sample.loss_mask) if trains}
     prompts = [request.input_ids.tolist() for request in engine.requests][-len(replies) :]  # those of the last attempt
     for prompt, (start, end), reply in zip(prompts, sample.turn_spans, replies, strict=True):
-        assert prompt == sample.ids[:start]
-        assert tokenizer.decode(sample.ids[start:end]) == reply
+        assert prompt == sample.ids[:start].tolist()
+        assert tokenizer.decode(sample.ids[start:end].tolist()) == reply
     for place, (token, logprob) in enumerate(zip(sample.ids, sample.logprobs, strict=True)):
         assert logprob == (scripted_logprob(place, token) if place in trained else 0.0)
 

@@ -137,7 +137,7 @@ async def test_a_machine_grades_again_what_another_has_kept(start: Starts, token
         assert (result.error, result.regrades, session.node) == (None, before.id, "second")
         assert result.verdict is not None
         assert result.verdict.reward == 6.0
-    assert [sample.ids for sample in view.samples or ()] == [sample.ids for sample in old.samples or ()]
+    assert [sample.packed_ids for sample in view.samples or ()] == [sample.packed_ids for sample in old.samples or ()]
     assert node_processes() == set()
 
 

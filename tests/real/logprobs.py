@@ -44,7 +44,7 @@ def assert_agrees(samples: Iterable[Sample], model_folder: Path, tolerance: floa
         lengths = {len(sample.ids), len(sample.loss_mask), len(sample.logprobs), len(sample.versions)}
         assert len(lengths) == 1, f"{where}: ids, mask, log-probabilities and versions differ in length"
         trained = [position for position, mask in enumerate(sample.loss_mask) if mask]
-        expected = recompute(model_folder, sample.ids, [(position, position + 1) for position in trained])
+        expected = recompute(model_folder, sample.ids.tolist(), [(position, position + 1) for position in trained])
         for position, value in zip(trained, expected, strict=True):
             gap = abs(sample.logprobs[position] - value)
             assert gap <= tolerance, (

@@ -236,7 +236,7 @@ class Rollout:
         for one in given:
             start, end = len(one.prompt), len(one.prompt) + len(one.sampled)
             context, places = [*one.prompt.tolist(), *one.sampled], set(range(start, end))
-            found = [at for at, row in enumerate(rows) if left[at] >= places and row.ids[:end] == context]
+            found = [at for at, row in enumerate(rows) if left[at] >= places and row.ids[:end].tolist() == context]
             assert len(found) == 1
             assert rows[found[0]].logprobs[start:end] == one.logprobs
             left[found[0]] -= places

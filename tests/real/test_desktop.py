@@ -118,7 +118,7 @@ async def test_a_scripted_model_sees_the_screen_and_uses_it(
             assert (result.verdict.reward, result.verdict.reason) == (reward, why)
 
             [sample] = await client.samples(done.sessions[0].id)
-            assert (sample.mode, sample.ids, sample.reward) == (TokenMode.CAPTURE, list(range(1, 12)), reward)
+            assert (sample.mode, sample.ids.tolist(), sample.reward) == (TokenMode.CAPTURE, list(range(1, 12)), reward)
             assert [image.turn for image in sample.images] == [1, 4]
             shown = [(await client.image(image.digest)).data for image in sample.images]
     assert [size_of(png) for png in shown] == [(WIDTH, HEIGHT)] * 2
@@ -154,7 +154,7 @@ async def test_a_page_is_evaluated_by_the_programs(tmp_path: Path) -> None:
 
             [group] = found["groups"]
             [sample] = await client.samples(group["sessions"][0]["id"])
-            assert (sample.ids, sample.reward) == (list(range(1, 12)), 1.0)
+            assert (sample.ids.tolist(), sample.reward) == (list(range(1, 12)), 1.0)
             shown = [(await client.image(image.digest)).data for image in sample.images]
             assert [size_of(png) for png in shown] == [(WIDTH, HEIGHT)] * 2
 

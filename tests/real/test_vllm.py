@@ -20,6 +20,7 @@ from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, Samplin
 from outrider.errors import ContextOverflow
 from outrider.lifecycle import StopReason
 from outrider.trajectory import BranchKind, FinishReason, Sample, TokenMode, VersionSpan
+from support.samples import make_sample
 
 from .logprobs import assert_agrees
 from .vllm_cpu import CONTEXT_TOKENS, VllmServer, vllm_server
@@ -88,7 +89,7 @@ def request_for(ids: list[int], sampling: SamplingParams) -> GenerateRequest:
 
 def sample_of(engine: VLLMEngine, prompt: list[int], output: Chunk) -> Sample:
     masked, trained = len(prompt), len(output.ids)
-    return Sample(
+    return make_sample(
         group_id="group",
         session_id="session",
         attempt=1,

@@ -18,7 +18,7 @@ from outrider.concurrency.cancellation import OffloadThread
 from outrider.config import CallbacksConfig, Config
 from outrider.errors import NotFound
 from outrider.lifecycle import SessionState, StopReason
-from outrider.schemas import GroupView
+from outrider.schemas import GroupView, JsonGroupView
 from outrider.service.allow_lists import AllowLists
 from outrider.service.delivery import (
     LONGEST_PAUSE,
@@ -62,7 +62,7 @@ class Receiver:
         self.keys.append(request.headers["Idempotency-Key"])
         self.headers.append(dict(request.headers))
         self.bodies.append(await request.read())
-        self.views.append(msgspec.json.decode(self.bodies[-1], type=GroupView))
+        self.views.append(msgspec.json.decode(self.bodies[-1], type=JsonGroupView).view())
         await self.answering.wait()
         status = self._statuses.pop(0) if self._statuses else 200
         if status == 200:

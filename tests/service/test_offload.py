@@ -19,6 +19,7 @@ from outrider.schemas import SampleList
 from outrider.service.principals import Principal
 from outrider.spec import GroupSpec
 from outrider.trajectory import BranchKind, LogprobKind, Sample, TokenMode
+from support.samples import make_sample
 
 from .conftest import MakeWorld
 from .world import group
@@ -102,7 +103,7 @@ async def test_a_sessions_evaluator_is_made_beside_the_loop(world: MakeWorld) ->
 
 
 def long_row(row: int, tokens: int) -> Sample:
-    return Sample(
+    return make_sample(
         group_id="g",
         session_id="s",
         attempt=1,

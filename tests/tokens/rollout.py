@@ -16,7 +16,7 @@ import msgspec
 
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
-from outrider.tokens.branches.classify import lineages
+from outrider.tokens.branches.classify import is_one_conversation, lineages, lineages_by_rules
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.samples import POLICY, Policy, build_samples, count_session, model_calls
@@ -288,6 +288,8 @@ class Rollout:
     def _check_lineages(self) -> None:
         lines = lineages(self.turns)
         assert len(lines) == len(self.turns)
+        if is_one_conversation(self.turns):
+            assert lines == lineages_by_rules(self.turns)
         for turn, line in zip(self.turns, lines, strict=True):
             assert (line.kind is BranchKind.ABORTED) == (turn.finish is FinishReason.ABORT)
             assert line.depth > 0 or line.kind not in (BranchKind.SUBAGENT, BranchKind.AUXILIARY)
@@ -302,7 +304,7 @@ class Rollout:
     def _checked_sample(self, sample: Sample) -> list[int]:
         """Check that the columns are exactly what the engine was given and sampled, and return the turns that train."""
         last = sample.turns[-1]
-        assert sample.ids == self.given[last] + self.gave[last]
+        assert sample.ids.tolist() == self.given[last] + self.gave[last]
         assert len(sample.ids) == len(sample.loss_mask) == len(sample.logprobs) == len(sample.versions)
         assert sample.prompt_length == len(self.given[sample.turns[0]])
         trained, at = [], 0
@@ -310,14 +312,14 @@ class Rollout:
             start, end = len(self.given[index]), len(self.given[index]) + len(self.gave[index])
             assert (start, end) in sample.turn_spans
             assert not any(sample.loss_mask[at:start])
-            assert sample.ids[start:end] == self.gave[index]
-            masks = sample.loss_mask[start:end]
+            assert sample.ids[start:end].tolist() == self.gave[index]
+            masks = sample.loss_mask[start:end].tolist()
             assert masks in ([0] * len(masks), [1] * len(masks))
             if any(masks):
                 trained.append(index)
                 half = len(masks) // 2
-                assert sample.logprobs[start:end] == self.logprobs[index]
-                assert sample.versions[start:end] == [3] * half + [4] * (len(masks) - half)
+                assert sample.logprobs[start:end].tolist() == self.logprobs[index]
+                assert sample.versions[start:end].tolist() == [3] * half + [4] * (len(masks) - half)
             at = end
         assert at == len(sample.ids)
         context = [at for at, mask in enumerate(sample.loss_mask) if not mask]

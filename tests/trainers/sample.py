@@ -9,8 +9,9 @@ import msgspec
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import GroupView, SessionView
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, StageSeconds, TokenMode, Verdict
+from support.samples import changed_sample, make_sample
 
-ROW = Sample(
+ROW = make_sample(
     group_id="g-1",
     session_id="s-1",
     attempt=1,
@@ -36,7 +37,7 @@ ROW = Sample(
 
 
 def row(**changes: Any) -> Sample:
-    return msgspec.structs.replace(ROW, **changes)
+    return changed_sample(ROW, **changes)
 
 
 def group(*samples: Sample, **changes: Any) -> GroupView:

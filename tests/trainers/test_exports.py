@@ -26,10 +26,10 @@ def rows(draw: st.DrawFn) -> Sample:
 
 @given(rows())
 def test_spans_are_the_whole_row(sample: Sample) -> None:
-    spans = list(spans_of(sample.loss_mask))
+    spans = list(spans_of(sample.loss_mask.tolist()))
     assert [span.start for span in spans[1:]] == [span.end for span in spans[:-1]]
     assert (spans[0].start, spans[-1].end) == (0, len(sample.ids))
-    assert all({*sample.loss_mask[span.start : span.end]} == {int(span.trained)} for span in spans)
+    assert all({*sample.loss_mask[span.start : span.end].tolist()} == {int(span.trained)} for span in spans)
     assert all(one.trained != other.trained for one, other in itertools.pairwise(spans))
 
 
@@ -44,7 +44,7 @@ def test_nemo_gyms_prompts_extend_each_other(sample: Sample) -> None:
         assert len(item["generation_token_ids"]) == len(item["generation_log_probs"]) > 0
         seen = item["prompt_token_ids"] + item["generation_token_ids"]
         assert item["content"][0]["text"] == str(item["generation_token_ids"])
-    assert seen == sample.ids[: len(seen)]
+    assert seen == sample.ids[: len(seen)].tolist()
     generated = [value for item in reply["response"]["output"] for value in item["generation_log_probs"]]
     assert generated == [value for value, one in zip(sample.logprobs, sample.loss_mask, strict=True) if one]
 
@@ -54,7 +54,7 @@ def test_a_verifiers_path_is_the_row(sample: Sample) -> None:
     nodes = verifiers_nodes([sample, sample])
     for path in (nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :]):
         assert path[0]["parent"] is None
-        assert [token for node in path for token in node["token_ids"]] == sample.ids
+        assert [token for node in path for token in node["token_ids"]] == sample.ids.tolist()
         assert [value for node in path for value in node["mask"]] == [bool(one) for one in sample.loss_mask]
         assert all(len(node["logprobs"]) == sum(node["mask"]) for node in path)
     assert all(nodes[node["parent"]]["parent"] != node["parent"] for node in nodes if node["parent"] is not None)
@@ -83,12 +83,12 @@ def test_advantages_may_be_given_for_each_id() -> None:
 def test_a_tinker_datum_predicts_the_next_id(sample: Sample) -> None:
     made = tinker_datum(sample, advantage=2.0)
     inputs = made["loss_fn_inputs"]
-    assert made["model_input"] + inputs["target_tokens"][-1:] == sample.ids
+    assert made["model_input"] + inputs["target_tokens"][-1:] == sample.ids.tolist()
     assert set(inputs) == {"target_tokens", "logprobs", "advantages"}  # tinker.Datum knows no mask
     assert {len(column) for column in (*inputs.values(), made["weights"])} == {len(made["model_input"])}
     trained = [place for place, one in enumerate(sample.loss_mask) if one]
-    assert [inputs["target_tokens"][place - 1] for place in trained] == [sample.ids[place] for place in trained]
-    assert [inputs["logprobs"][place - 1] for place in trained] == [sample.logprobs[place] for place in trained]
+    assert [inputs["target_tokens"][place - 1] for place in trained] == sample.ids[trained].tolist()
+    assert [inputs["logprobs"][place - 1] for place in trained] == sample.logprobs[trained].tolist()
     assert sum(made["weights"]) == len(trained)
     assert [place + 1 for place, value in enumerate(inputs["advantages"]) if value] == trained
 

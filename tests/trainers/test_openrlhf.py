@@ -65,12 +65,12 @@ async def test_a_call_is_a_session_token_for_token(tmp_path: Path) -> None:
             [turn, *_] = await client.turns(group.sessions[0].id)
     [sample, _other] = group.samples or ()
     assert group.sessions[0].result.samples == 2
-    assert response["observation_tokens"] == sample.ids
-    assert response["rollout_log_probs"] == sample.logprobs
+    assert response["observation_tokens"] == sample.ids.tolist()
+    assert response["rollout_log_probs"] == sample.logprobs.tolist()
     mask = [0] * len(sample.ids)
     for start, end in response["action_ranges"]:
         mask[start:end] = [1] * (end - start)
-    assert mask == sample.loss_mask
+    assert mask == sample.loss_mask.tolist()
     assert len(response["action_ranges"]) == 2
     assert (response["reward"], response["scores"], response["truncated"]) == (0.25, 0.25, False)
     assert (response["prompt"], response["label"], response["images"]) == ("say hello", "the answer", None)

@@ -55,10 +55,10 @@ async def test_rows_come_in_the_order_of_the_input_token_for_token(tmp_path: Pat
     for at, trajectory_id in enumerate(batch["trajectory_ids"]):
         group = groups[trajectory_id.instance_id]
         sample = list(group.samples or ())[trajectory_id.repetition_id]
-        assert output["prompt_token_ids"][at] + output["response_ids"][at] == sample.ids
+        assert output["prompt_token_ids"][at] + output["response_ids"][at] == sample.ids.tolist()
         assert len(output["prompt_token_ids"][at]) == sample.prompt_length
-        assert output["loss_masks"][at] == sample.loss_mask[sample.prompt_length :]
-        assert output["rollout_logprobs"][at] == sample.logprobs[sample.prompt_length :]
+        assert output["loss_masks"][at] == sample.loss_mask[sample.prompt_length :].tolist()
+        assert output["rollout_logprobs"][at] == sample.logprobs[sample.prompt_length :].tolist()
         assert output["rewards"][at] == sample.reward
         assert output["env_metrics"][at]["session_id"] == sample.session_id
         assert output["env_metrics"][at]["number"] == sample.metrics["number"]
@@ -91,7 +91,7 @@ async def test_step_wise_rows_are_the_branches_of_a_trajectory(tmp_path: Path) -
             output["prompt_token_ids"][at] + output["response_ids"][at]
             for at in (2 * sample_index, 2 * sample_index + 1)
         ]
-        assert given == [rows[1].ids, rows[0].ids]  # the main conversation is last
+        assert given == [rows[1].ids.tolist(), rows[0].ids.tolist()]  # the main conversation is last
     trained = [sum(mask) for mask in output["loss_masks"]]
     assert sum(trained) == sum(sum(sample.loss_mask) for sample in group.samples or ())
 

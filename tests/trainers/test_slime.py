@@ -80,10 +80,10 @@ async def test_a_rollout_is_groups_of_the_data_source_token_for_token(tmp_path: 
     side = TrainingSide(args, output)
     for sample in side.samples:
         ours = list(groups[str(sample.group_index)].samples or ())[(sample.index or 0) % 2]
-        assert sample.tokens == ours.ids
+        assert sample.tokens == ours.ids.tolist()
         assert sample.response_length == len(ours.ids) - ours.prompt_length
-        assert sample.loss_mask == ours.loss_mask[ours.prompt_length :]
-        assert sample.rollout_log_probs == ours.logprobs[ours.prompt_length :]
+        assert sample.loss_mask == ours.loss_mask[ours.prompt_length :].tolist()
+        assert sample.rollout_log_probs == ours.logprobs[ours.prompt_length :].tolist()
         assert (sample.reward, sample.session_id) == (ours.reward, ours.session_id)
         assert (sample.weight_versions, sample.status) == (["0"], Sample.Status.COMPLETED)
         assert (sample.rollout_id, sample.remove_sample) == (sample.index, False)
@@ -313,7 +313,7 @@ async def test_custom_generate_fills_the_sample_of_slimes_own_loop(tmp_path: Pat
         evaluated = await slime.custom_generate(args, sample, params, evaluation=True)
         groups = await the_groups(service)
     assert (one.reward, one.status, one.rollout_id) == (0.5, Sample.Status.COMPLETED, 11)
-    assert one.tokens == next(iter(groups[0].samples or ())).ids
+    assert one.tokens == next(iter(groups[0].samples or ())).ids.tolist()
     assert [each.rollout_id for each in several] == [11, 11]
     assert isinstance(evaluated, Sample)
     assert [group.priority for group in groups] == [0, 0, 100]

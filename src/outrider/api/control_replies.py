@@ -20,17 +20,17 @@ RETRY_AFTER = 10.0
 """Default of Retry-After in seconds. The actual wait is unknown: sessions take from seconds to hours."""
 
 
-def long_reply(body: bytes) -> Response:
-    """Return a reply with JSON of any length. A long reply is sent in pieces, because one write of megabytes would
-    block the event loop."""
+def long_reply(body: bytes, media_type: str = "application/json") -> Response:
+    """Return a reply of any length. A long reply is sent in pieces, because one write of megabytes would block the
+    event loop."""
     if len(body) <= PIECE:
-        return Response(body, media_type="application/json")
+        return Response(body, media_type=media_type)
 
     async def pieces() -> AsyncIterator[bytes]:  # Starlette would read an ordinary iterator in a thread
         for start in range(0, len(body), PIECE):
             yield body[start : start + PIECE]
 
-    return StreamingResponse(pieces(), media_type="application/json", headers={"Content-Length": str(len(body))})
+    return StreamingResponse(pieces(), media_type=media_type, headers={"Content-Length": str(len(body))})
 
 
 def json_reply(value: msgspec.Struct, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Header, Query, Response
+from fastapi import Depends, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
 from outrider.api.control_replies import long_reply
@@ -15,6 +15,7 @@ from outrider.api.control_router import Caller, ControlRouter, Created, Serving,
 from outrider.api.openapi import QUEUE_FULL
 from outrider.errors import Conflict, Forbidden, InvalidField, RuntimeUnavailable
 from outrider.lifecycle import GroupState
+from outrider.sample_columns import MEDIA_TYPE
 from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
 from outrider.service.principals import Principal
 from outrider.service.service import Service
@@ -35,6 +36,19 @@ RETRY_MS = 1000
 After = Annotated[int, Query(ge=0, le=MAX_CURSOR)]
 LAST_EVENT_ID = "Last-Event-ID"
 Samples = Annotated[bool, Query(description="include the training rows")]
+
+
+async def wants_columns(
+    accept: Annotated[list[str] | None, Header(description=f"{MEDIA_TYPE}: samples as an Arrow stream")] = None,
+) -> bool:
+    return any(MEDIA_TYPE in each for each in accept or ())
+
+
+Columns = Annotated[bool, Depends(wants_columns)]
+"""Whether the client takes samples as an Arrow stream."""
+ARROW_REPLY: dict[int | str, dict[str, Any]] = {
+    200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
 
 
 ROUTES = ControlRouter()
@@ -65,17 +79,18 @@ async def groups(
     return GroupList(groups=tuple(map(group_summary, rows)))
 
 
-@ROUTES.get("/groups/{group_id}", "read", GroupView)
+@ROUTES.get("/groups/{group_id}", "read", GroupView, also=ARROW_REPLY)
 async def group(
     service: Serving,
     caller: Caller,
     group_id: str,
     wait: Annotated[float, Query(ge=0, le=MAX_WAIT, description="seconds to wait until it is done")] = 0.0,
     samples: Samples = False,
+    columns: Columns = False,
 ) -> Response:
     """Get one group with its sessions."""
     view = await service.group(group_id, wait=wait, samples=samples, caller=caller)
-    return long_reply(await service.reader.encoded(view))
+    return await _reply(service, view, columns=columns and samples)
 
 
 @ROUTES.delete("/groups/{group_id}", "submit", GroupView)
@@ -98,7 +113,7 @@ async def regrade(
     return group
 
 
-@ROUTES.get("/results", "read", ResultsPage, errors=(Conflict,))
+@ROUTES.get("/results", "read", ResultsPage, errors=(Conflict,), also=ARROW_REPLY)
 async def results(
     service: Serving,
     caller: Caller,
@@ -109,6 +124,7 @@ async def results(
     wait: Annotated[float, Query(ge=0, le=MAX_WAIT, description="seconds to wait for the first")] = 0.0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     samples: Samples = False,
+    columns: Columns = False,
 ) -> Response:
     """List done groups after a cursor, in the order they finished: up to `limit` groups and up to 8 MiB, but at
     least one. Repeat the request with `after` set to the reply's `cursor` until a reply has no groups.
@@ -126,7 +142,10 @@ async def results(
             )
         position = await service.store.consumers.enter(consumer, at=start, tenant=caller.sees)
         start = position if after is None else after
-    page = await service.results(after=start, wait=wait, limit=limit, samples=samples, caller=caller)
+    columns = columns and samples
+    page = await service.results(after=start, wait=wait, limit=limit, samples=samples, columns=columns, caller=caller)
+    if columns:
+        return long_reply(await service.reader.columns(page), MEDIA_TYPE)
     return long_reply(page.json())
 
 
@@ -183,17 +202,23 @@ async def turns(service: Serving, caller: Caller, session_id: str) -> Response:
     return long_reply(await service.reader.encoded(view))
 
 
-@ROUTES.get("/sessions/{session_id}/samples", "read", SampleList)
-async def samples(service: Serving, caller: Caller, session_id: str) -> Response:
+@ROUTES.get("/sessions/{session_id}/samples", "read", SampleList, also=ARROW_REPLY)
+async def samples(service: Serving, caller: Caller, session_id: str, columns: Columns = False) -> Response:
     """List the session's training rows, once the session is done."""
     view = SampleList(samples=await service.reader.samples(session_id, tenant=caller.sees))
-    return long_reply(await service.reader.encoded(view))
+    return await _reply(service, view, columns=columns)
 
 
 @ROUTES.get("/sessions/{session_id}/chat", "read", ChatList)
 async def chat_rows(service: Serving, caller: Caller, session_id: str) -> Response:
     """List the session's training rows as conversations, once the session is done."""
     view = ChatList(rows=await service.reader.chat_rows(session_id, tenant=caller.sees))
+    return long_reply(await service.reader.encoded(view))
+
+
+async def _reply(service: Service, view: GroupView | SampleList, *, columns: bool) -> Response:
+    if columns:
+        return long_reply(await service.reader.columns(view), MEDIA_TYPE)
     return long_reply(await service.reader.encoded(view))
 
 

@@ -23,6 +23,7 @@ from outrider.errors import (
     Unauthorized,
 )
 from outrider.schemas import EventView
+from outrider.trajectory import JsonSample
 
 REF = "#/components/schemas/{name}"
 
@@ -75,7 +76,8 @@ def describe(
     routes."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas |= msgspec.json.schema_components((*replies, EventView, ErrorRecord), ref_template=REF)[1]
+    schemas |= msgspec.json.schema_components((*replies, EventView, ErrorRecord, JsonSample), ref_template=REF)[1]
+    schemas["Sample"] = schemas.pop("JsonSample")  # replies in JSON have samples of this form
     schemas |= models_json_schema(
         [(shape, "validation") for shape in requests], ref_template="#/components/schemas/{model}"
     )[1]["$defs"]

@@ -19,6 +19,7 @@ from outrider.client.atif import trajectory
 from outrider.client.client import Client
 from outrider.client.rollout import RUN_LABEL
 from outrider.client.sample_files import (
+    WRITERS,
     ImageFolder,
     JsonLines,
     Row,
@@ -84,6 +85,8 @@ def export(
 
         outrider export --format parquet -o samples.parquet
 
+        outrider export --format arrow -o samples.arrow
+
         outrider export --min-reward 1 -o accepted.jsonl
 
         outrider export --run 5f0c7b1d2a94 -o run.jsonl
@@ -94,8 +97,8 @@ def export(
 
         outrider export --after 120 | head -1 | jq '.ids | length'
     """
-    if output is None and (terminal.json or format is SampleFormat.PARQUET):
-        asked = "--json" if terminal.json else "parquet"
+    if output is None and (terminal.json or format in WRITERS):
+        asked = "--json" if terminal.json else format.value
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")
     samples, left_out, groups, evaluations, cursor = 0, 0, 0, 0, after
     images = _Images(output.parent / "images" if output else None)

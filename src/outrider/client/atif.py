@@ -105,12 +105,15 @@ def metrics_of(sample: Sample, start: int, end: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "prompt_tokens": start,
         "completion_tokens": end - start,
-        "prompt_token_ids": sample.ids[:start],
-        "completion_token_ids": sample.ids[start:end],
+        "prompt_token_ids": sample.ids[:start].tolist(),
+        "completion_token_ids": sample.ids[start:end].tolist(),
     }
-    if sample.logprob_kind is not LogprobKind.NONE and any(sample.loss_mask[start:end]):
-        found["logprobs"] = sample.logprobs[start:end]
-        found["extra"] = {"loss_mask": sample.loss_mask[start:end], "policy_versions": sample.versions[start:end]}
+    if sample.logprob_kind is not LogprobKind.NONE and sample.loss_mask[start:end].any():
+        found["logprobs"] = sample.logprobs[start:end].tolist()
+        found["extra"] = {
+            "loss_mask": sample.loss_mask[start:end].tolist(),
+            "policy_versions": sample.versions[start:end].tolist(),
+        }
     return found
 
 

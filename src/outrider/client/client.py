@@ -32,6 +32,7 @@ from outrider.environment import DEFAULT_URL
 from outrider.errors import Busy, ErrorRecord, InvalidField, NotFound, OutriderError, ServiceError, error_from
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
+from outrider.sample_columns import MEDIA_TYPE, decode
 from outrider.schemas import (
     EVALUATION_LABEL,
     ArtifactList,
@@ -181,7 +182,11 @@ class AsyncClient:
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
         """Return a group as soon as it is done, or in its current state after `wait` seconds (at most 60)."""
-        return await self._call("GET", _path("groups", group_id), GroupView, query={"wait": wait, "samples": samples})
+        query = {"wait": wait, "samples": samples}
+        if not samples:
+            return await self._call("GET", _path("groups", group_id), GroupView, query=query)
+        view, rows = await self._with_samples(_path("groups", group_id), GroupView, query)
+        return msgspec.structs.replace(view, samples=tuple(rows))
 
     async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
         """Return groups, newest first, without their sessions."""
@@ -211,7 +216,14 @@ class AsyncClient:
         given and the token is read-only.
         """
         query = {"wait": wait, "limit": limit, "samples": samples, "after": after, "consumer": consumer}
-        return await self._call("GET", "/v1/results", ResultsPage, query=query)
+        if not samples:
+            return await self._call("GET", "/v1/results", ResultsPage, query=query)
+        page, rows = await self._with_samples("/v1/results", ResultsPage, query)
+        of_group: dict[str, list[Sample]] = {group.id: [] for group in page.groups}
+        for row in rows:
+            of_group[row.group_id].append(row)
+        groups = (msgspec.structs.replace(group, samples=tuple(of_group[group.id])) for group in page.groups)
+        return msgspec.structs.replace(page, groups=tuple(groups))
 
     async def follow(
         self,
@@ -328,7 +340,8 @@ class AsyncClient:
         return (await self._call("GET", _path("sessions", session_id, "turns"), TurnList)).turns
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
-        return (await self._call("GET", _path("sessions", session_id, "samples"), SampleList)).samples
+        _, rows = await self._with_samples(_path("sessions", session_id, "samples"), SampleList, {})
+        return tuple(rows)
 
     async def chat_rows(self, session_id: str) -> tuple[ChatRow, ...]:
         """Return a session's samples as conversations."""
@@ -429,6 +442,17 @@ class AsyncClient:
         body = _encoded({"version": version, **asked})
         return await self._call("POST", "/v1/policy", PolicyStatus, body=body, seconds=None)
 
+    async def _with_samples(self, path: str, shape: type[T], query: Query) -> tuple[T, list[Sample]]:
+        """Return a reply without its samples, and the samples."""
+        reply = await self._fetch("GET", path, query=query, accept=MEDIA_TYPE)
+        if reply.media_type != MEDIA_TYPE:
+            raise ServiceError(
+                f"the service at {self.url} sent samples as {reply.media_type}, not as {MEDIA_TYPE}",
+                hint="the service may be older than this client: compare `outrider --version` on both machines",
+            )
+        decoded = decode(reply.data)
+        return msgspec.json.decode(decoded.reply, type=shape), decoded.samples
+
     async def _call(
         self,
         method: str,
@@ -450,10 +474,11 @@ class AsyncClient:
         query: Query | None = None,
         body: bytes | None = None,
         seconds: float | None = TOTAL_SECONDS,
+        accept: str | None = None,
     ) -> _Reply:
         try:
             target = _with_query(path, query or {})
-            async with asyncio.timeout(seconds), self._reply(method, target, body) as reply:
+            async with asyncio.timeout(seconds), self._reply(method, target, body, accept=accept) as reply:
                 data = await reply.whole()
                 if reply.status >= 300:
                     raise _refusal(data, reply)
@@ -464,13 +489,22 @@ class AsyncClient:
 
     @asynccontextmanager
     async def _reply(
-        self, method: str, target: str, body: bytes | None = None, *, seconds: float | None = None
+        self,
+        method: str,
+        target: str,
+        body: bytes | None = None,
+        *,
+        seconds: float | None = None,
+        accept: str | None = None,
     ) -> AsyncIterator[Response]:
         """Send a request, and yield the reply once its head has arrived. Raises OSError if the service cannot be
         reached, in particular TimeoutError if the head does not arrive within `seconds`."""
         if self._connections is None:
             raise _not_open()
-        sent, headers = ((), None) if body is None else ((body,), {"Content-Type": "application/json"})
+        sent = () if body is None else (body,)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        if accept is not None:
+            headers["Accept"] = accept
         async with self._places:
             async with asyncio.timeout(seconds):
                 reply = await self._connections.request(method, target, sent, headers, repeatable=method != "POST")

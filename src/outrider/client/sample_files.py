@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -17,21 +17,25 @@ from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from outrider import sample_columns
 from outrider.client.atif import Trajectory
 from outrider.environment import install_command
 from outrider.errors import InvalidField
 from outrider.messages import Image, image_file
-from outrider.trajectory import ChatRow, Sample
+from outrider.trajectory import ChatRow, JsonSample, Sample, sample_json
 
 Row = Sample | ChatRow
+TOKEN_COLUMNS = ("ids", "loss_mask", "logprobs", "versions")
+"""The columns with a number for each token."""
 
 
 class SampleFormat(StrEnum):
-    """The format of a file. `jsonl` and `parquet` are files of samples; `chat` is JSON lines of chat rows, and `atif`
-    JSON lines of trajectories."""
+    """The format of a file. `jsonl`, `parquet` and `arrow` are files of samples; `chat` is JSON lines of chat rows, and
+    `atif` JSON lines of trajectories."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
+    ARROW = "arrow"
     CHAT = "chat"
     ATIF = "atif"
 
@@ -45,7 +49,8 @@ class JsonLines:
 
     def write(self, samples: Sequence[Row | Trajectory]) -> None:
         for sample in samples:
-            self._file.write(self._encoder.encode(sample) + b"\n")
+            encoded = sample_json(sample) if isinstance(sample, Sample) else self._encoder.encode(sample)
+            self._file.write(encoded + b"\n")
 
     def close(self) -> None:
         self._file.flush()
@@ -70,23 +75,55 @@ class Parquet:
                 field="format",
                 hint=f"{install_command('parquet')}, or use --format jsonl",
             ) from error
-        self._schema = self._arrow.schema(_columns(self._arrow, Sample))
-        self._writer = parquet.ParquetWriter(file, self._schema, compression="zstd")
+        self._schema = self._arrow.schema(_columns(self._arrow, JsonSample))
+        # Dictionaries and statistics of token columns take two thirds of the time, and no reader needs them.
+        small = [field.name for field in self._schema if field.name not in TOKEN_COLUMNS]
+        self._writer = parquet.ParquetWriter(
+            file, self._schema, compression="zstd", use_dictionary=small, write_statistics=small
+        )
 
     def write(self, samples: Sequence[Row | Trajectory]) -> None:
-        if not samples:
+        rows = [sample for sample in samples if isinstance(sample, Sample)]
+        if not rows:
             return
-        rows = [msgspec.to_builtins(sample) for sample in samples]
-        for row in rows:
-            for name in ("metrics", "labels"):
-                row[name] = msgspec.json.encode(row[name]).decode()
-        self._writer.write_table(self._arrow.Table.from_pylist(rows, schema=self._schema))
+        columns = [self._column(field, rows) for field in self._schema]
+        self._writer.write_table(self._arrow.Table.from_arrays(columns, schema=self._schema))
+
+    def _column(self, field: Any, rows: Sequence[Sample]) -> Any:
+        values = [getattr(row, field.name) for row in rows]
+        if field.name in TOKEN_COLUMNS:
+            import numpy as np
+
+            offsets = np.cumsum([0, *map(len, values)])
+            items = self._arrow.array(np.concatenate(values), type=field.type.value_type)
+            return self._arrow.LargeListArray.from_arrays(offsets, items, type=field.type)
+        if field.name in ("metrics", "labels"):
+            values = [msgspec.json.encode(value).decode() for value in values]
+        return self._arrow.array(msgspec.to_builtins(values), type=field.type)
 
     def close(self) -> None:
         self._writer.close()
 
 
-SampleWriter = JsonLines | Parquet
+class ArrowStream:
+    """An Arrow IPC stream with the columns of `sample_columns.py`, and one batch for each call of `write`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._writer = sample_columns.SampleStream(file)
+
+    def write(self, samples: Sequence[Row | Trajectory]) -> None:
+        self._writer.write([sample for sample in samples if isinstance(sample, Sample)])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+SampleWriter = JsonLines | Parquet | ArrowStream
+WRITERS: dict[SampleFormat, Callable[[BinaryIO], SampleWriter]] = {
+    SampleFormat.PARQUET: Parquet,
+    SampleFormat.ARROW: ArrowStream,
+}
+"""The writers of binary formats. All other formats are JSON lines."""
 
 
 @contextmanager
@@ -95,7 +132,7 @@ def sample_file(path: Path, kind: SampleFormat) -> Iterator[SampleWriter]:
 
     Raises InvalidField if the file cannot be created, or for `parquet` if pyarrow is not installed.
     """
-    make = Parquet if kind is SampleFormat.PARQUET else JsonLines
+    make = WRITERS.get(kind, JsonLines)
     with whole_file(path, field="output") as file, closing[SampleWriter](make(file)) as writer:
         yield writer
 
@@ -155,8 +192,9 @@ def _arrow_type(arrow: Any, name: str, kind: Any) -> Any:
     if isinstance(kind, UnionType):  # the union's None needs no type, because every column may be null
         return _arrow_type(arrow, name, inner[0])
     if get_origin(kind) in (list, tuple):
-        column = arrow.large_list if get_origin(kind) is list else arrow.list_
-        return column(_arrow_type(arrow, name, inner[0]))
+        if name in TOKEN_COLUMNS:
+            return arrow.large_list(arrow.field("element", _arrow_type(arrow, name, inner[0]), nullable=False))
+        return arrow.list_(_arrow_type(arrow, name, inner[0]))
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return arrow.struct(_columns(arrow, kind))
     if kind is int:

@@ -50,7 +50,7 @@ from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokens import TokenRegistry
-from outrider.service.views import EncodedPage, ViewReader
+from outrider.service.views import Page, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.calls.limits import LARGE, MAX_VALUES, BodyCapacity
@@ -282,11 +282,13 @@ class Service:
         wait: float,
         limit: int,
         samples: bool,
+        columns: bool = False,
         caller: Principal = LOCAL,
-    ) -> EncodedPage:
+    ) -> Page:
         """Return a page of the groups whose cursor is greater than `after`. Waits up to `wait` seconds for the first
-        group. A page has at most `limit` groups and PAGE_BYTES of JSON; a larger group is a page of its own."""
-        page = EncodedPage(after)
+        group. A page has at most `limit` groups and PAGE_BYTES; a larger group is a page of its own. `columns` for a
+        page that is sent as an Arrow stream."""
+        page = Page(after, columns=columns)
         # Clients take an empty page as the end of the results. So if all groups of a page were removed after they were
         # listed, the next groups are read instead.
         while not page.groups and (
@@ -297,7 +299,7 @@ class Service:
             for row in rows:
                 with suppress(NotFound):
                     view = await self.reader.view(row, samples=samples)
-                    if not page.add(view, await self.reader.encoded(view)):
+                    if not await page.add(view, self.reader):
                         break
         return page
 

@@ -5,12 +5,14 @@ Invariant: the cursor of a page is the cursor of its last group, so the groups t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from heapq import merge
 from urllib.parse import urlsplit
 
 import msgspec
 
+from outrider import sample_columns
 from outrider.concurrency.cancellation import OffloadThread, Steps
 from outrider.errors import NotFound
 from outrider.redaction import without_keys
@@ -31,7 +33,7 @@ from outrider.tokens.branches.classify import lineages
 from outrider.tokens.chat_rows import chat_rows
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples
-from outrider.trajectory import ChatRow, Sample, SessionResult, Turn, unpack_ids
+from outrider.trajectory import ChatRow, Sample, SessionResult, Turn, sample_json, unpack_ids
 
 BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
@@ -40,6 +42,8 @@ FROZEN = "frozen"
 """The kind that is shown for turns of frozen models. This value differs from every kind of branch, because some
 branches are trained, and turns of frozen models never are."""
 
+SESSIONS_AT_ONCE = 16
+"""Maximum number of sessions whose turns are in memory at once while rows are built."""
 PAGE_BYTES = 8 << 20
 """Maximum bytes of a page of results, unless its first group is larger."""
 
@@ -67,13 +71,19 @@ class ViewReader:
 
     async def view(self, row: GroupRow, *, samples: bool = False) -> GroupView:
         sessions = await self._store.sessions(row.id)
-        rows = [sample for session in sessions for sample in await self._samples(session.result)] if samples else None
+        rows = await self._samples([session.result for session in sessions]) if samples else None
         views = tuple(reply_of(SessionView, session) for session in sessions)
-        return reply_of(GroupView, row, sessions=views, samples=None if rows is None else tuple(rows))
+        return reply_of(GroupView, row, sessions=views, samples=rows)
 
     async def encoded(self, view: GroupView | SampleList | ChatList | TurnList) -> bytes:
         """Encode the view as JSON. A large view is encoded in a thread."""
         return await self._offload.run_steps(encoding(view))
+
+    async def columns(self, view: GroupView | SampleList | Page) -> bytes:
+        """Encode the view as an Arrow IPC stream (`sample_columns.py`)."""
+        samples = view.samples or ()
+        reply = view.json() if isinstance(view, Page) else await self.encoded(without_samples(view))
+        return await self._offload.run(lambda: sample_columns.encode(samples, reply))
 
     async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:
         return reply_of(SessionView, await self._store.session(session_id, tenant=tenant))
@@ -99,7 +109,7 @@ class ViewReader:
 
     async def samples(self, session_id: str, *, tenant: str | None = None) -> tuple[Sample, ...]:
         """Return the training rows of a session. Raises NotFound while the session is not done."""
-        return await self._samples(await self._result(session_id, tenant))
+        return await self._samples([await self._result(session_id, tenant)])
 
     async def chat_rows(self, session_id: str, *, tenant: str | None = None) -> tuple[ChatRow, ...]:
         """Return the training rows of a session as conversations. Raises NotFound while the session is not done."""
@@ -116,11 +126,19 @@ class ViewReader:
             )
         return session.result
 
-    async def _samples(self, result: SessionResult | None) -> tuple[Sample, ...]:
-        if result is None or result.turns == 0:
-            return ()
-        turns = await self._store.turns(result.session_id, result.attempt)
-        return await self._offload.run(lambda: tuple(build_samples(turns, result)))
+    async def _samples(self, results: Iterable[SessionResult | None]) -> tuple[Sample, ...]:
+        """Return the training rows of sessions. They are read and built together, because a change of threads costs as
+        much as the rows of a session."""
+        done = [result for result in results if result is not None and result.turns]
+        found: list[Sample] = []
+        for some in (done[at : at + SESSIONS_AT_ONCE] for at in range(0, len(done), SESSIONS_AT_ONCE)):
+            turns = await self._store.turns_of([(result.session_id, result.attempt) for result in some])
+            found += await self._offload.run(partial(_built, turns, some))
+        return tuple(found)
+
+
+def _built(turns: Sequence[Sequence[Turn]], results: Sequence[SessionResult]) -> list[Sample]:
+    return [sample for own, result in zip(turns, results, strict=True) for sample in build_samples(own, result)]
 
 
 def _turn_view(
@@ -156,7 +174,9 @@ def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]
     for row in getattr(view, field) or ():
         match row:
             case Sample():
-                yield len(row.ids) * BYTES_OF_A_POSITION
+                yield len(row) * BYTES_OF_A_POSITION
+                rows.append(msgspec.Raw(sample_json(row)))
+                continue
             case ChatRow():
                 yield sum(len(message["content"]) for message in row.messages)
             case _:
@@ -167,27 +187,40 @@ def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]
     return msgspec.json.encode(msgspec.structs.replace(view, **{field: rows}))
 
 
-class EncodedPage:
+def without_samples(view: GroupView | SampleList) -> GroupView | SampleList:
+    """Return a view without its samples. In an Arrow stream, the samples are in the batches."""
+    return msgspec.structs.replace(view, samples=() if view.samples else view.samples)
+
+
+class Page:
     """A page of results. Groups are added in encoded form, so that the size of the page in memory is known while the
     page grows.
 
-    `groups` are in the order of their addition; `json()` encodes the page as a `schemas.ResultsPage`.
+    `groups` are in the order of their addition. `json()` encodes the page as a `schemas.ResultsPage`. With `columns`,
+    the JSON has no samples, because the page is sent as an Arrow stream.
     """
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int, *, columns: bool = False) -> None:
         self.groups: list[GroupView] = []
         self.cursor = after
+        self.columns = columns
         self._bodies: list[bytes] = []
         self._size = 0
 
-    def add(self, group: GroupView, body: bytes) -> bool:
-        """Add a group whose JSON is `body`, unless the page would exceed PAGE_BYTES. Returns True if the group was
-        added. The first group is always added, because otherwise a consumer could never get past a large group."""
-        if self.groups and self._size + len(body) > PAGE_BYTES:
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for group in self.groups for sample in group.samples or ()]
+
+    async def add(self, group: GroupView, reader: ViewReader) -> bool:
+        """Add a group, unless the page would exceed PAGE_BYTES. Returns True if the group was added. The first group is
+        always added, because otherwise a consumer could never get past a large group."""
+        body = await reader.encoded(without_samples(group) if self.columns else group)
+        size = len(body) + (sum(len(sample.packed_ids) for sample in group.samples or ()) if self.columns else 0)
+        if self.groups and self._size + size > PAGE_BYTES:
             return False
         self.groups.append(group)
         self._bodies.append(body)
-        self._size += len(body)
+        self._size += size
         self.cursor = group.cursor or self.cursor
         return True
 

@@ -515,6 +515,17 @@ class Store:
         found = [rows.turn_from(packed) for (packed,) in stored]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
+    async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Turn]]:
+        """Return the turns of several attempts, given by session and number, in one transaction. The images in the
+        turns have no bytes. Raises NotFound for an unknown session."""
+        sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
+
+        async def body(tx: Connection) -> list[list[Turn]]:
+            found = [await _rows_of_attempt(tx, sql, id, attempt, None) for id, attempt in attempts]
+            return [[rows.turn_from(packed) for (packed,) in stored] for stored in found]
+
+        return await self._db.read(body)
+
     async def frozen_turns(
         self, session_id: str, attempt: int | None = None, *, tenant: str | None = None
     ) -> dict[str, list[Turn]]:

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import numpy as np
 
 from outrider.messages import images_in
 from outrider.spec import Branches
@@ -44,8 +43,7 @@ from outrider.trajectory import (
     TokenCounts,
     TokenMode,
     Turn,
-    unpack_ids,
-    unpack_logprobs,
+    VersionSpan,
 )
 
 MAX_IGNORED_NAMES = 64
@@ -206,16 +204,16 @@ def _sample(
     columns = _Columns()
     spans = []
     for turn in path:
-        columns.add_context(unpack_ids(turn.prompt_delta).tolist())
-        start = len(columns.ids)
+        columns.add_context(turn.prompt_delta)
+        start = columns.length
         if turn.index in trains:
             columns.add_trained(turn)
         else:
-            columns.add_context(unpack_ids(turn.output_ids).tolist())
-        spans.append((start, len(columns.ids)))
+            columns.add_context(turn.output_ids)
+        spans.append((start, columns.length))
     policy = {**POLICY, **result.policy}[lineage.kind]
     verdict = result.verdict
-    versions = [version for version, mask in zip(columns.versions, columns.mask, strict=True) if mask]
+    versions = [span.version for span in columns.versions]
     return Sample(
         group_id=result.group_id,
         session_id=result.session_id,
@@ -228,10 +226,10 @@ def _sample(
         depth=lineage.depth,
         label=lineage.label,
         turns=tuple(turn.index for turn in path),
-        ids=columns.ids,
-        loss_mask=columns.mask,
-        logprobs=columns.logprobs,
-        versions=columns.versions,
+        packed_ids=b"".join(columns.ids),
+        trained=tuple(columns.trained),
+        packed_logprobs=b"".join(columns.logprobs),
+        version_spans=tuple(columns.versions),
         prompt_length=path[0].prompt_length,
         reward=verdict.rows.get(row, verdict.reward) if verdict and policy is BranchPolicy.TRAIN else None,
         metrics=verdict.metrics if verdict else {},
@@ -273,27 +271,38 @@ def _images(path: Sequence[Turn]) -> tuple[SampleImage, ...]:
 
 
 class _Columns:
-    """The four columns of a sample under construction. All columns have the same length."""
+    """The tokens of a sample under construction, in the short form of `Sample`. Ids stay packed: a row may have a
+    hundred thousand, and most of them are context."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.mask: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
+        self.length = 0
+        self.ids: list[bytes] = []
+        self.trained: list[tuple[int, int]] = []
+        self.logprobs: list[bytes] = []
+        self.versions: list[VersionSpan] = []
 
-    def add_context(self, ids: list[int]) -> None:
-        self.ids += ids
-        self.mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
+    def add_context(self, packed: bytes) -> None:
+        self.ids.append(packed)
+        self.length += len(packed) // 4
 
     def add_trained(self, turn: Turn) -> None:
-        """Add the turn's sampled tokens. The log-probabilities are 0 if the engine returned none (LogprobKind.NONE)."""
-        ids = unpack_ids(turn.output_ids).tolist()
-        self.ids += ids
-        self.mask += [1] * len(ids)
-        self.logprobs += unpack_logprobs(turn.logprobs).tolist() or [0.0] * len(ids)
-        versions = np.zeros(len(ids), dtype=np.int64)
-        for span in turn.versions:
-            versions[span.start : span.end] = span.version
-        self.versions += versions.tolist()
+        """Add the turn's sampled tokens. The log-probabilities are 0 if the engine returned none (LogprobKind.NONE),
+        and the version is 0 if the engine reported none."""
+        start, count = self.length, len(turn.output_ids) // 4
+        self.add_context(turn.output_ids)
+        if not count:
+            return
+        if self.trained and self.trained[-1][1] == start:
+            self.trained[-1] = self.trained[-1][0], start + count
+        else:
+            self.trained.append((start, start + count))
+        self.logprobs.append(turn.logprobs or bytes(8 * count))
+        for span in turn.versions or (VersionSpan(0, 0, count),):
+            self._add_version(VersionSpan(span.version, start + span.start, start + span.end))
+
+    def _add_version(self, span: VersionSpan) -> None:
+        last = self.versions[-1] if self.versions else None
+        if last is not None and (last.version, last.end) == (span.version, span.start):
+            self.versions[-1] = VersionSpan(span.version, last.start, span.end)
+        else:
+            self.versions.append(span)

@@ -49,11 +49,11 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
             "role": "assistant",
             "status": "completed",
             "content": [{"type": "output_text", "text": _text(sample, span, decode), "annotations": []}],
-            "prompt_token_ids": sample.ids[: span.start],
-            "generation_token_ids": sample.ids[span.start : span.end],
-            "generation_log_probs": sample.logprobs[span.start : span.end],
+            "prompt_token_ids": sample.ids[: span.start].tolist(),
+            "generation_token_ids": sample.ids[span.start : span.end].tolist(),
+            "generation_log_probs": sample.logprobs[span.start : span.end].tolist(),
         }
-        for span in spans_of(sample.loss_mask)
+        for span in spans_of(sample.loss_mask.tolist())
         if span.trained
     ]
     echoed = {name: value for name, value in request.items() if name.startswith("_") or name == "agent_ref"}
@@ -74,10 +74,10 @@ def prime_rl_sample(
     row, or a list with a number for each id, for example computed from `Sample.token_rewards()`. Ids that do not train
     get 0.0. Raises InvalidField for a sample without a reward."""
     return {
-        "token_ids": list(sample.ids),
-        "mask": [bool(trained) for trained in sample.loss_mask],
-        "logprobs": list(sample.logprobs),
-        "temperatures": [temperature] * len(sample.ids),
+        "token_ids": sample.ids.tolist(),
+        "mask": sample.loss_mask.astype(bool).tolist(),
+        "logprobs": sample.logprobs.tolist(),
+        "temperatures": [temperature] * len(sample),
         "advantages": _advantages(sample, advantage),
         "env_name": env_name,
         "reward": _reward(sample),
@@ -96,16 +96,16 @@ def verifiers_nodes(samples: Sequence[Sample], *, decode: Decode | None = None) 
     for sample in samples:
         _reward(sample)
         parent: int | None = None
-        for span in spans_of(sample.loss_mask):
+        for span in spans_of(sample.loss_mask.tolist()):
             role = "assistant" if span.trained else "user"
             nodes.append(
                 {
                     "parent": parent,
                     "message": {"role": role, "content": _text(sample, span, decode)},
                     "sampled": span.trained,
-                    "token_ids": sample.ids[span.start : span.end],
+                    "token_ids": sample.ids[span.start : span.end].tolist(),
                     "mask": [span.trained] * (span.end - span.start),
-                    "logprobs": sample.logprobs[span.start : span.end] if span.trained else [],
+                    "logprobs": sample.logprobs[span.start : span.end].tolist() if span.trained else [],
                 }
             )
             parent = len(nodes) - 1
@@ -123,24 +123,24 @@ def tinker_datum(sample: Sample, *, advantage: float | Sequence[float]) -> dict[
     begins with a trained id, because the model cannot predict an id without a prompt.
     """
     _reward(sample)
-    if sample.loss_mask[:1] == [1]:
+    if sample.trained[:1] and sample.trained[0][0] == 0:
         raise InvalidField(f"row {sample.row} of session {sample.session_id} has no prompt", field="sample")
-    mask = sample.loss_mask[1:]
+    ids = sample.ids.tolist()
     return {
-        "model_input": sample.ids[:-1],
+        "model_input": ids[:-1],
         "loss_fn_inputs": {
-            "target_tokens": sample.ids[1:],
-            "logprobs": sample.logprobs[1:],
+            "target_tokens": ids[1:],
+            "logprobs": sample.logprobs[1:].tolist(),
             "advantages": _advantages(sample, advantage)[1:],
         },
-        "weights": [float(trained) for trained in mask],
+        "weights": sample.loss_mask[1:].astype(float).tolist(),
     }
 
 
 def _advantages(sample: Sample, advantage: float | Sequence[float]) -> list[float]:
-    given = [advantage] * len(sample.ids) if isinstance(advantage, float | int) else advantage
-    if len(given) != len(sample.ids):
-        raise InvalidField(f"{len(given)} advantages for {len(sample.ids)} ids", field="advantage")
+    given = [advantage] * len(sample) if isinstance(advantage, float | int) else advantage
+    if len(given) != len(sample):
+        raise InvalidField(f"{len(given)} advantages for {len(sample)} ids", field="advantage")
     return [value if trained else 0.0 for value, trained in zip(given, sample.loss_mask, strict=True)]
 
 
@@ -155,4 +155,4 @@ def _reward(sample: Sample) -> float:
 
 
 def _text(sample: Sample, span: Span, decode: Decode | None) -> str:
-    return decode(sample.ids[span.start : span.end]) if decode is not None else ""
+    return decode(sample.ids[span.start : span.end].tolist()) if decode is not None else ""

@@ -142,11 +142,11 @@ def _row(sample: Sample, longest: int | None, logprobs: bool) -> TrainingRow:
             hint="use an engine that reports them, or turn off the trainer's off-policy correction",
         )
     return TrainingRow(
-        ids=sample.ids[:longest],
-        mask=sample.loss_mask[:longest],
-        logprobs=sample.logprobs[:longest],
-        versions=sample.versions[:longest],
+        ids=sample.ids[:longest].tolist(),
+        mask=sample.loss_mask[:longest].tolist(),
+        logprobs=sample.logprobs[:longest].tolist(),
+        versions=sample.versions[:longest].tolist(),
         start=sample.prompt_length,
-        cut=sum(sample.loss_mask[longest:]) if longest is not None else 0,
+        cut=int(sample.loss_mask[longest:].sum()) if longest is not None else 0,
         sample=sample,
     )

@@ -139,7 +139,7 @@ def _trained_turns(sample: Sample, turns: Sequence[Turn], contexts: Sequence[byt
     """The turns that a row trains on. Checks that each is trained on wholly or not at all, and nothing else is."""
     last = turns[sample.turns[-1]]
     ids = unpack_ids(contexts[last.index] + last.output_ids).tolist()
-    check(sample.ids == ids, f"row {sample.row} has other ids than its turns")
+    check(sample.ids.tolist() == ids, f"row {sample.row} has other ids than its turns")
     columns = (sample.loss_mask, sample.logprobs, sample.versions)
     check(all(len(column) == len(ids) for column in columns), f"row {sample.row}: columns of unequal length")
     expected = [0] * len(ids)
@@ -152,7 +152,7 @@ def _trained_turns(sample: Sample, turns: Sequence[Turn], contexts: Sequence[byt
             expected[start:stop] = [1] * (stop - start)
             version = turns[index].versions[0].version
             check(set(sample.versions[start:stop]) == {version}, f"row {sample.row}: a wrong version")
-    check(sample.loss_mask == expected, f"row {sample.row} trains on parts of turns, or on context")
+    check(sample.loss_mask.tolist() == expected, f"row {sample.row} trains on parts of turns, or on context")
     for position, masked in enumerate(sample.loss_mask):
         told = scripted_logprob(position, ids[position]) if masked else 0.0
         check(sample.logprobs[position] == told, f"row {sample.row}: another token's log-probability at {position}")

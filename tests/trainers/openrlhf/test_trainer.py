@@ -78,8 +78,8 @@ async def test_responses_become_experiences_token_for_token(tmp_path: Path, sett
     experiences = experiences_of(found)
     for experience in experiences:
         row = rows[int(experience.info["number"].item())]
-        assert experience.sequences[0].tolist() == row.ids
-        assert experience.action_mask[0].tolist() == row.loss_mask[1:]
+        assert experience.sequences[0].tolist() == row.ids.tolist()
+        assert experience.action_mask[0].tolist() == row.loss_mask[1:].tolist()
         expected = torch.tensor(row.logprobs[1:])
         torch.testing.assert_close(experience.rollout_log_probs[0].double(), expected.double())
         assert experience.rewards.tolist() == experience.scores.tolist() == [row.reward]

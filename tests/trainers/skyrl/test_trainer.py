@@ -92,7 +92,7 @@ async def test_a_training_batch_and_its_advantages(tmp_path: Path) -> None:
     batch, advantages = advantages_of(cfg, output, uids)
     for row, sample in enumerate(samples):
         length = len(sample.ids)
-        assert batch["sequences"][row, -length:].tolist() == sample.ids
+        assert batch["sequences"][row, -length:].tolist() == sample.ids.tolist()
         trained = batch["loss_mask"][row].bool()
         masked = [at for at, mask in enumerate(sample.loss_mask) if mask]
         torch.testing.assert_close(

@@ -18,6 +18,7 @@ from outrider.trainers.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_stat
 from outrider.trainers.weights import PolicyWeights
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
 from support.later import torch
+from support.samples import changed_sample, make_sample
 
 from .world import BareTrainer, Trainer, simulated
 
@@ -37,7 +38,7 @@ def even(task: Mapping[str, Any], index: int, version: int) -> Played:
 
 def sample(index: int, row: int = 0, **changed: Any) -> Sample:
     """Two ids of context, two of the model's with one of context between."""
-    made = Sample(
+    made = make_sample(
         group_id="g",
         session_id=f"g-{index}",
         attempt=1,
@@ -58,7 +59,7 @@ def sample(index: int, row: int = 0, **changed: Any) -> Sample:
         min_version=3,
         max_version=4,
     )
-    return msgspec.structs.replace(made, **changed)
+    return changed_sample(made, **changed)
 
 
 def group(rewards: list[float | None], samples: list[Sample]) -> GroupView:

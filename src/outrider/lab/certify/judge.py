@@ -23,7 +23,7 @@ from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
 from outrider.spec import HarnessSpec, RuntimeSpec
-from outrider.trajectory import BranchKind, Ids, Sample, SessionResult
+from outrider.trajectory import BranchKind, Sample, SessionResult
 
 Word = Literal["holds", "does not hold", "not tried"]
 
@@ -174,7 +174,7 @@ def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None)
         yield f"{tokens.sampled} sampled tokens are not {tokens.trained} trained + the rest"
     if (said := sum(len(call.output) for call in evidence.calls)) != tokens.sampled:
         yield f"the model said {said} tokens, and {tokens.sampled} were recorded"
-    if (trained := sum(sum(sample.loss_mask) for sample in evidence.samples)) != tokens.trained:
+    if (trained := sum(sample.trained_tokens for sample in evidence.samples)) != tokens.trained:
         yield f"the rows train on {trained} tokens, and {tokens.trained} were counted"
     if found := sample_faults(evidence.samples, evidence.calls):
         yield "; ".join(found)
@@ -199,8 +199,7 @@ def sample_faults(samples: Sequence[Sample], calls: Sequence[ScriptedCall]) -> l
     """Return the faults of one session's samples, as text. `calls` are all generations of the session."""
     found = []
     for sample in samples:
-        ids: Ids = np.asarray(sample.ids, dtype=np.int32)
-        mask = np.asarray(sample.loss_mask, dtype=bool)
+        ids, mask = sample.ids, sample.loss_mask.astype(bool)
         proved = np.zeros(len(ids), dtype=bool)
         for call in calls:
             start, end = len(call.prompt), len(call.prompt) + len(call.output)
@@ -209,7 +208,7 @@ def sample_faults(samples: Sequence[Sample], calls: Sequence[ScriptedCall]) -> l
         named = f"row {sample.row} ({sample.kind.value})"
         if unproved := int((mask & ~proved).sum()):
             found.append(f"{named} trains on {unproved} ids that the engine did not sample after the ids before them")
-        wrong = sum(sample.logprobs[at] != scripted_logprob(int(at), sample.ids[at]) for at in np.flatnonzero(mask))
+        wrong = sum(sample.logprobs[at] != scripted_logprob(int(at), int(ids[at])) for at in np.flatnonzero(mask))
         if wrong:
             found.append(f"{named} has {wrong} log-probabilities that are not the engine's")
     return found

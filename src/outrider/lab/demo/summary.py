@@ -8,7 +8,6 @@ that the engine got exactly these ids.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
@@ -165,7 +164,7 @@ def sample_faults(rollouts: RolloutSummary, tokenizer: Tokenizer) -> list[str]:
     for group in rollouts.groups:
         trained: dict[str, int] = {session.id: 0 for session in group.sessions}
         for sample in group.samples or ():
-            trained[sample.session_id] += sum(sample.loss_mask)
+            trained[sample.session_id] += sample.trained_tokens
             found += _one_sample_faults(sample, rollouts.turns[sample.session_id], tokenizer)
         for session in group.sessions:
             expected = session.result.tokens.trained if session.result else 0
@@ -178,16 +177,20 @@ def sample_faults(rollouts: RolloutSummary, tokenizer: Tokenizer) -> list[str]:
 
 def _one_sample_faults(sample: Sample, turns: Sequence[TurnView], tokenizer: Tokenizer) -> Iterator[str]:
     name = f"{sample.session_id} row {sample.row}"
-    lengths = {len(column) for column in (sample.ids, sample.loss_mask, sample.logprobs, sample.versions)}
+    lengths = {
+        sample.trained_tokens,
+        len(sample.packed_logprobs) // 8,
+        sum(span.end - span.start for span in sample.version_spans),
+    }
     if len(lengths) != 1:
-        yield f"{name}: its columns have different lengths"
+        yield f"{name}: not every id that trains has a log-probability and a version"
         return
     sampled = {turn.sampled for turn in turns}
     # The trained tokens of a turn are contiguous.
-    for mask, run in groupby(zip(sample.loss_mask, sample.ids, strict=True), key=lambda pair: pair[0]):
-        if mask and (text := tokenizer.decode([token for _, token in run])) not in sampled:
+    for start, end in sample.trained:
+        if (text := tokenizer.decode(sample.ids[start:end].tolist())) not in sampled:
             yield f"{name}: {text!r} is trained on, but is the text of no turn"
     for mask, logprob, version in zip(sample.loss_mask, sample.logprobs, sample.versions, strict=True):
-        if not (logprob <= 0.0 and version >= 0 if mask else logprob == 0.0 and version == -1):
+        if mask and not (logprob <= 0.0 and version >= 0):
             yield f"{name}: mask {mask} with log-probability {logprob} and version {version}"
             return

@@ -53,7 +53,7 @@ def scripted_logprob(position: int, token_id: int) -> float:
     `position` counts from the start of the context (prompt and output), so a training row can be checked from its own
     ids alone.
     """
-    return -((position * 2654435761 + token_id * 40503) % 4096 + 1) / 1024
+    return -((position * 2654435761 + int(token_id) * 40503) % 4096 + 1) / 1024
 
 
 class ScriptedReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,143 @@
+"""Samples over HTTP in both forms: an Arrow stream for programs that ask for it, and JSON for all others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pyarrow as pa
+import pytest
+from aiohttp import web
+
+from outrider.client.client import AsyncClient
+from outrider.errors import ServiceError
+from outrider.sample_columns import MEDIA_TYPE
+from outrider.schemas import GroupView, JsonGroupView
+from outrider.service import views
+from outrider.trainers.shared_settings import BridgeSettings
+from outrider.trainers.trajectories import trajectories_of
+from outrider.trajectory import JsonSample, sample_json
+from support.scribe import scribe_task
+from support.service import running_service, say
+
+TASK = {"instruction": "say hello"} | scribe_task("both forms", rewards=[0.5], rewrites=[1], fails=[2])
+
+
+@pytest.fixture
+async def url(tmp_path: Path) -> AsyncIterator[str]:
+    async with running_service(tmp_path=tmp_path, replies=[say("hello")]) as (_, url):
+        yield url
+
+
+async def fetched(url: str, path: str, *accept: str) -> tuple[str, bytes]:
+    headers = [("Accept", each) for each in accept]
+    async with aiohttp.ClientSession() as http, http.get(f"{url}{path}", headers=headers) as reply:
+        return reply.content_type, await reply.read()
+
+
+async def in_json(url: str, group_id: str) -> GroupView:
+    _, body = await fetched(url, f"/v1/groups/{group_id}?samples=true")
+    return msgspec.json.decode(body, type=JsonGroupView).view()
+
+
+async def test_both_forms_hold_the_same_samples(url: str) -> None:
+    async with AsyncClient(url) as client:
+        submitted = await client.submit({"task": TASK, "n": 3})
+        [done] = await client.wait([submitted.id])
+        assert done.samples is None
+        group = await client.group(done.id, samples=True)
+        assert group == await in_json(url, done.id)
+        assert group.samples is not None
+        assert sorted(sample.sample_index for sample in group.samples) == [0, 1, 1]
+        page = await client.results(samples=True)
+        assert page.groups == (group,)
+        assert (await client.results()).groups == (done,)
+        for session in group.sessions:
+            own = tuple(sample for sample in group.samples if sample.session_id == session.id)
+            assert await client.samples(session.id) == own
+            _, body = await fetched(url, f"/v1/sessions/{session.id}/samples")
+            rows = json.loads(body)["samples"]
+            assert rows == [json.loads(sample_json(sample)) for sample in own]
+            assert all({*row} == set(JsonSample.__struct_fields__) for row in rows)
+    settings = BridgeSettings()
+    streamed = trajectories_of(group, settings, logprobs=True)
+    assert [each.rows for each in streamed] == [
+        each.rows for each in trajectories_of(through_json(group), settings, logprobs=True)
+    ]
+
+
+def through_json(group: GroupView) -> GroupView:
+    """The group, its samples once through JSON."""
+    rows = (msgspec.json.decode(sample_json(sample), type=JsonSample) for sample in group.samples or ())
+    return msgspec.structs.replace(group, samples=tuple(row.sample() for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("path", "accept", "expected"),
+    [
+        ("?samples=true", [MEDIA_TYPE], MEDIA_TYPE),
+        ("?samples=true", ["*/*", MEDIA_TYPE], MEDIA_TYPE),
+        ("?samples=true", [f"{MEDIA_TYPE}, application/json;q=0.5"], MEDIA_TYPE),
+        ("?samples=true", ["*/*"], "application/json"),
+        ("?samples=true", ["application/json"], "application/json"),
+        ("", [MEDIA_TYPE], "application/json"),
+    ],
+)
+async def test_the_client_chooses_the_form(url: str, path: str, accept: list[str], expected: str) -> None:
+    async with AsyncClient(url) as client:
+        submitted = await client.submit({"task": TASK})
+        await client.wait([submitted.id])
+    for route in (f"/v1/groups/{submitted.id}", "/v1/results"):
+        media_type, body = await fetched(url, f"{route}{path}", *accept)
+        assert media_type == expected
+        if expected == MEDIA_TYPE:
+            table = pa.ipc.open_stream(body).read_all()
+            assert table.num_rows == 1
+            assert b'"samples":[]' in table.schema.metadata[b"outrider.reply"]
+
+
+async def test_pages_of_streams_are_bounded_by_their_bytes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with AsyncClient(url) as client:
+        ids = [(await client.submit({"task": TASK, "n": 2})).id for _ in range(3)]
+        await client.wait(ids)
+        whole = await client.results(samples=True)
+        assert len(whole.groups) == 3
+        monkeypatch.setattr(views, "PAGE_BYTES", 1)
+        seen: list[GroupView] = []
+        while (page := await client.results(after=seen[-1].cursor if seen else 0, samples=True)).groups:
+            assert len(page.groups) == 1
+            seen += page.groups
+    assert tuple(seen) == whole.groups
+
+
+async def test_a_group_that_runs_has_no_samples_yet_and_one_without_rows_has_none(url: str) -> None:
+    async with AsyncClient(url) as client:
+        failed = await client.submit({"task": {"instruction": "say hello"} | scribe_task("none", fails=[0])})
+        begun = await client.group(failed.id, samples=True)
+        assert begun.samples == ()
+        [done] = await client.wait([failed.id])
+        assert (await client.group(done.id, samples=True)).samples == (await in_json(url, done.id)).samples
+
+
+async def test_a_service_that_knows_only_json_is_named() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"samples": []})
+
+    app = web.Application()
+    app.router.add_get("/v1/sessions/{id}/samples", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    sockets: Any = runner.addresses
+    try:
+        async with AsyncClient(f"http://127.0.0.1:{sockets[0][1]}") as client:
+            with pytest.raises(ServiceError, match="sent samples as application/json") as caught:
+                await client.samples("s-1")
+    finally:
+        await runner.cleanup()
+    assert "older" in (caught.value.hint or "")
