@@ -26,9 +26,10 @@ def long_reply(body: bytes, media_type: str = "application/json") -> Response:
     if len(body) <= PIECE:
         return Response(body, media_type=media_type)
 
-    async def pieces() -> AsyncIterator[bytes]:  # Starlette would read an ordinary iterator in a thread
+    async def pieces() -> AsyncIterator[memoryview]:  # Starlette would read an ordinary iterator in a thread
+        view = memoryview(body)  # the slices of a view are not copies
         for start in range(0, len(body), PIECE):
-            yield body[start : start + PIECE]
+            yield view[start : start + PIECE]
 
     return StreamingResponse(pieces(), media_type=media_type, headers={"Content-Length": str(len(body))})
 
