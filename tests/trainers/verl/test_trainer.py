@@ -249,8 +249,12 @@ async def test_v1_rows_pass_through_the_queue_and_failed_groups_are_replaced(
         last = max(of_it, key=lambda place: meta.keys[place])
         assert extra[last]["outrider"]["row"] == 0
 
-    # the trainer's own step, from the queue and back to it
-    PPOTrainer._compute_advantage(SimpleNamespace(config=config), meta, {})
+    # the trainer's own steps, from the queue and back to it; the first takes the engine's log-probabilities as the old
+    trainer = SimpleNamespace(config=config)
+    config.algorithm.rollout_correction.bypass_mode = True
+    PPOTrainer._compute_old_log_prob(trainer, meta, {})
+    config.algorithm.rollout_correction.bypass_mode = False
+    PPOTrainer._compute_advantage(trainer, meta, {})
     columns_after = tq.kv_batch_get(keys=meta.keys, partition_id="train", select_fields=["advantages", "returns"])
     advantages, returns = (columns_after[field].unbind() for field in ("advantages", "returns"))
     of_rollout: Counter[str] = Counter()
