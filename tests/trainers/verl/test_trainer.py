@@ -259,7 +259,9 @@ async def test_v1_rows_pass_through_the_queue_and_failed_groups_are_replaced(
     advantages, returns = (columns_after[field].unbind() for field in ("advantages", "returns"))
     of_rollout: Counter[str] = Counter()
     for key, mask, weighted, plain, reward in zip(meta.keys, columns[2], advantages, returns, rewards, strict=True):
-        assert plain[mask == 1].tolist() == pytest.approx([(reward - 0.5) / (math.sqrt(1 / 3) + 1e-6)] * int(mask.sum()))
+        assert plain[mask == 1].tolist() == pytest.approx(
+            [(reward - 0.5) / (math.sqrt(1 / 3) + 1e-6)] * int(mask.sum())
+        )
         of_rollout[key.rpartition("_")[0]] += float((weighted / int(mask.sum()) / plain[mask == 1][0]).sum())
     if ours:
         assert list(of_rollout.values()) == pytest.approx([len(meta.keys) / 8] * 8, rel=1e-5)
