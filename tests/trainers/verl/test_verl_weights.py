@@ -1,5 +1,5 @@
-"""The weight of each token in verl's loss, by verl's own code: advantages, padding, mini-batches, ranks, micro-batches
-and policy loss. The example is computed by hand: rollout A has 7 rows and reward 1, rollout B has 1 row and reward 0."""
+"""The weight of each token in verl's loss, by verl's own code: advantages, padding, mini-batches, micro-batches and
+policy loss. The example is computed by hand: rollout A has 7 rows and reward 1, rollout B has 1 row and reward 0."""
 
 from __future__ import annotations
 
