@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -249,22 +250,26 @@ async def test_v1_rows_pass_through_the_queue_and_failed_groups_are_replaced(
         last = max(of_it, key=lambda place: meta.keys[place])
         assert extra[last]["outrider"]["row"] == 0
 
-    # the trainer's own steps, from the queue and back to it; the first takes the engine's log-probabilities as the old
+    # The trainer's own steps, from the queue and back to it: rows that fill a mini-batch of 16, the engine's
+    # log-probabilities as those of the old policy, advantages.
     trainer = SimpleNamespace(config=config)
+    filled = upsample_batch_to_divisible_size(meta, 16, eos_token_id=2)
     config.algorithm.rollout_correction.bypass_mode = True
-    PPOTrainer._compute_old_log_prob(trainer, meta, {})
+    PPOTrainer._compute_old_log_prob(trainer, filled, {})
     config.algorithm.rollout_correction.bypass_mode = False
-    PPOTrainer._compute_advantage(trainer, meta, {})
+    PPOTrainer._compute_advantage(trainer, filled, {})
+    assert len(filled) == 16
+    assert not any(filled.tags[place].get("is_padding") for place in range(len(meta.keys)))
     columns_after = tq.kv_batch_get(keys=meta.keys, partition_id="train", select_fields=["advantages", "returns"])
     advantages, returns = (columns_after[field].unbind() for field in ("advantages", "returns"))
-    of_rollout: Counter[str] = Counter()
+    of_rollout: defaultdict[str, float] = defaultdict(float)
     for key, mask, weighted, plain, reward in zip(meta.keys, columns[2], advantages, returns, rewards, strict=True):
         assert plain[mask == 1].tolist() == pytest.approx(
             [(reward - 0.5) / (math.sqrt(1 / 3) + 1e-6)] * int(mask.sum())
         )
         of_rollout[key.rpartition("_")[0]] += float((weighted / int(mask.sum()) / plain[mask == 1][0]).sum())
     if ours:
-        assert list(of_rollout.values()) == pytest.approx([len(meta.keys) / 8] * 8, rel=1e-5)
+        assert list(of_rollout.values()) == pytest.approx([16 / 8] * 8, rel=1e-5)
     mask, advantages = (
         torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True).float() for column in (columns[2], advantages)
     )
@@ -273,7 +278,7 @@ async def test_v1_rows_pass_through_the_queue_and_failed_groups_are_replaced(
     rises = policy_step(model, sequences, starts, mask, advantages)
     for rise, reward in zip(rises, rewards, strict=True):
         assert (rise > 0) == (reward == 1.0)
-    tq.kv_clear(keys=meta.keys, partition_id="train")
+    tq.kv_clear(keys=filled.keys, partition_id="train")
 
 
 async def test_v1_has_the_rewards_of_turns_at_their_ends_and_those_of_rows(
