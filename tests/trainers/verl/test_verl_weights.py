@@ -226,8 +226,8 @@ def estimate(rows: list[dict[str, Any]], **algorithm: Any) -> Any:
 
 
 def test_a_row_with_its_own_reward_is_compared_with_the_groups_rollouts() -> None:
-    """The statistics have the rewards of the main rows: 1 (row 6) and 0. Rows 0 and 3 have rewards of their own, and row
-    2 the reward of a turn in addition."""
+    """The statistics have the rewards of the main rows: 1 (row 6) and 0. Rows 0 and 3 have rewards of their own, and
+    row 2 the reward of a turn in addition."""
     rows = [sample(key, REWARDS | {"u_0_0": 3.0, "u_0_3": -1.0}) for key in KEYS]
     rows[2]["rm_scores"][0] = 0.25
     _, returns = estimate(rows)
