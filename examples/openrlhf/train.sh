@@ -11,7 +11,7 @@ exec python -m openrlhf.cli.train_ppo_ray \
     --actor.model_name_or_path "$MODEL" \
     --data.prompt_dataset "$here/rows.jsonl" --data.input_key prompt --data.label_key label \
     --rollout.batch_size 4 --rollout.n_samples_per_prompt 8 \
-    --algo.advantage.estimator group_norm \
+    --algo.advantage.estimator group_norm --actor.loss_agg_mode seq-mean-token-mean \
     --algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0 1 \
     --algo.advantage.is_correction_level token \
     "$@"

@@ -16,7 +16,8 @@ done
 exec python -m verl.trainer.main_ppo \
     "data.train_files=[$(readlink -f "$DATA/train.parquet")]" "data.val_files=[$(readlink -f "$DATA/val.parquet")]" \
     data.train_batch_size=32 "actor_rollout_ref.model.path=$MODEL" \
-    algorithm.adv_estimator=grpo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=score \
+    algorithm.adv_estimator=outrider_rollout actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \
+    algorithm.filter_groups.enable=True algorithm.filter_groups.metric=score \
     $rollout.name=vllm $rollout.n=8 $rollout.prompt_length=4096 $rollout.response_length=16384 \
     $rollout.calculate_log_probs=True $rollout.temperature=1.0 \
     +$rollout.agent.agent_loop_manager_class=outrider.trainers.verl.OutriderAgentLoopManager \

@@ -9,6 +9,7 @@ github.com/THUDM/slime file by file:
     slime/rollout/sglang_rollout.py (filters, evaluation, aborts)                  0044b40d6584
     slime/observability/rollout_metrics.py                                         0a2bc654e0a1
     slime/utils/metric_utils.py (pass rates)                                       45fcf06f3343
+    slime/backends/megatron_utils/loss.py, cp_utils.py (denominators of the loss)  624b824a898a
 
 `TrainingSide` is what `RolloutManager` and its `BatchBuilder` do with the output, the trap in normalising rewards
 included; "rloo" is normalised by some revisions only. `logged_evaluation` is how it reads an evaluation, and
@@ -235,6 +236,23 @@ class TrainingSide:
         for sample, mask in zip(self.samples, masks, strict=True):
             sums[sample.rollout_id] = sums.get(sample.rollout_id, 0) + sum(mask)
         return [sums[sample.rollout_id] for sample in self.samples]
+
+    def loss(
+        self, values: Sequence[Sequence[float]], micro_batches: Sequence[Sequence[int]], *, per_token: bool = False
+    ) -> float:
+        """The loss of one step, from the loss of each token of each sample (`values`): `loss_function` and
+        `get_sum_of_sample_mean` of slime/backends/megatron_utils, without what they multiply to cancel Megatron's
+        divisions. A step has whole rollouts, but a micro-batch (the numbers of its samples) may have a part of one.
+        `per_token` is `--calculate-per-token-loss`."""
+        sums = self.mask_sums()
+        rollouts = len({sample.rollout_id for sample in self.samples})
+        masks = [[] if sample.remove_sample else sample.loss_mask or [] for sample in self.samples]
+        total = 0.0
+        for numbers in micro_batches:
+            for number in numbers:
+                masked = sum(value for value, kept in zip(values[number], masks[number], strict=True) if kept)
+                total += masked if per_token else masked / max(sums[number], 1)
+        return total / (sum(map(sum, masks)) if per_token else rollouts)
 
     def _check_rollout_ids(self, node: Any, depth: int = 0) -> None:
         if depth >= 2 and isinstance(node[0], Sample) and len(node) > 1:

@@ -58,12 +58,13 @@ async def the_groups(service: Service) -> list[GroupView]:
 
 async def test_a_call_is_a_session_token_for_token(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (service, url):
-        executor = executor_for(url, scribe_task("openrlhf", rewards=[0.25], rewrites=[0]), metrics=["number"])
+        task = scribe_task("openrlhf", rewards=[0.25], rewrites=[0])
+        executor = executor_for(url, task, metrics=["number"], rows="main")
         response = await execute(executor, label="the answer")
         [group] = await the_groups(service)
         async with AsyncClient(url) as client:
             [turn, *_] = await client.turns(group.sessions[0].id)
-    [sample, _other] = group.samples or ()
+    [sample, other] = group.samples or ()
     assert group.sessions[0].result.samples == 2
     assert response["observation_tokens"] == sample.ids.tolist()
     assert response["rollout_log_probs"] == sample.logprobs.tolist()
@@ -76,8 +77,19 @@ async def test_a_call_is_a_session_token_for_token(tmp_path: Path) -> None:
     assert (response["prompt"], response["label"], response["images"]) == ("say hello", "the answer", None)
     logs = response["extra_logs"]
     assert (logs["outrider_turns"], logs["outrider_rows_left_out"], logs["number"]) == (3.0, 1.0, 0.0)
+    assert logs["outrider_tokens_left_out"] == sum(other.loss_mask) > 0
     assert (logs["outrider_version"], logs["outrider_cut_tokens"]) == (0.0, 0.0)
     assert turn.sampling["temperature"] == 0.7
+
+
+async def test_a_session_of_several_rows_is_refused_until_the_settings_choose_one(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (_, url):
+        task = scribe_task("openrlhf rows", rewrites=[0])
+        with pytest.raises(InvalidField, match="has 2 rows that train, and OpenRLHF takes one") as caught:
+            await execute(executor_for(url, task))
+        one = await execute(executor_for(url, task | {"branches": {"compaction": "mask", "auxiliary": "mask"}}))
+    assert "set rows to main" in (caught.value.hint or "")
+    assert one["extra_logs"]["outrider_rows_left_out"] == 0.0
 
 
 async def test_calls_at_once_are_sessions_of_their_own(tmp_path: Path) -> None:
@@ -215,6 +227,6 @@ async def test_a_generation_that_vllm_gave_up_is_the_engines_failure(monkeypatch
 
 
 def test_settings_are_read_before_openrlhf_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTRIDER_OPENRLHF", '{"rows": "all"}')
-    with pytest.raises(InvalidField, match=r"OUTRIDER_OPENRLHF.rows: must be 'main'"):
+    monkeypatch.setenv("OUTRIDER_OPENRLHF", '{"rows": "some"}')
+    with pytest.raises(InvalidField, match=r"OUTRIDER_OPENRLHF.rows: must be 'all' or 'main'"):
         agent_executor()

@@ -166,6 +166,39 @@ async def test_with_main_rows_slimes_own_normalisation_is_right(tmp_path: Path) 
     assert side.rewards_by_default() == pytest.approx(slime.post_process_rewards(args, side.samples)[1])
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("micro_batches", [[range(8)], [[0, 7, 3], [1, 2], [4, 5, 6]]])
+def test_each_token_has_the_weight_of_the_formula(micro_batches: list[list[int]], per_token: bool) -> None:
+    """Rollout A has 7 rows with 22 trained tokens and reward 1, rollout B one row with 2 and reward 0; by hand, with
+    the sample standard deviation."""
+    masks = [[1, 1, 0, 1], [1], [1, 0, 0, 1, 1, 1], [0, 1], [1] * 5, [1, 0, 1], [1] * 6, [1, 0, 1]]
+    rows = [
+        Sample(
+            group_index=0,
+            index=number // 7,
+            rollout_id=number // 7,
+            reward=1.0 - number // 7,
+            tokens=[1, *range(len(mask))],
+            response_length=len(mask),
+            loss_mask=mask,
+        )
+        for number, mask in enumerate(masks)
+    ]
+    args = slime_args("", rollout_batch_size=1)
+    side = TrainingSide(args, RolloutFnTrainOutput([[rows[:7], rows[7:]]]))
+    _, advantages = slime.post_process_rewards(args, side.samples)
+    for number, mask in enumerate(masks):
+        for place, trained in enumerate(mask):
+            # The loss of a token is -ratio * advantage: the derivative by its log-probability is -advantage where the
+            # ratio is 1, and the loss is linear in the tokens' losses.
+            values = [[0.0] * len(other) for other in masks]
+            values[number][place] = -advantages[number]
+            weight = 1 / 24 if per_token else 1 / 2 / (22 if number < 7 else 2)
+            advantage = (0.5 if number < 7 else -0.5) / (math.sqrt(0.5) + 1e-6)
+            found = side.loss(values, micro_batches, per_token=per_token)
+            assert found == pytest.approx(-weight * advantage * trained)
+
+
 def test_rows_with_rewards_of_their_own_do_not_move_the_groups_mean() -> None:
     args = slime_args("", advantage_estimator="grpo", grpo_std_normalization=False)
     samples = [

@@ -20,20 +20,20 @@ import importlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from outrider.engines.base import Chunk, GenerateRequest
-from outrider.errors import EngineRejected, EngineUnavailable
+from outrider.errors import EngineError, EngineRejected, EngineUnavailable, InvalidField
 from outrider.relay import FunctionEngine, Worker
 from outrider.spec import Name
 from outrider.trainers.exports import spans_of
 from outrider.trainers.relay_thread import RelayThread
 from outrider.trainers.shared_client import run_group
 from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, refuse_images, task_for
-from outrider.trainers.trajectories import chosen_metrics
-from outrider.trajectory import FinishReason, LogprobKind
+from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics
+from outrider.trajectory import BranchKind, FinishReason, LogprobKind
 
 VARIABLE = "OUTRIDER_OPENRLHF"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "repetition_penalty", "stop")
@@ -42,11 +42,13 @@ FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fin
 
 
 class OpenRLHFSettings(BridgeSettings):
-    """The settings of all bridges, and the following. rows: always "main", because a call returns a single row, which
-    is the main conversation's. relay: the name of the relay engine whose worker generates with OpenRLHF's own vLLM
-    engines; None if the service has its own engine."""
+    """The settings of all bridges, and the following. relay: the name of the relay engine whose worker generates with
+    OpenRLHF's own vLLM engines; None if the service has its own engine.
 
-    rows: Literal["main"] = "main"
+    A call returns a single row. So with the default of `rows`, "all", a session in which several rows train is an
+    error; with "main", its other rows are left out and counted.
+    """
+
     relay: Name | None = None
 
 
@@ -70,7 +72,8 @@ class Executor:
         images: Any = None,
     ) -> dict[str, Any]:
         """Run one session and return OpenRLHF's response. `label` may be a JSON object with the columns of the row,
-        including the task. Raises the session's error. The error ends OpenRLHF's training, because OpenRLHF has no
+        including the task. Raises the session's error, and InvalidField if several of its rows train and the setting
+        `rows` is "all". The error ends OpenRLHF's training, because OpenRLHF has no
         other way to report a failed sample."""
         refuse_images(images, "the prompt", field="images")
         cap = self._settings.max_row_tokens
@@ -80,10 +83,12 @@ class Executor:
         task = task_for(settings, _columns(prompt, label), prompt=prompt, sampling=sampling, labels={})
         if settings.relay is not None:
             await self._attach(llm_engine, settings.relay, wants_logprobs)
-        [trajectory] = await run_group(settings, group_of(settings, task), logprobs=wants_logprobs)
+        # All rows are fetched even if only one of them is returned, because the others are counted.
+        every = settings.model_copy(update={"rows": "all"})
+        [trajectory] = await run_group(every, group_of(settings, task), logprobs=wants_logprobs)
         if trajectory.error is not None:
             raise trajectory.error
-        row = trajectory.rows[0]
+        row, left_out = _row_of(trajectory, settings)
         return {
             "prompt": prompt,
             "label": label,
@@ -100,7 +105,8 @@ class Executor:
             "extra_logs": {
                 "outrider_turns": float(trajectory.result.turns),
                 "outrider_agent_seconds": trajectory.seconds,
-                "outrider_rows_left_out": float(trajectory.result.samples - 1),
+                "outrider_rows_left_out": float(len(left_out)),
+                "outrider_tokens_left_out": float(sum(sum(other.mask) for other in left_out)),
                 "outrider_cut_tokens": float(row.cut),
                 "outrider_version": float(row.sample.min_version),
                 **chosen_metrics(trajectory, settings),
@@ -168,6 +174,28 @@ def agent_executor(settings: Mapping[str, Any] | None = None) -> type:
         Executor.__init__(self, checked)
 
     return type("AgentExecutor", (Executor, base), {"__init__": init, "__doc__": Executor.__doc__})
+
+
+def _row_of(trajectory: Trajectory, settings: OpenRLHFSettings) -> tuple[TrainingRow, list[TrainingRow]]:
+    """Return the row to train on, and the rows that are left out. Raises InvalidField if `rows` is "all" and there are
+    several rows, and EngineError if `rows` is "main" and nothing of the main conversation trains."""
+    rows = trajectory.rows
+    if settings.rows == "all":
+        if len(rows) > 1:
+            raise InvalidField(
+                f"session {trajectory.session.id} has {len(rows)} rows that train, and OpenRLHF takes one from a call",
+                field="rows",
+                hint="set rows to main in the bridge's settings, to train the main conversation's row only, or mask the"
+                " other kinds of branches in the task",
+            )
+        return rows[0], []
+    chosen = next((row for row in rows if row.sample.kind is BranchKind.MAIN), None)
+    if chosen is None:
+        raise EngineError(
+            f"session {trajectory.session.id} has no token to train on in its main conversation",
+            hint=f"see `outrider show {trajectory.session.id}`",
+        )
+    return chosen, [row for row in rows if row is not chosen]
 
 
 def _columns(prompt: str, label: Any) -> dict[str, Any]:

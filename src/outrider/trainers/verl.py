@@ -5,9 +5,10 @@ agent-loop manager for the V1 trainer that runs each prompt as a group.
     - name: outrider
       _target_: outrider.trainers.verl.RemoteAgentLoop
 
-The settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service's address comes from $OUTRIDER_URL,
-else from the named Ray actor that `start_service` makes, else from the setting `url`. With the setting `relay`, verl's
-own servers generate, and a Ray actor attaches these servers to the service.
+The manager also registers the advantage estimators of verl_weights.py, in which a rollout counts once, however many
+rows it has. The settings are in `rollout.custom.outrider` (verl_rows.VerlSettings). The service's address comes from
+$OUTRIDER_URL, else from the named Ray actor that `start_service` makes, else from the setting `url`. With the setting
+`relay`, verl's own servers generate, and a Ray actor attaches these servers to the service.
 
 The service is used over HTTP only. Invariant: a session that cannot be trained on raises an error; no sample is
 invented for it.
@@ -36,7 +37,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 try:
     import transfer_queue as tq
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+    from verl.trainer.ppo.core_algos import register_adv_est
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 except ImportError as error:
     from outrider.environment import install_command
@@ -69,6 +72,7 @@ from outrider.trainers.verl_rows import (
     verl_settings,
     verl_task,
 )
+from outrider.trainers.verl_weights import ESTIMATORS, check_loop, check_weights
 from outrider.trajectory import FinishReason, VersionSpan
 
 log = logging.getLogger("outrider.verl")
@@ -101,28 +105,27 @@ class RowOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
 class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
     """Runs one trajectory as a group of one session.
 
-    For the V1 trainer, `run` returns a list with an AgentLoopOutput for each row of the session, with the main
-    conversation's row last. The V0 trainer accepts exactly one output, so for it `run` returns a single
-    AgentLoopOutput.
+    For the V1 trainer the setting `rows` must be "main", because that trainer would count each row as a rollout. The V0
+    trainer accepts exactly one row of a session.
     """
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         """Run one session. `row` is the row of the dataset. Raises the session's error, and InvalidField for several
-        rows with the V0 trainer."""
+        rows."""
         settings = settings_of(self.config)
+        number = row.get("session_id")  # only the V1 trainer numbers the sessions of a prompt
+        if number is not None:
+            check_loop(settings)
         terms = terms_of(self.config, sampling_params)
         task = verl_task(settings, row, terms)
-        number = row.get("session_id")  # only the V1 trainer numbers the sessions of a prompt
         give_own_seed(task, number, self.rollout_config.n)
         [trajectory] = await roll_out(settings, group_of(settings, task), terms, self.server_manager)
         outputs = outputs_of(trajectory, settings, terms, step=_step(row))
-        if number is not None:
-            return outputs
         if len(outputs) > 1:
             raise InvalidField(
                 f"session {trajectory.session.id} has {len(outputs)} rows, and verl's V0 trainer takes one",
                 field=f"{SETTINGS}.rows",
-                hint=f"set trainer.use_v1=True, or {SETTINGS}.rows=main",
+                hint=f"set {SETTINGS}.rows=main, or use the V1 trainer with OutriderAgentLoopManager",
             )
         return outputs[0]
 
@@ -171,6 +174,11 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
             raise failures[0]
         for number, rows in outputs.items():
             await self._agent_loop_postprocess(rows, validate, session_id=number, **prompt)
+            if not validate and self.config.algorithm.adv_estimator in ESTIMATORS:
+                # The trainer passes this column to the estimator, and nothing else that identifies a session.
+                keys = [f"{prompt['uid']}_{number}_{row}" for row in range(len(rows))]
+                fields = list_of_dict_to_tensordict([{"uid": key} for key in keys])
+                await tq.async_kv_batch_put(keys=keys, partition_id="train", fields=fields)
 
 
 class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has no types
@@ -179,7 +187,9 @@ class OutriderAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]  # ver
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        settings_of(self.config)  # called so that a wrong setting raises here once, and not in every rollout
+        for name, estimator in ESTIMATORS.items():
+            register_adv_est(name)(estimator)  # the manager is made in the process that computes the advantages
+        check_weights(self.config, settings_of(self.config))  # raises here once, and not in every rollout
         self.agent_loop_workers_class = ray.remote(OutriderWorker)
 
 

@@ -19,6 +19,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import AgentExecutorBase
+from openrlhf.utils.loss_utils import iter_grad_accum_global_norm
 
 from outrider.errors import HarnessError
 from outrider.service.service import Service
@@ -70,7 +71,7 @@ def experiences_of(found: list[dict[str, Any]]) -> list[Experience]:
 
 async def test_responses_become_experiences_token_for_token(tmp_path: Path, settings: Any) -> None:
     async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two and more")]) as (service, url):
-        settings(url, scribe_task("openrlhf real", rewards=[0, 1], rewrites=[1]))
+        settings(url, scribe_task("openrlhf real", rewards=[0, 1], rewrites=[1]), rows="main")
         actor = rollout_actor()
         assert isinstance(actor.executor, AgentExecutorBase)
         found = await responses(actor, "say hello", 2)
@@ -145,6 +146,32 @@ async def test_advantages_and_a_step_of_the_policy(tmp_path: Path, settings: Any
         after - earlier for after, earlier in zip(chances_of_actions(logits, experiences), before, strict=True)
     )
     assert worse < 0 < better
+
+
+@pytest.mark.parametrize(
+    ("token_level", "weights"),
+    [(False, [1 / 2 / 5, 1 / 2 / 2]), (True, [1 / 7, 1 / 7])],
+    ids=["seq-mean-token-mean", "token-mean"],
+)
+def test_each_token_has_the_weight_of_the_formula(token_level: bool, weights: list[float]) -> None:
+    """Two rollouts of one row, with 5 and 2 trained tokens and the rewards 1 and 0, each a micro-batch of one optimizer
+    step; by hand, with the sample standard deviation. `--actor.loss_agg_mode` decides about `token_level_loss`."""
+    masks = [torch.tensor([[1, 1, 0, 1, 1, 1]]).bool(), torch.tensor([[1, 0, 1, 0, 0, 0]]).bool()]
+    experiences = []
+    for index, (mask, reward) in enumerate(zip(masks, (1.0, 0.0), strict=True)):
+        experience = Experience(index=[index], action_mask=mask, rewards=torch.tensor([reward]), info={})
+        experience.kl = torch.zeros_like(mask, dtype=torch.float32)
+        experiences.append(experience)
+    experiences = experience_maker(n=2).compute_advantages_and_returns(experiences)
+    policies = [torch.nn.Parameter(torch.zeros(1, 6)) for _ in masks]
+    step = iter_grad_accum_global_norm(experiences, SimpleNamespace(), len(masks), lambda each: each.action_mask)
+    for policy, (experience, norm) in zip(policies, step, strict=True):
+        loss = PolicyLoss(token_level_loss=token_level)(
+            policy, policy.detach(), experience.advantages, action_mask=experience.action_mask, **norm
+        )[0]
+        (loss / len(masks)).backward()  # DeepSpeed divides the loss of each micro-batch by their number
+    for policy, mask, weight, sign in zip(policies, masks, weights, (1, -1), strict=True):
+        torch.testing.assert_close(policy.grad, -sign * 2**-0.5 * weight * mask.float(), rtol=1e-5, atol=1e-8)
 
 
 def step_loss(loss_of: Any, logits: torch.Tensor, experience: Experience) -> torch.Tensor:

@@ -4,10 +4,12 @@ advantage and policy loss train a model on them."""
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
-import types
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
-from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 
 from outrider.client.client import AsyncClient
+from outrider.errors import InvalidField
 from outrider.lab.fakes.scripted_engine import scripted_logprob
-from outrider.trainers.verl import OutriderAgentLoopManager, start_service
+from outrider.trainers.verl import OutriderAgentLoopManager, RemoteAgentLoop, start_service
 from trainers.verl import world
 
 pytestmark = [pytest.mark.trainers, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -35,6 +39,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.asyncio(loop_scope="module"), py
 STEP = 12
 TWO_WORKERS = ["actor_rollout_ref.rollout.agent.num_workers=2"]
 """Each of them imports verl, which takes it ten seconds and more."""
+GRPO = "algorithm.adv_estimator=grpo"
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +162,7 @@ def policy_step(model: Path, sequences: list[list[int]], starts: list[int], mask
         return torch.stack(rows)
 
     before = logprobs().detach()
-    config = types.SimpleNamespace(
+    config = SimpleNamespace(
         clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, global_batch_info={}, get=lambda name, default: default
     )
     loss, _ = core_algos.get_policy_loss_fn("vanilla")(
@@ -208,7 +213,9 @@ async def test_v0_workers_give_a_batch_that_trains(url: str, model: Path, tmp_pa
 async def test_v1_rows_pass_through_the_queue_and_failed_groups_are_replaced(
     url: str, model: Path, tmp_path: Path, queue: None, kind: Any
 ) -> None:
-    config = world.verl_config(tmp_path, model, {"url": url, "metrics": ["heads"]}, TWO_WORKERS)
+    ours = kind is OutriderAgentLoopManager
+    settings = {"url": url, "metrics": ["heads"], "rows": "all" if ours else "main"}
+    config = world.verl_config(tmp_path, model, settings, TWO_WORKERS if ours else [*TWO_WORKERS, GRPO])
     manager = await asyncio.to_thread(kind.create, config=config, llm_client=None)
     name = kind.__name__.lower()
     tasks = {
@@ -223,7 +230,8 @@ async def test_v1_rows_pass_through_the_queue_and_failed_groups_are_replaced(
     assert refilled == [1]
     assert sum(value for key, value in metrics.items() if key.endswith("rollout_failure/evicted_samples")) == 1
     uids = [key.split("_")[0] for key in meta.keys]
-    assert (uids.count(f"{name}a"), uids.count(f"{name}b"), uids.count(f"{name}c")) == (8, 0, 4)
+    rows = 2 if ours else 1
+    assert (uids.count(f"{name}a"), uids.count(f"{name}b"), uids.count(f"{name}c")) == (4 * rows, 0, 4)
     for tag in meta.tags:
         assert (tag["min_global_steps"], tag["max_global_steps"], tag["global_steps"]) == (7, 7, STEP)
         assert isinstance(tag["min_global_steps"], int)
@@ -237,31 +245,40 @@ async def test_v1_rows_pass_through_the_queue_and_failed_groups_are_replaced(
     assert [one["reward_extra_info"]["heads"] for one in extra] == rewards
     for session in range(4):  # the rows of a session have one reward, and its main conversation is the last
         of_it = [place for place, key in enumerate(meta.keys) if key.startswith(f"{name}a_{session}_")]
-        assert len(of_it) == 2
+        assert len(of_it) == rows
         assert len({rewards[place] for place in of_it}) == 1
         last = max(of_it, key=lambda place: meta.keys[place])
         assert extra[last]["outrider"]["row"] == 0
 
-    padded = {
-        field: torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True).float()
-        for field, column in zip(fields[2:5], columns[2:], strict=True)
-    }
-    batch = DataProto.from_single_dict(
-        {
-            "response_mask": padded["response_mask"],
-            "token_level_rewards": padded["rm_scores"],
-            "uid": objects(uids),
-        }
+    # The trainer's own steps, from the queue and back to it: rows that fill a mini-batch of 16, the engine's
+    # log-probabilities as those of the old policy, advantages.
+    trainer = SimpleNamespace(config=config)
+    filled = upsample_batch_to_divisible_size(meta, 16, eos_token_id=2)
+    config.algorithm.rollout_correction.bypass_mode = True
+    PPOTrainer._compute_old_log_prob(trainer, filled, {})
+    config.algorithm.rollout_correction.bypass_mode = False
+    PPOTrainer._compute_advantage(trainer, filled, {})
+    assert len(filled) == 16
+    assert not any(filled.tags[place].get("is_padding") for place in range(len(meta.keys)))
+    columns_after = tq.kv_batch_get(keys=meta.keys, partition_id="train", select_fields=["advantages", "returns"])
+    advantages, returns = (columns_after[field].unbind() for field in ("advantages", "returns"))
+    of_rollout: defaultdict[str, float] = defaultdict(float)
+    for key, mask, weighted, plain, reward in zip(meta.keys, columns[2], advantages, returns, rewards, strict=True):
+        assert plain[mask == 1].tolist() == pytest.approx(
+            [(reward - 0.5) / (math.sqrt(1 / 3) + 1e-6)] * int(mask.sum())
+        )
+        of_rollout[key.rpartition("_")[0]] += float((weighted / int(mask.sum()) / plain[mask == 1][0]).sum())
+    if ours:
+        assert list(of_rollout.values()) == pytest.approx([16 / 8] * 8, rel=1e-5)
+    mask, advantages = (
+        torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True).float() for column in (columns[2], advantages)
     )
-    advantages = compute_advantage_for_multi_trajectories(
-        batch, batch_keys=meta.keys, adv_estimator=core_algos.AdvantageEstimator.GRPO, num_repeat=4
-    ).batch["advantages"]
     sequences = [prompt.tolist() + response.tolist() for prompt, response in zip(columns[0], columns[1], strict=True)]
     starts = [len(prompt) for prompt in columns[0]]
-    rises = policy_step(model, sequences, starts, padded["response_mask"], advantages)
+    rises = policy_step(model, sequences, starts, mask, advantages)
     for rise, reward in zip(rises, rewards, strict=True):
         assert (rise > 0) == (reward == 1.0)
-    tq.kv_clear(keys=meta.keys, partition_id="train")
+    tq.kv_clear(keys=filled.keys, partition_id="train")
 
 
 async def test_v1_has_the_rewards_of_turns_at_their_ends_and_those_of_rows(
@@ -370,6 +387,17 @@ async def test_a_wrong_setting_ends_the_start(cluster: None, model: Path, tmp_pa
     config = world.verl_config(tmp_path, model, {"complet": "any"})
     with pytest.raises(Exception, match=r"rollout\.custom\.outrider has the unknown key 'complet'"):
         await asyncio.to_thread(OutriderAgentLoopManager.create, config=config, llm_client=None)
+    config = world.verl_config(tmp_path, model, {}, [GRPO])
+    with pytest.raises(Exception, match="verl counts each row as a rollout"):
+        await asyncio.to_thread(OutriderAgentLoopManager.create, config=config, llm_client=None)
+
+
+async def test_the_loop_refuses_several_rows_in_the_v1_trainer(model: Path, tmp_path: Path) -> None:
+    config = world.verl_config(tmp_path, model, {}, [GRPO])
+    loop = object.__new__(RemoteAgentLoop)
+    loop.config = config
+    with pytest.raises(InvalidField, match="V1 trainer would count each row as a rollout"):
+        await loop.run({}, session_id=0)
 
 
 def test_the_models_tokenizer_is_the_services(model: Path) -> None:

@@ -163,6 +163,8 @@ def verl_config(folder: Path, model: Path, outrider: Mapping[str, Any], override
                 "actor_rollout_ref.rollout.prompt_length=64",
                 "actor_rollout_ref.rollout.response_length=128",
                 "actor_rollout_ref.rollout.calculate_log_probs=True",
+                "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+                "algorithm.adv_estimator=outrider_rollout",
                 "actor_rollout_ref.rollout.agent.num_workers=1",
                 "actor_rollout_ref.rollout.agent.default_agent_loop=outrider",
                 f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",

@@ -1,0 +1,141 @@
+"""Advantage estimators for verl's V1 trainer in which a rollout counts once, however many rows it has, and the check of
+verl's configuration that goes with them.
+
+The module does not import verl. The manager of `outrider.trainers.verl` registers the estimators. verl passes an
+estimator the column `uid` of the rows and nothing else that identifies a rollout, so the manager's workers put each
+row's key there: `{uid}_{session}_{row}`, where the highest row is the main conversation's.
+
+Invariant: for the loss aggregation AGGREGATION, the sum over verl's mini-batches of a token's weight in the loss,
+divided by the number of mini-batches, is the weight in docs/trainers/weights.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from outrider.errors import InvalidField
+from outrider.trainers.verl_rows import SETTINGS, VerlSettings
+
+AGGREGATION = "seq-mean-token-mean"
+"""The loss aggregation that the estimators need. Its denominators (the row's trained tokens, and the configured number
+of rows of a mini-batch) do not depend on which rows are in a mini-batch or micro-batch."""
+SCALABLE_LOSSES = frozenset({"vanilla", "gspo", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"})
+"""verl's policy losses that are proportional to a positive factor of the advantages, and aggregated as configured."""
+EPSILON = 1e-6
+"""Added to the standard deviation, as in verl's GRPO."""
+
+Share = Callable[[Any, Any, int], Any]
+"""The share of each row in the weights of all rows, from its trained tokens, the trained tokens of its rollout, and the
+number of rollouts."""
+
+
+def estimate(
+    share: Share, *, token_level_rewards: Any, response_mask: Any, index: Sequence[str], config: Any, **_: Any
+) -> Any:
+    """Return verl's (advantages, returns): the advantages multiplied by the weights, and without the weights.
+
+    `token_level_rewards`, `response_mask` and the result are tensors [rows, response length]; `index` has the rows'
+    keys. Raises InvalidField if `index` has no keys.
+    """
+    with torch.no_grad():
+        trained = response_mask.sum(-1)
+        keys = [_key(str(key), int(count)) for key, count in zip(index, trained, strict=True)]
+        advantage = _advantages(token_level_rewards.sum(-1), keys, config)[:, None] * response_mask
+        tokens: Counter[tuple[str, str]] = Counter()
+        for key, count in zip(keys, trained.tolist(), strict=True):
+            if key is not None and count:
+                tokens[key[:2]] += count
+        of_rollout = torch.tensor([tokens[key[:2]] if key else 0 for key in keys], device=trained.device).clamp(min=1)
+        # AGGREGATION divides the sum of the rows' means by the number of rows, padding included.
+        factor = len(keys) * share(trained, of_rollout, len(tokens))
+        return advantage * factor[:, None], advantage
+
+
+ESTIMATORS: Mapping[str, Callable[..., Any]] = {
+    "outrider_rollout": partial(estimate, lambda trained, of_rollout, rollouts: trained / (rollouts * of_rollout)),
+    "outrider_row": partial(estimate, lambda trained, of_rollout, rollouts: (trained > 0) / (trained > 0).sum()),
+    "outrider_token": partial(estimate, lambda trained, of_rollout, rollouts: trained / trained.sum()),
+}
+"""The estimators by their names in `algorithm.adv_estimator`, which name what has the same weight as others."""
+
+
+def check_weights(config: Any, settings: VerlSettings) -> None:
+    """Raise InvalidField if verl would, with this configuration, count rows as rollouts, or not apply the weights of
+    the chosen estimator. `config` is verl's whole configuration."""
+    name = config.algorithm.adv_estimator
+    actor = config.actor_rollout_ref.actor
+    if name not in ESTIMATORS:
+        if settings.rows == "all":
+            raise InvalidField(
+                f"sessions may have several rows, and with algorithm.adv_estimator={name} verl counts each row as a"
+                " rollout",
+                field="algorithm.adv_estimator",
+                hint=f"set algorithm.adv_estimator=outrider_rollout and"
+                f" actor_rollout_ref.actor.loss_agg_mode={AGGREGATION}; or {SETTINGS}.rows=main, to train the main"
+                " conversation's row only",
+            )
+        return
+    wrong: list[tuple[str, Any, str]] = []
+    if actor.loss_agg_mode != AGGREGATION:
+        wrong.append(("actor_rollout_ref.actor.loss_agg_mode", actor.loss_agg_mode, f"set it to {AGGREGATION}"))
+    mode = actor.policy_loss.get("loss_mode", "vanilla")
+    if mode not in SCALABLE_LOSSES:
+        hint = f"set it to one of {', '.join(sorted(SCALABLE_LOSSES))}"
+        wrong.append(("actor_rollout_ref.actor.policy_loss.loss_mode", mode, hint))
+    if config.actor_rollout_ref.rollout.n < 2:
+        hint = "set it to 2 or more: the advantage is relative to the group's other rollouts"
+        wrong.append(("actor_rollout_ref.rollout.n", config.actor_rollout_ref.rollout.n, hint))
+    for field, value, hint in wrong:
+        raise InvalidField(f"{field} is {value}, with algorithm.adv_estimator={name}", field=field, hint=hint)
+
+
+def check_loop(settings: VerlSettings) -> None:
+    """Raise InvalidField for all rows with the agent loop in the V1 trainer, where nothing can weight the rows."""
+    if settings.rows == "all":
+        raise InvalidField(
+            "sessions may have several rows, and verl's V1 trainer would count each row as a rollout",
+            field=f"{SETTINGS}.rows",
+            hint=f"set {SETTINGS}.rows=main, or use outrider.trainers.verl.OutriderAgentLoopManager",
+        )
+
+
+def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config: Any) -> Any:
+    """Return the advantage of each row: its reward minus the mean of its group's rollouts, divided by their standard
+    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is that of its main row."""
+    main: dict[str, dict[str, tuple[int, int]]] = {}
+    for place, key in enumerate(keys):
+        if key is not None:
+            uid, session, row = key
+            of_group = main.setdefault(uid, {})
+            of_group[session] = max(of_group.get(session, (-1, -1)), (row, place))
+    by_std = config is None or config.get("norm_adv_by_std_in_grpo", True)
+    advantage = torch.zeros_like(scores)
+    rewards = {uid: scores[[place for _, place in of_group.values()]] for uid, of_group in main.items()}
+    for place, key in enumerate(keys):
+        if key is None or len(rewards[key[0]]) < 2:  # a single rollout has no group to be compared with
+            continue
+        of_group = rewards[key[0]]
+        advantage[place] = scores[place] - of_group.mean()
+        if by_std:
+            advantage[place] /= of_group.std() + EPSILON
+    return advantage
+
+
+def _key(key: str, trained: int) -> tuple[str, str, int] | None:
+    """Return the parts of a row's key; None for a row that verl has added to fill a mini-batch."""
+    parts = key.rsplit("_", 2)
+    if len(parts) == 3:
+        return parts[0], parts[1], int(parts[2])
+    if trained:
+        raise InvalidField(
+            f"the rows of prompt {key!r} do not name their sessions, which only Outrider's manager has them do",
+            field="algorithm.adv_estimator",
+            hint="set +actor_rollout_ref.rollout.agent.agent_loop_manager_class="
+            "outrider.trainers.verl.OutriderAgentLoopManager",
+        )
+    return None
