@@ -108,8 +108,10 @@ test-trl: $(TRL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "not real" tests/relay $(ARGS)
 
+# One after the other: SkyRL 0.4 would take the stand-ins for vLLM, which the tests of OpenRLHF import, for vLLM.
 test-skyrl: $(SKYRL_VENV)/.stamps/dev
-	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/skyrl tests/trainers/openrlhf $(ARGS)
+	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/skyrl $(ARGS)
+	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/openrlhf $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\

@@ -39,6 +39,7 @@ def test_rows_carry_the_trainers_versions(tmp_path: Path) -> None:
         worker = RolloutWorker(client, task, weights, n=4, groups_per_version=4, inflight=2, buffered=8)
         weights.publish(parameters().items())
         worker.update_model_version(1)
+        worker.weigh_rollouts()
         worker.start()
         rows = [worker.rollout_buffer.get(timeout=30) for _ in range(12)]
         worker.check_health(30.0)
@@ -68,6 +69,7 @@ def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
 
     with simulated(fails) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=2, groups_per_version=4)
+        worker.weigh_rollouts()
         worker.start()
         with pytest.raises(ServiceError, match="prompts in a row have failed"):
             check_until_it_fails(worker)
@@ -77,6 +79,7 @@ def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
 def test_tasks_that_cannot_be_made_end_the_worker(tmp_path: Path) -> None:
     with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, lambda number: task(1 // number), weights, n=2, groups_per_version=4)
+        worker.weigh_rollouts()
         worker.start()
         with pytest.raises(ZeroDivisionError):
             check_until_it_fails(worker)
@@ -89,6 +92,7 @@ def test_a_worker_from_which_nothing_comes_is_not_healthy(tmp_path: Path) -> Non
 
     with simulated(slow) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=2, groups_per_version=4)
+        worker.weigh_rollouts()
         worker.check_health(0.0)  # it has not begun
         worker.start()
         worker.check_health(60.0)
