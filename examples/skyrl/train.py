@@ -12,10 +12,10 @@ from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.utils import initialize_ray, validate_cfg
 
-from outrider.trainers.skyrl import OutriderGenerator, RolloutWeights
+from outrider.trainers.skyrl import OutriderGenerator, LossPerRollout
 
 
-class Trainer(RolloutWeights, RayPPOTrainer):
+class Trainer(LossPerRollout, RayPPOTrainer):
     pass
 
 

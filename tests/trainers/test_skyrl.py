@@ -155,7 +155,7 @@ async def test_step_wise_rows_need_a_trainer_that_weighs_rollouts() -> None:
     generator = OutriderGenerator(generator_cfg(step_wise_trajectories=True), {"url": "http://127.0.0.1:9"})
     with pytest.raises(InvalidField, match="the weight of a rollout") as raised:
         await generator.generate(batch)
-    assert "RolloutWeights" in (raised.value.hint or "")
+    assert "LossPerRollout" in (raised.value.hint or "")
 
 
 @pytest.mark.parametrize("name", ["enable_return_sample_support_set", "enable_return_routed_experts"])

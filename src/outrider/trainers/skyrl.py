@@ -1,6 +1,6 @@
 """The bridge to SkyRL: a generator that runs trajectories as sessions of a service.
 
-    class Trainer(RolloutWeights, RayPPOTrainer):
+    class Trainer(LossPerRollout, RayPPOTrainer):
         pass
 
     class Experiment(BasePPOExp):
@@ -59,7 +59,7 @@ class OutriderGenerator:
     overridden by $OUTRIDER_SKYRL.
 
     With `step_wise_trajectories`, a trajectory has a row for each branch that trains, with the main conversation's row
-    last, and the trainer must have the mixin `RolloutWeights`. Otherwise a trajectory has only the main conversation's
+    last, and the trainer must have the mixin `LossPerRollout`. Otherwise a trajectory has only the main conversation's
     row. The setting `rows` must then be "main", unless no trajectory has other rows that train: `generate` leaves rows
     out only if the settings say so, and counts them. SkyRL cannot leave a trajectory out. So if a
     trajectory fails, all trajectories of its instance are replaced by placeholders of one token, which do not train, as
@@ -96,7 +96,7 @@ class OutriderGenerator:
             raise InvalidField(
                 "SkyRL gives each row of a rollout the weight of a rollout",
                 field="trainer",
-                hint="class Trainer(RolloutWeights, RayPPOTrainer), returned by the experiment's get_trainer;"
+                hint="class Trainer(LossPerRollout, RayPPOTrainer), returned by the experiment's get_trainer;"
                 ' or the setting rows = "main", with which only the main conversation trains',
             )
         # `global_step` counts the current step, which is not finished
@@ -150,7 +150,7 @@ class OutriderGenerator:
             "outrider/failed_trajectories": len(errors),
             "outrider/masked_instances": 0 if evaluating else len(failed),
             "outrider/rows_left_out": len(left_out),
-            "outrider/tokens_left_out": sum(sum(sample.loss_mask) for sample in left_out),
+            "outrider/tokens_left_out": sum(int(sample.loss_mask.sum()) for sample in left_out),
         }
         usual, added = _usual_metrics(columns, splits)
         return {
@@ -284,8 +284,8 @@ def _refuse_what_engines_do_not_report(generator_cfg: Any) -> None:
             raise InvalidField("the service's samples have no such column", field=field, hint=f"{field}=false")
 
 
-class RolloutWeights:
-    """A mixin for SkyRL's trainers. The mixin must be the first base class: `class Trainer(RolloutWeights,
+class LossPerRollout:
+    """A mixin for SkyRL's trainers. The mixin must be the first base class: `class Trainer(LossPerRollout,
     RayPPOTrainer)`.
 
     The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over its R rollouts that train and over the
@@ -299,14 +299,14 @@ class RolloutWeights:
         algorithm = self.cfg.trainer.algorithm
         if algorithm.loss_reduction != "token_mean":
             raise InvalidField(
-                f"RolloutWeights weighs the rollouts, and trainer.algorithm.loss_reduction={algorithm.loss_reduction!r}"
+                f"LossPerRollout weighs the rollouts, and trainer.algorithm.loss_reduction={algorithm.loss_reduction!r}"
                 " would weigh them once more",
                 field="trainer.algorithm.loss_reduction",
                 hint="trainer.algorithm.loss_reduction=token_mean",
             )
         if algorithm.advantage_batch_normalize:
             raise InvalidField(
-                "SkyRL would normalise the advantages after RolloutWeights has weighed them",
+                "SkyRL would normalise the advantages after LossPerRollout has weighed them",
                 field="trainer.algorithm.advantage_batch_normalize",
                 hint="trainer.algorithm.advantage_batch_normalize=false",
             )

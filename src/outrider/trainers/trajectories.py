@@ -104,7 +104,7 @@ def left_out_of(group: GroupView, trajectory: Trajectory) -> list[Sample]:
         if sample.session_id == trajectory.session.id
         and sample.row not in kept
         and sample.reward is not None
-        and any(sample.loss_mask)
+        and sample.trained
     ]
 
 

@@ -18,7 +18,7 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from outrider.errors import InvalidField
-from outrider.trainers.skyrl import OutriderGenerator, RolloutWeights
+from outrider.trainers.skyrl import OutriderGenerator, LossPerRollout
 from support.scribe import scribe_task
 from support.service import running_service, say
 from trainers.skyrl_world import VLLM_PARAMS
@@ -42,7 +42,7 @@ def config(**generator: Any) -> Any:
     return SkyRLTrainConfig.from_cli_overrides([f"{name}={str(value).lower()}" for name, value in overrides.items()])
 
 
-class Trainer(RolloutWeights, RayPPOTrainer):  # type: ignore[misc]
+class Trainer(LossPerRollout, RayPPOTrainer):  # type: ignore[misc]
     pass
 
 
@@ -255,7 +255,7 @@ def test_each_rollout_has_the_same_weight_in_the_loss(mini_batch: int, rollouts:
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"])
 def test_skyrls_own_reductions_weigh_rows_or_tokens(reduction: str) -> None:
-    """The reason why the generator asks for a trainer with `RolloutWeights`."""
+    """The reason why the generator asks for a trainer with `LossPerRollout`."""
     cfg = config(step_wise_trajectories=True)
     cfg.trainer.algorithm.loss_reduction = reduction
     cfg.trainer.algorithm.max_seq_len = 64
@@ -268,7 +268,7 @@ def test_a_configuration_that_weighs_rollouts_again_is_refused() -> None:
         def __init__(self, cfg: Any, generator: Any) -> None:
             self.cfg, self.generator = cfg, generator
 
-    class Weighing(RolloutWeights, Bare):
+    class Weighing(LossPerRollout, Bare):
         pass
 
     cfg = config(step_wise_trajectories=True)

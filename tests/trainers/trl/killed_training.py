@@ -33,9 +33,9 @@ def task(number: int) -> dict[str, Any]:
     return body | {"runtime": {"kind": "memory"}}
 
 
-def key_of(ids: Sequence[int], logprobs: Sequence[float]) -> str:
+def key_of(ids: list[int], logprobs: Sequence[float]) -> str:
     """Identify a row: by its ids and the log-probabilities, as float32, of its trained tokens."""
-    return hashlib.sha256(repr((list(ids), [f"{value:.5f}" for value in logprobs])).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((ids, [f"{value:.5f}" for value in logprobs])).encode()).hexdigest()[:16]
 
 
 def train(url: str, policy: str, folder: Path) -> None:
