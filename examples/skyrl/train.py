@@ -12,7 +12,7 @@ from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.utils import initialize_ray, validate_cfg
 
-from outrider.trainers.skyrl import OutriderGenerator, LossPerRollout
+from outrider.trainers.skyrl import LossPerRollout, OutriderGenerator
 
 
 class Trainer(LossPerRollout, RayPPOTrainer):

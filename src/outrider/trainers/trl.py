@@ -688,23 +688,28 @@ class RolloutWorker:
 
     def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
         """Yield a RolloutSample for every row that trains."""
-        rewards = {session.id: reward for session in group.sessions if (reward := _reward_of(session)) is not None}
+        trajectories = trajectories_of(group, SETTINGS, logprobs=True)
+        rewards = {each.session.id: reward for each in trajectories if (reward := _rollout_reward(each)) is not None}
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
-        metrics = {"reward_std": pstdev(rewards.values())}
-        for trajectory in trajectories_of(group, SETTINGS, logprobs=True):
+        spread = pstdev(rewards.values())
+        # A row with a reward of its own is compared with the rollouts of the group, as its rollout is.
+        per_reward = 1.0 if self._advantages != "grpo" else 1.0 / (spread + 1e-4) if spread else 0.0
+        for trajectory in trajectories:
             tokens = sum(sum(row.mask) for row in trajectory.rows)
             for row in trajectory.rows:
+                session = trajectory.session.id
+                advantage = advantages[session] + (row.reward - rewards[session]) * per_reward
                 yield self._row_class(
                     prompt=[],
                     completion=[],
                     input_ids=np.asarray(row.ids, dtype=np.int64),
                     completion_mask=np.asarray(row.mask, dtype=np.int64),
                     old_log_probs=np.asarray(row.logprobs, dtype=np.float32),
-                    advantage=RowAdvantage(advantages[trajectory.session.id], tokens),
+                    advantage=RowAdvantage(advantage if len(rewards) > 1 else 0.0, tokens),
                     model_version=min(row.trained_versions()) - self._behind,
                     group_id=number,
-                    metrics=metrics | {"reward": trajectory.reward},
+                    metrics={"reward_std": spread, "reward": trajectory.reward},
                 )
 
 
@@ -789,6 +794,12 @@ def _refuse_to_leave_out(rows: Sequence[TrainingRow]) -> None:
             hint='AsyncGRPOTrainer with RolloutWorker trains all rows; Rollouts(..., rows="main") leaves the others out'
             " and counts them in outrider/left_out_rows and outrider/left_out_tokens",
         )
+
+
+def _rollout_reward(trajectory: Trajectory) -> float | None:
+    """Return the reward with which a rollout counts in its group: the reward of its first row. A graded rollout without
+    rows that train has the verdict's reward, and a rollout that was not graded has None."""
+    return trajectory.rows[0].reward if trajectory.rows else _reward_of(trajectory.session)
 
 
 def _reward_of(session: SessionView) -> float | None:

@@ -18,7 +18,7 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from outrider.errors import InvalidField
-from outrider.trainers.skyrl import OutriderGenerator, LossPerRollout
+from outrider.trainers.skyrl import LossPerRollout, OutriderGenerator
 from support.scribe import scribe_task
 from support.service import running_service, say
 from trainers.skyrl_world import VLLM_PARAMS
@@ -197,9 +197,9 @@ async def test_the_output_has_the_columns_of_this_skyrl(tmp_path: Path) -> None:
 
 
 def rollouts_of_many_rows() -> tuple[dict[str, Any], list[str]]:
-    """Two prompts with two rollouts each. The rewards are 1 and 0, and 0 and 1; the numbers of trained tokens of the
-    rows are 7 times 2, and 2; 3, and 1 and 4. Each row has a token of context before its last trained token."""
-    rows = [("p", 0, 1.0, [2] * 7), ("p", 1, 0.0, [2]), ("q", 0, 0.0, [3]), ("q", 1, 1.0, [1, 4])]
+    """Two prompts with two rollouts each. The rewards are 1 and 0, and 0 and 1; the first rollout has seven rows. The
+    lists are the numbers of trained tokens of the rows. Each row has a token of context before its last one."""
+    rows = [("p", 0, 1.0, [3, 1, 4, 1, 5, 2, 6]), ("p", 1, 0.0, [2]), ("q", 0, 0.0, [3]), ("q", 1, 1.0, [1, 4])]
     output: dict[str, Any] = {name: [] for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks")}
     output |= {name: [] for name in ("stop_reasons", "rollout_logprobs", "trajectory_ids", "is_last_step")}
     for uid, repetition, reward, lengths in rows:
@@ -245,7 +245,8 @@ def test_each_rollout_has_the_same_weight_in_the_loss(mini_batch: int, rollouts:
     cfg.trainer.policy_mini_batch_size = mini_batch
     given = pulls(cfg, Trainer)
     high = 2**-0.5 / rollouts
-    expected = [[-high / 14] * 2] * 7 + [[high / 2] * 2, [high / 3] * 3, [-high / 5], [-high / 5] * 4]
+    first = [[-high / 22] * length for length in (3, 1, 4, 1, 5, 2, 6)]
+    expected = [*first, [high / 2] * 2, [high / 3] * 3, [-high / 5], [-high / 5] * 4]
     assert [len(row) for row in given] == [len(row) for row in expected]
     for row, by_hand in zip(given, expected, strict=True):
         assert row == pytest.approx(by_hand, rel=1e-4)
@@ -253,14 +254,16 @@ def test_each_rollout_has_the_same_weight_in_the_loss(mini_batch: int, rollouts:
     assert weights == pytest.approx([-high, high, high, -high], rel=1e-4)
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"])
-def test_skyrls_own_reductions_weigh_rows_or_tokens(reduction: str) -> None:
+@pytest.mark.parametrize(
+    ("reduction", "times"), [("token_mean", 11), ("sequence_mean", 7), ("seq_mean_token_sum_norm", 11)]
+)
+def test_skyrls_own_reductions_weigh_rows_or_tokens(reduction: str, times: int) -> None:
     """The reason why the generator asks for a trainer with `LossPerRollout`."""
     cfg = config(step_wise_trajectories=True)
     cfg.trainer.algorithm.loss_reduction = reduction
     cfg.trainer.algorithm.max_seq_len = 64
     given = pulls(cfg, RayPPOTrainer)
-    assert sum(map(sum, given[:7])) == pytest.approx(-7 * sum(given[7]), rel=1e-4)
+    assert sum(map(sum, given[:7])) == pytest.approx(-times * sum(given[7]), rel=1e-4)
 
 
 def test_a_configuration_that_weighs_rollouts_again_is_refused() -> None:

@@ -20,7 +20,7 @@ from .world import simulated
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore")]
 
-ROWS = [("p", 0, 1.0, [2] * 7), ("p", 1, 0.0, [2]), ("q", 0, 0.0, [3]), ("q", 1, 1.0, [1, 4])]
+ROWS = [("p", 0, 1.0, [3, 1, 4, 1, 5, 2, 6]), ("p", 1, 0.0, [2]), ("q", 0, 0.0, [3]), ("q", 1, 1.0, [1, 4])]
 """Two prompts with two rollouts each: prompt, rollout, reward, and the trained tokens of each of the rollout's rows."""
 ROWS_IN_ALL = 11
 
@@ -93,13 +93,15 @@ def test_each_rollout_has_the_same_weight(tmp_path: Path) -> None:
         pass
 
     one = 0.5 / (0.5 + 1e-4)
-    both = [[-one / 4 / 14] * 2] * 7 + [[one / 4 / 2] * 2, [one / 4 / 3] * 3, [-one / 4 / 5], [-one / 4 / 5] * 4]
+    first = [[-one / 4 / 22] * length for length in (3, 1, 4, 1, 5, 2, 6)]
+    both = [*first, [one / 4 / 2] * 2, [one / 4 / 3] * 3, [-one / 4 / 5], [-one / 4 / 5] * 4]
     given = pulls(Trainer, tmp_path / "both")
     assert sorted(map(len, given)) == sorted(map(len, both))
     for row, by_hand in zip(sorted(given), sorted(both), strict=True):
         assert row == pytest.approx(by_hand, rel=1e-4)
-    # A micro-batch with the first three rows has three sevenths of one rollout: a mean over its tokens.
-    assert pulls(Trainer, tmp_path / "part", rows=3) == [pytest.approx([-one / 6] * 2, rel=1e-4)] * 3
+    # A micro-batch with the first three rows has 8 of the 22 tokens of one rollout: a mean over these.
+    part = pulls(Trainer, tmp_path / "part", rows=3)
+    assert part == [pytest.approx([-one / 8] * length, rel=1e-4) for length in (3, 1, 4)]
 
 
 def test_trls_own_loss_weighs_tokens(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_trls_own_loss_weighs_tokens(tmp_path: Path) -> None:
 
     pulled = sum(map(sum, pulls(AsyncGRPOTrainer, tmp_path, rows=8)))
     one = 0.5 / (0.5 + 1e-4)
-    assert pulled == pytest.approx(one * (2 - 14) / 16, rel=1e-4)
+    assert pulled == pytest.approx(one * (2 - 22) / 24, rel=1e-4)
 
 
 def test_a_trainer_that_weighs_tokens_is_refused(tmp_path: Path) -> None:
