@@ -530,17 +530,19 @@ class AsyncLossPerRollout:
             self.rollout_worker.weigh_rollouts()
 
     def get_train_dataloader(self: Any) -> Any:
+        from torch.utils.data import DataLoader
+
         loader = super().get_train_dataloader()  # type: ignore[misc]  # a mixin
-        if isinstance(self.rollout_worker, RolloutWorker):  # the first process collates for all
-            base = getattr(loader, "base_dataloader", loader)  # accelerate wraps the loader that collates
-            base.collate_fn = partial(_weighed, base.collate_fn)
-        return loader
+        collate = partial(_weighed, loader.collate_fn)
+        return self.accelerator.prepare(DataLoader(loader.dataset, batch_size=1, collate_fn=collate))
 
 
 def _weighed(collate: Callable[[Any], Any], examples: Sequence[Any]) -> Any:
     """Collate a micro-batch of TRL's packed rows, with weighed advantages. TRL divides the micro-batch's sum over
-    tokens by its number of trained tokens."""
+    tokens by its number of trained tokens. The advantages of another worker's rows are left as they are."""
     samples = [sample for packed in examples[0] for sample in packed.samples]
+    if not all(isinstance(sample["advantage"], RowAdvantage) for sample in samples):
+        return collate(examples)
     trained = [int(sample["completion_mask"].sum()) for sample in samples]
     rollouts = sum(tokens / sample["advantage"].tokens for tokens, sample in zip(trained, samples, strict=True))
     for sample in samples:
