@@ -104,7 +104,8 @@ async def test_a_training_batch_and_its_advantages(tmp_path: Path) -> None:
         trained = batch["loss_mask"][row].bool()
         masked = [at for at, mask in enumerate(sample.loss_mask) if mask]
         torch.testing.assert_close(
-            batch["rollout_logprobs"][row][trained], torch.tensor([sample.logprobs[at] for at in masked])
+            batch["rollout_logprobs"][row][trained],
+            torch.tensor([sample.logprobs[at] for at in masked], dtype=torch.float32),
         )
         scaled = {0.0: -(2**-0.5), 1.0: 2**-0.5, 0.5: 0.0}[sample.reward or 0.0]
         expected = torch.full((int(trained.sum()),), scaled)
