@@ -473,11 +473,11 @@ def sampler_state(checkpoint: Path | str) -> SamplerState:
         raise InvalidField(f"no sampler's state in {checkpoint}: {error}", field="checkpoint", hint=hint) from error
 
 
-def async_row_class() -> type:
+def async_row_class() -> Callable[..., Any]:
     """Return TRL's class for a row of AsyncGRPOTrainer (`RolloutSample`). Raises InvalidField if the installed TRL has
     no place for the rollouts of another program, whatever its version."""
     places = ("trl.experimental.async_grpo.async_rollout_worker", "trl.trainer.async_grpo_trainer")
-    row = _first("RolloutSample", places)
+    row: Callable[..., Any] | None = _first("RolloutSample", places)
     trainer = _first("AsyncGRPOTrainer", ("trl", "trl.experimental.async_grpo"))
     taken = inspect.signature(trainer).parameters if trainer is not None else ()
     missing = [name for name in ASYNC_HOOKS if name not in taken]

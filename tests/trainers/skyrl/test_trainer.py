@@ -48,7 +48,7 @@ class Trainer(LossPerRollout, RayPPOTrainer):  # type: ignore[misc]
 
 def trainer_for(cfg: Any, kind: type = Trainer) -> Any:
     """SkyRL's trainer without its models and engines."""
-    trainer = object.__new__(kind)
+    trainer: Any = object.__new__(kind)
     trainer.cfg = cfg
     trainer.tokenizer = SimpleNamespace(pad_token_id=PAD)
     trainer.all_metrics = {}
