@@ -46,13 +46,13 @@ class Trainer(LossPerRollout, RayPPOTrainer):  # type: ignore[misc]
     pass
 
 
-def trainer_for(cfg: Any, kind: type = Trainer) -> Any:
+def trainer_for(cfg: Any, kind: type = Trainer, ranks: int = 1) -> Any:
     """SkyRL's trainer without its models and engines."""
     trainer: Any = object.__new__(kind)
     trainer.cfg = cfg
     trainer.tokenizer = SimpleNamespace(pad_token_id=PAD)
     trainer.all_metrics = {}
-    trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 1)
+    trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: ranks)
     return trainer
 
 
@@ -80,8 +80,10 @@ async def generated(url: str, cfg: Any, tasks: Sequence[dict[str, Any]], phase: 
     return output, uids
 
 
-def advantages_of(cfg: Any, output: Any, uids: list[str], kind: type = RayPPOTrainer) -> tuple[Any, torch.Tensor]:
-    trainer = trainer_for(cfg, kind)
+def advantages_of(
+    cfg: Any, output: Any, uids: list[str], kind: type = RayPPOTrainer, ranks: int = 1
+) -> tuple[Any, torch.Tensor]:
+    trainer = trainer_for(cfg, kind, ranks)
     output, uids = trainer.postprocess_generator_output(output, uids)
     batch = trainer.convert_to_training_input(output, uids)
     batch["values"] = None
@@ -218,12 +220,12 @@ def rollouts_of_many_rows() -> tuple[dict[str, Any], list[str]]:
     return output, [each.instance_id for each in output["trajectory_ids"]]
 
 
-def pulls(cfg: Any, kind: type) -> list[list[float]]:
+def pulls(cfg: Any, kind: type, ranks: int = 1) -> list[list[float]]:
     """d loss / d log p of each row's trained tokens, by SkyRL's own advantages, normalisation and PPO loss, summed over
     the mini-batches."""
     output, uids = rollouts_of_many_rows()
     validate_generator_output(4, output, step_wise=True)
-    batch, _ = advantages_of(cfg, output, uids, kind)
+    batch, _ = advantages_of(cfg, output, uids, kind, ranks)
     boundaries = batch.metadata["policy_mini_batch_boundaries"]
     batch = trainer_for(cfg, kind)._normalize_advantages(batch, boundaries)
     old = batch["rollout_logprobs"]
@@ -236,15 +238,18 @@ def pulls(cfg: Any, kind: type) -> list[list[float]]:
         loss.backward()
     assert new.grad is not None
     assert not new.grad[batch["loss_mask"] == 0].any()
+    assert len(new.grad) % ranks == 0
+    assert not new.grad[len(uids) :].any()
     return [new.grad[row][batch["loss_mask"][row].bool()].tolist() for row in range(len(uids))]
 
 
-@pytest.mark.parametrize(("mini_batch", "rollouts"), [(2, 4), (1, 2)])
-def test_each_rollout_has_the_same_weight_in_the_loss(mini_batch: int, rollouts: int) -> None:
-    """By hand: two rewards 1 and 0 have the advantages 2**-0.5 and -2**-0.5; a token's weight is 1 / (R T)."""
+@pytest.mark.parametrize(("mini_batch", "rollouts", "ranks"), [(2, 4, 1), (1, 2, 1), (2, 4, 8)])
+def test_each_rollout_has_the_same_weight_in_the_loss(mini_batch: int, rollouts: int, ranks: int) -> None:
+    """By hand: two rewards 1 and 0 have the advantages 2**-0.5 and -2**-0.5; a token's weight is 1 / (R T). For several
+    ranks SkyRL adds rows that do not train."""
     cfg = config(step_wise_trajectories=True)
     cfg.trainer.policy_mini_batch_size = mini_batch
-    given = pulls(cfg, Trainer)
+    given = pulls(cfg, Trainer, ranks)
     high = 2**-0.5 / rollouts
     first = [[-high / 22] * length for length in (3, 1, 4, 1, 5, 2, 6)]
     expected = [*first, [high / 2] * 2, [high / 3] * 3, [-high / 5], [-high / 5] * 4]
