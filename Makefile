@@ -22,6 +22,12 @@ TRL_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
 # For SkyRL and OpenRLHF, whose packages for GPUs are left out.
 SKYRL_VENV ?= .venv-skyrl
+# SkyRL 0.4 needs Python 3.12. If none of these programs is Python 3.12 or 3.13, SkyRL 0.3 is installed and tested.
+SKYRL_PYTHONS ?= $(PYTHON) python3.12 python3.13 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[23].*/bin/python)
+SKYRL_0_4 := skyrl==0.4.0 skyrl-gym==0.4.0
+SKYRL_0_4_NEEDS := transformers==5.16.1 ray[default]==2.57.0 hydra-core==1.3.4 pybase64
+SKYRL_0_3 := skyrl==0.3.0 skyrl-gym==0.4.0
+SKYRL_0_3_NEEDS := transformers==5.8.0 ray[default]==2.56.0 hydra-core==1.3.2
 
 # Where test-real keeps the agent programs that it installs.
 PROGRAMS ?= $(CURDIR)/.cache/outrider
@@ -35,11 +41,11 @@ INSTALL := install_into() { venv=$$1; shift; \
 	"$$venv/bin/python" -m uv pip install --quiet --python "$$venv/bin/python" "$$@" || \
 	{ echo "uv has failed: trying pip"; "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@"; }; }; \
 	install_into
-# `$(NEW_VENV) VENV` makes an environment with pip, uv and torch.
-NEW_VENV := new_venv() { \
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	{ echo "$(PYTHON) must be Python 3.11 or newer: name another one with make PYTHON=..." >&2; return 1; }; \
-	test -x "$$1/bin/python" || $(PYTHON) -m venv "$$1" || return 1; \
+# `$(NEW_VENV) VENV [PYTHON]` makes an environment with pip, uv and torch.
+NEW_VENV := new_venv() { python=$${2:-$(PYTHON)}; \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "$$python must be Python 3.11 or newer: name another one with make PYTHON=..." >&2; return 1; }; \
+	test -x "$$1/bin/python" || "$$python" -m venv "$$1" || return 1; \
 	"$$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINT) uv $(TORCH); }; new_venv
 # Tests and benchmarks run side by side: torch must not spin on every core in each of them.
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -102,8 +108,10 @@ test-trl: $(TRL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m trainers tests/trainers/trl $(ARGS)
 	$(ONE_THREAD) $(TRL_VENV)/bin/pytest -m "not real" tests/relay $(ARGS)
 
+# One after the other: SkyRL 0.4 would take the stand-ins for vLLM, which the tests of OpenRLHF import, for vLLM.
 test-skyrl: $(SKYRL_VENV)/.stamps/dev
-	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/skyrl tests/trainers/openrlhf $(ARGS)
+	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/skyrl $(ARGS)
+	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/openrlhf $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\
@@ -170,10 +178,14 @@ $(VERL_VENV)/.stamps/dev: pyproject.toml
 
 # Both packages ask for CUDA extensions and pin different versions of what they share; their tests need what is named here.
 $(SKYRL_VENV)/.stamps/dev: pyproject.toml
-	@echo "Installing $(TORCH), SkyRL, OpenRLHF and what their tests need into $(SKYRL_VENV)"
-	@$(NEW_VENV) $(SKYRL_VENV)
-	@$(INSTALL) $(SKYRL_VENV) --editable . $(TEST_TOOLS) \
-		transformers==5.8.0 "ray[default]==2.56.0" hydra-core==1.3.2 peft==0.18.1 accelerate cloudpathlib datasets \
-		func_timeout jaxtyping loguru polars pylatexenc sympy tensordict torchdata
-	@$(INSTALL) $(SKYRL_VENV) --no-deps openrlhf==0.11.2 skyrl==0.3.0 skyrl-gym==0.4.0
+	@for python in $(SKYRL_PYTHONS) ""; do \
+		"$$python" -c 'import sys, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && break; done; \
+	if test "$$python"; then skyrl="$(SKYRL_0_4)" needs="$(SKYRL_0_4_NEEDS)"; else \
+		python=$(PYTHON) skyrl="$(SKYRL_0_3)" needs="$(SKYRL_0_3_NEEDS)"; \
+		echo "SkyRL 0.4 needs Python 3.12, and none of $(SKYRL_PYTHONS) is that: SkyRL 0.3 is installed and tested instead"; fi; \
+	echo "Installing $(TORCH), $$skyrl, OpenRLHF and what their tests need into $(SKYRL_VENV) with $$("$$python" --version)"; \
+	$(NEW_VENV) $(SKYRL_VENV) "$$python" && \
+	$(INSTALL) $(SKYRL_VENV) --editable . $(TEST_TOOLS) $$needs peft==0.18.1 accelerate cloudpathlib datasets \
+		func_timeout jaxtyping loguru polars pylatexenc sympy tensordict torchdata && \
+	$(INSTALL) $(SKYRL_VENV) --no-deps openrlhf==0.11.2 $$skyrl
 	@mkdir -p $(@D) && touch $@

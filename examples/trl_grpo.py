@@ -53,6 +53,7 @@ def main() -> None:
         max_steps=given.steps,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
+        loss_type="grpo",  # each rollout has the same weight
         epsilon_high=0.28,
         report_to=[],
         logging_steps=1,

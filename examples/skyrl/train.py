@@ -9,14 +9,22 @@ import sys
 import ray
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.utils import initialize_ray, validate_cfg
 
-from outrider.trainers.skyrl import OutriderGenerator
+from outrider.trainers.skyrl import LossPerRollout, OutriderGenerator
+
+
+class Trainer(LossPerRollout, RayPPOTrainer):
+    pass
 
 
 class Experiment(BasePPOExp):
     def get_generator(self, cfg, tokenizer, inference_engine_client):
         return OutriderGenerator(cfg.generator)
+
+    def get_trainer(self, **parts):
+        return Trainer(**parts)
 
 
 @ray.remote(num_cpus=1)

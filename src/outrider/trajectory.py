@@ -488,6 +488,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     forks: the number of forks by cause.
     ignored: for each request field or tool that had no effect, by name, the number of turns with it.
     frozen: by name, the use of each frozen model; `turns`, `tokens`, `forks` and `ignored` are the policy's.
+    model_seconds: the time during which at least one model call of the session was under way, in seconds.
     artifact_bytes: the size of the artifacts that were kept.
     answer: the agent's answer, if the harness reports one.
     carried: true if there is an artifact with the files that were carried to the grading.
@@ -507,6 +508,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     forks: dict[str, int] = {}
     tokens: TokenCounts = TokenCounts()
     seconds: StageSeconds = StageSeconds()
+    model_seconds: float = 0.0
     samples: int = 0
     frozen: dict[str, FrozenUse] = {}
     policy: dict[BranchKind, BranchPolicy] = {}

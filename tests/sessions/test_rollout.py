@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import pytest
@@ -33,13 +34,13 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.sandbox import Sandboxes
 from outrider.sandbox.warm_pool import WarmLimits, WarmPool
 from outrider.sessions.artifacts import ArtifactCollector
-from outrider.sessions.attempt import Attempt
+from outrider.sessions.attempt import Attempt, seconds_of_calls
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
 from outrider.spec import RuntimeSpec, TaskSpec
 from outrider.store.rows import SessionRow
-from outrider.trajectory import SessionResult, Turn
+from outrider.trajectory import SessionResult, Turn, TurnTimings
 
 from .world import World, a_world
 
@@ -415,3 +416,14 @@ async def test_a_cancelled_attempt_leaves_nothing(bench: Bench) -> None:
         await running
     # The session on the engine was released, and the next attempt finds every slot free.
     assert (await bench.run(works)).stop_reason is StopReason.COMPLETED
+
+
+def test_model_calls_that_overlap_count_once() -> None:
+    def call(received: float, finished: float) -> Turn:
+        timings = TurnTimings(received=received, first_token=None, finished=finished)
+        return cast(Turn, SimpleNamespace(timings=timings))
+
+    assert seconds_of_calls([]) == 0.0
+    assert seconds_of_calls([call(5, 6), call(1, 3), call(2, 4)]) == 4.0
+    assert seconds_of_calls([call(1, 10), call(2, 3)]) == 9.0
+    assert seconds_of_calls([call(4, 3)]) == 0.0  # the clock was set back

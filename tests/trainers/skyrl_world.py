@@ -1,4 +1,4 @@
-"""An input of SkyRL's generators as its trainer makes it, rebuilt from skyrl 0.3 (`skyrl/train/generators/base.py` and
+"""An input of SkyRL's generators as its trainer makes it, rebuilt from skyrl 0.4 (`skyrl/train/generators/base.py` and
 `prepare_generator_input`), and the rules of `validate_generator_output` that every output must keep."""
 
 from __future__ import annotations

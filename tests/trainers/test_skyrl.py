@@ -6,8 +6,9 @@ The tests in `tests/trainers/skyrl` give the same outputs to SkyRL's own code.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,18 +23,36 @@ from support.service import running_service, say
 from .skyrl_world import check_output, generator_cfg, generator_input
 
 
-@pytest.fixture(autouse=True)
-def _usual_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def metrics_of_0_3(
+    responses: Any, rewards: Any, *, loss_masks: Any, trajectory_completion_times: Any
+) -> dict[str, Any]:
+    return {"usual": len(responses), "times": trajectory_completion_times}
+
+
+def metrics_of_0_4(
+    responses: Any, rewards: Any, *, loss_masks: Any, trajectory_completion_times: Any, trajectory_time_splits: Any
+) -> dict[str, Any]:
+    return {"usual": len(responses), "times": trajectory_completion_times, "splits": trajectory_time_splits}
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, metrics_of: Callable[..., dict[str, Any]]) -> None:
     """A stand-in for the one function of SkyRL that the bridge calls."""
     utils = ModuleType("skyrl.train.generators.utils")
-    setattr(utils, "get_rollout_metrics", lambda responses, rewards, loss_masks: {"usual": len(responses)})  # noqa: B010
+    setattr(utils, "get_rollout_metrics", metrics_of)  # noqa: B010
     for name in ("skyrl", "skyrl.train", "skyrl.train.generators"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
 
 
+@pytest.fixture(autouse=True)
+def _usual_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, metrics_of_0_4)
+
+
 def generator_for(url: str, settings: dict[str, Any] | None = None, **options: bool) -> OutriderGenerator:
-    return OutriderGenerator(generator_cfg(**options), {"url": url} | (settings or {}))
+    generator = OutriderGenerator(generator_cfg(**options), {"url": url} | (settings or {}))
+    generator.weigh_rollouts()
+    return generator
 
 
 async def by_uid(service: Service) -> dict[str, GroupView]:
@@ -111,11 +130,61 @@ async def test_rewards_of_turns_are_per_token_where_the_setting_says_so(tmp_path
     assert ill == [0.0]
 
 
-async def test_otherwise_a_trajectory_is_its_main_row_and_the_rest_is_counted(tmp_path: Path) -> None:
-    async with running_service(tmp_path=tmp_path) as (_, url):
-        output = await generator_for(url).generate(generator_input([scribe_task("skyrl main", rewrites=[0])], 1))
+async def test_rows_are_left_out_only_where_the_settings_say_so_and_counted(tmp_path: Path) -> None:
+    batch = generator_input([scribe_task("skyrl main", rewrites=range(9))], 1)
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        with pytest.raises(InvalidField, match="more than one row that trains") as raised:
+            await generator_for(url).generate(batch)
+        output = await generator_for(url, {"rows": "main"}).generate(batch)
+        evaluated = await generator_for(url).generate(
+            generator_input([scribe_task("skyrl main", rewrites=range(9))], 1, phase="eval")
+        )
+        [_, group, _] = (await service.results(after=0, wait=0, limit=9, samples=True)).groups
+    assert "step_wise_trajectories=true" in (raised.value.hint or "")
     check_output(1, output)
+    check_output(1, evaluated)
+    [main, other] = group.samples or ()
+    assert sum(output["loss_masks"][0]) == sum(main.loss_mask)
     assert output["rollout_metrics"]["outrider/rows_left_out"] == 1
+    assert output["rollout_metrics"]["outrider/tokens_left_out"] == sum(other.loss_mask) > 0
+
+
+async def test_step_wise_rows_need_a_trainer_that_weighs_rollouts() -> None:
+    """Without it a rollout with seven rows would have seven times the weight. Nothing is submitted before."""
+    batch = generator_input([scribe_task("skyrl unweighed")], 1)
+    generator = OutriderGenerator(generator_cfg(step_wise_trajectories=True), {"url": "http://127.0.0.1:9"})
+    with pytest.raises(InvalidField, match="the weight of a rollout") as raised:
+        await generator.generate(batch)
+    assert "LossPerRollout" in (raised.value.hint or "")
+
+
+@pytest.mark.parametrize("name", ["enable_return_sample_support_set", "enable_return_routed_experts"])
+def test_columns_that_the_service_has_not_are_refused(name: str) -> None:
+    cfg = generator_cfg()
+    cfg.inference_engine = SimpleNamespace(**{name: True})
+    with pytest.raises(InvalidField, match="no such column"):
+        OutriderGenerator(cfg)
+
+
+async def test_time_with_and_without_a_model_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = generator_input([scribe_task("skyrl times", rewrites=range(9), seconds=[0.3] * 9)], 2)
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        output = await generator_for(url, step_wise_trajectories=True).generate(batch)
+        [group] = (await by_uid(service)).values()
+        stand_in(monkeypatch, metrics_of_0_3)
+        older = await generator_for(url, step_wise_trajectories=True).generate(batch)
+    results = [session.result for session in group.sessions]
+    by_session = [(result.model_seconds, result.seconds.run) for result in results if result is not None]
+    assert all(0 < calls < seconds and seconds - calls > 0.25 for calls, seconds in by_session)
+    split = output["trajectory_time_splits"]
+    assert split["llm"] == [calls for calls, _ in by_session for _ in range(2)]  # each of the two rows
+    assert [a + b for a, b in zip(split["llm"], split["env"], strict=True)] == pytest.approx(
+        output["trajectory_generation_times"]
+    )
+    metrics = output["rollout_metrics"]
+    assert (len(metrics["times"]), len(metrics["splits"]["llm"])) == (2, 2)  # once for each trajectory
+    assert output["rollout_sample_support"] is None
+    assert older.keys() == output.keys() - {"trajectory_time_splits", "rollout_sample_support"}
 
 
 @pytest.mark.parametrize("step_wise", [False, True])

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -145,6 +146,7 @@ def session_result(
         },
         tokens=counts.tokens,
         seconds=seconds or StageSeconds(),
+        model_seconds=seconds_of_calls([*turns, *chain.from_iterable(frozen.values())]),
         samples=counts.samples,
         policy=policy,
         ignored=counts.ignored,
@@ -155,3 +157,13 @@ def session_result(
         run_reason=run_reason,
         regrades=regrades,
     )
+
+
+def seconds_of_calls(turns: Iterable[Turn]) -> float:
+    """Return the time during which at least one of the model calls was under way, in seconds. Calls that overlap, such
+    as those of sub-agents, count once."""
+    total, end = 0.0, 0.0
+    for timings in sorted((turn.timings for turn in turns), key=lambda timings: timings.received):
+        total += max(0.0, timings.finished - max(timings.received, end))
+        end = max(end, timings.finished)
+    return total

@@ -1,26 +1,37 @@
 """The bridge to SkyRL: a generator that runs trajectories as sessions of a service.
 
+    class Trainer(LossPerRollout, RayPPOTrainer):
+        pass
+
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return OutriderGenerator(cfg.generator, settings)
 
-The generator has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3). SkyRL is imported only to
-compute SkyRL's usual metrics. Invariants: the rows are in the order of the input, the rows of one trajectory are
-adjacent, and all columns have equal length.
+        def get_trainer(self, **parts):
+            return Trainer(**parts)
+
+The generator has the method of `skyrl.train.generators.base.GeneratorInterface` (0.3 and 0.4). SkyRL is imported only
+to compute SkyRL's usual metrics. Invariants: the rows are in the order of the input, the rows of one trajectory are
+adjacent, all columns have equal length, and each row that trains is in the output or counted as left out.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import InvalidField
 from outrider.lifecycle import StopReason
 from outrider.spec import EVALUATION_LABEL
 from outrider.trainers.shared_client import shared_client
 from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, task_for
-from outrider.trainers.trajectories import Trajectory, chosen_metrics, trajectories_of
+from outrider.trainers.trajectories import Trajectory, chosen_metrics, left_out_of, trajectories_of
+from outrider.trajectory import Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VARIABLE = "OUTRIDER_SKYRL"
 FAILED_IN_A_ROW = 16
@@ -48,7 +59,9 @@ class OutriderGenerator:
     overridden by $OUTRIDER_SKYRL.
 
     With `step_wise_trajectories`, a trajectory has a row for each branch that trains, with the main conversation's row
-    last. Otherwise a trajectory has only the main conversation's row. SkyRL cannot leave a trajectory out. So if a
+    last, and the trainer must have the mixin `LossPerRollout`. Otherwise a trajectory has only the main conversation's
+    row. The setting `rows` must then be "main", unless no trajectory has other rows that train: `generate` leaves rows
+    out only if the settings say so, and counts them. SkyRL cannot leave a trajectory out. So if a
     trajectory fails, all trajectories of its instance are replaced by placeholders of one token, which do not train, as
     in SkyRL's own Harbor example. In an evaluation, only the failed trajectories are replaced, with reward 0. The
     metric `outrider/failed_trajectories` counts failed trajectories.
@@ -62,8 +75,12 @@ class OutriderGenerator:
         self._step_wise = bool(generator_cfg.step_wise_trajectories)
         self._masks_overlong = bool(generator_cfg.apply_overlong_filtering)
         self._zeroes_overlong = bool(generator_cfg.zero_reward_on_non_stop)
-        if not self._step_wise:
-            self._settings = self._settings.model_copy(update={"rows": "main"})
+        self._weighed = False
+        _refuse_what_engines_do_not_report(generator_cfg)
+
+    def weigh_rollouts(self) -> None:
+        """Note that the trainer gives each rollout the same weight, however many rows the rollout has."""
+        self._weighed = True
 
     async def generate(self, input_batch: Mapping[str, Any], disable_tqdm: bool = False) -> dict[str, Any]:
         """Return a GeneratorOutput. Raises InvalidField for an input without trajectory ids or with a row that cannot
@@ -75,6 +92,13 @@ class OutriderGenerator:
             raise InvalidField("the input has no trajectory_ids", field="trajectory_ids")
         metadata = input_batch.get("batch_metadata")
         evaluating = metadata is not None and metadata.training_phase == "eval"
+        if self._step_wise and self._settings.rows == "all" and not (self._weighed or evaluating):
+            raise InvalidField(
+                "SkyRL gives each row of a rollout the weight of a rollout",
+                field="trainer",
+                hint="class Trainer(LossPerRollout, RayPPOTrainer), returned by the experiment's get_trainer;"
+                ' or the setting rows = "main", with which only the main conversation trains',
+            )
         # `global_step` counts the current step, which is not finished
         steps = 0 if metadata is None or evaluating else metadata.global_step - 1
         logprobs = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
@@ -87,9 +111,21 @@ class OutriderGenerator:
                 self._told = steps
                 await client.client.resume_policy(steps)
             done = await client.run_all(groups)
+        taken = self._settings if self._step_wise else self._settings.model_copy(update={"rows": "main"})
         found: dict[int, Trajectory] = {}
+        left_out: list[Sample] = []
         for at, group in zip(places.values(), done, strict=True):
-            found |= zip(at, trajectories_of(group, self._settings, logprobs=logprobs), strict=True)
+            trajectories = trajectories_of(group, taken, logprobs=logprobs)
+            left_out += [row for each in trajectories if each.rows for row in left_out_of(group, each)]
+            found |= zip(at, trajectories, strict=True)
+        if left_out and self._settings.rows == "all" and not evaluating:
+            raise InvalidField(
+                f"session {left_out[0].session_id} has more than one row that trains, and without step-wise"
+                " trajectories SkyRL has room for one",
+                field="generator.step_wise_trajectories",
+                hint='generator.step_wise_trajectories=true trains all rows; with the bridge\'s setting rows = "main"'
+                " the other rows are left out, and counted in outrider/rows_left_out and outrider/tokens_left_out",
+            )
         errors = [each.error for each in found.values() if each.error is not None]
         self._failed_in_a_row = self._failed_in_a_row + len(places) if len(errors) == len(ids) else 0
         # The asynchronous trainer requests one instance at a time, and any error ends its process. So an instance whose
@@ -99,6 +135,7 @@ class OutriderGenerator:
             raise errors[0]
         failed = {ids[place].instance_id for place, each in found.items() if each.error is not None}
         rows: list[dict[str, Any]] = []
+        splits: list[dict[str, float]] = []
         trained: list[Trajectory] = []
         for place, trajectory_id in enumerate(ids):
             each = found[place]
@@ -107,16 +144,18 @@ class OutriderGenerator:
             else:
                 rows += self._rows(each, trajectory_id)
                 trained.append(each)
+            splits += [_split_of(each)] * (len(rows) - len(splits))
         columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
-        usual = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics(
-            columns["response_ids"], columns["rewards"], loss_masks=columns["loss_masks"]
-        )
         own = {  # SkyRL adds up these metrics over the parts of a batch
             "outrider/failed_trajectories": len(errors),
             "outrider/masked_instances": 0 if evaluating else len(failed),
+            "outrider/rows_left_out": len(left_out),
+            "outrider/tokens_left_out": sum(int(sample.loss_mask.sum()) for sample in left_out),
         }
+        usual, added = _usual_metrics(columns, splits)
         return {
             **columns,
+            **added,
             **({} if logprobs else {"rollout_logprobs": None}),
             **({} if self._step_wise else {"is_last_step": None}),
             "rollout_expert_indices": None,
@@ -196,7 +235,6 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
     rows = [row for each in trained for row in each.rows]
     found: dict[str, float] = {
         "outrider/cut_tokens": sum(row.cut for row in rows),
-        "outrider/rows_left_out": sum(each.result.samples - len(each.rows) for each in trained),
     }
     if rows:
         # SkyRL combines such a metric over the parts of a batch by the function in its name: "mean", "min" or "max".
@@ -206,3 +244,101 @@ def _metrics_of(trained: Sequence[Trajectory]) -> dict[str, float]:
             "outrider/version_max": max(row.sample.max_version for row in rows),
         }
     return found
+
+
+def _split_of(trajectory: Trajectory) -> dict[str, float]:
+    """Return SkyRL's split of the time for which the agent ran, in seconds: `llm` with a model call under way, and
+    `env` without one."""
+    calls = min(trajectory.result.model_seconds, trajectory.seconds)
+    return {"llm": calls, "env": trajectory.seconds - calls}
+
+
+def _usual_metrics(
+    columns: Mapping[str, Sequence[Any]], splits: Sequence[Mapping[str, float]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return SkyRL's own metrics of the rows in `columns`, and the columns that only SkyRL 0.4 has. SkyRL 0.3 fails on
+    a column that is a dictionary. The times of a trajectory count once, however many rows it has."""
+    metrics_of = importlib.import_module("skyrl.train.generators.utils").get_rollout_metrics
+    last = [row for row, is_last in enumerate(columns["is_last_step"]) if is_last]
+    options: dict[str, Any] = {
+        "loss_masks": columns["loss_masks"],
+        "trajectory_completion_times": [columns["trajectory_generation_times"][row] for row in last],
+    }
+    added: dict[str, Any] = {}
+    if "trajectory_time_splits" in inspect.signature(metrics_of).parameters:
+        options["trajectory_time_splits"] = {name: [splits[row][name] for row in last] for name in splits[0]}
+        added = {
+            "trajectory_time_splits": {name: [split[name] for split in splits] for name in splits[0]},
+            "rollout_sample_support": None,
+        }
+    return metrics_of(columns["response_ids"], columns["rewards"], **options), added
+
+
+def _refuse_what_engines_do_not_report(generator_cfg: Any) -> None:
+    """Raise InvalidField if SkyRL is to train on what the service's samples do not have: SkyRL would train without it,
+    and only some versions would say so."""
+    engine = getattr(generator_cfg, "inference_engine", None)
+    for name in ("enable_return_sample_support_set", "enable_return_routed_experts"):
+        if getattr(engine, name, False):
+            field = f"generator.inference_engine.{name}"
+            raise InvalidField("the service's samples have no such column", field=field, hint=f"{field}=false")
+
+
+class LossPerRollout:
+    """A mixin for SkyRL's trainers. The mixin must be the first base class: `class Trainer(LossPerRollout,
+    RayPPOTrainer)`.
+
+    The policy loss of a mini-batch becomes 1/R * sum_r 1/T_r * sum_t l_t, over its R rollouts that train and over the
+    T_r trained tokens t of all rows of rollout r. SkyRL's own reductions weigh rows or tokens, so a rollout with seven
+    rows would have seven times the weight. The mixin multiplies the advantages of each row by a positive number, which
+    PPO's clipping does not change. Raises InvalidField for a configuration in which that would not give these weights.
+    """
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        algorithm = self.cfg.trainer.algorithm
+        if algorithm.loss_reduction != "token_mean":
+            raise InvalidField(
+                f"LossPerRollout weighs the rollouts, and trainer.algorithm.loss_reduction={algorithm.loss_reduction!r}"
+                " would weigh them once more",
+                field="trainer.algorithm.loss_reduction",
+                hint="trainer.algorithm.loss_reduction=token_mean",
+            )
+        if algorithm.advantage_batch_normalize:
+            raise InvalidField(
+                "SkyRL would normalise the advantages after LossPerRollout has weighed them",
+                field="trainer.algorithm.advantage_batch_normalize",
+                hint="trainer.algorithm.advantage_batch_normalize=false",
+            )
+        if isinstance(self.generator, OutriderGenerator):
+            self.generator.weigh_rollouts()
+
+    def compute_advantages_and_returns(self: Any, data: Any) -> Any:
+        data = super().compute_advantages_and_returns(data)  # type: ignore[misc]  # a mixin
+        last = data.metadata.get("is_last_step") or [True] * len(data["loss_mask"])
+        boundaries = data.metadata["policy_mini_batch_boundaries"]
+        data["advantages"] = data["advantages"] * row_weights(data["loss_mask"], last, boundaries)[:, None]
+        return data
+
+
+def row_weights(loss_mask: Tensor, last: Sequence[bool], boundaries: Sequence[tuple[int, int]]) -> Tensor:
+    """Return for each row the factor that makes the mean over a mini-batch's tokens a mean over rollouts of means over
+    each rollout's tokens.
+
+    loss_mask: [rows, tokens]. last: whether a row is the last of its rollout; a rollout's rows are adjacent.
+    boundaries: [start, end) of each mini-batch. The factor is N / (R * T), for a rollout of T trained tokens in a
+    mini-batch of N trained tokens and R rollouts that train. Rows outside all mini-batches, and rollouts without a
+    trained token, have 0.
+    """
+    import torch
+
+    tokens = loss_mask.sum(dim=-1).float()
+    ends = torch.tensor(last, dtype=torch.long)
+    rollout = ends.cumsum(0) - ends  # the number of rollouts that ended before this row
+    weights = torch.zeros_like(tokens)
+    for start, end in boundaries:
+        own = rollout[start:end] - rollout[start]
+        trained = torch.zeros_like(tokens).index_add(0, own, tokens[start:end])
+        factors = tokens[start:end].sum() / ((trained > 0).sum() * trained)
+        weights[start:end] = torch.where(trained > 0, factors, 0.0)[own]
+    return weights

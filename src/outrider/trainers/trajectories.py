@@ -94,6 +94,20 @@ def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: boo
     return found
 
 
+def left_out_of(group: GroupView, trajectory: Trajectory) -> list[Sample]:
+    """Return the rows of a session that train and are not among the trajectory's rows, because the settings or the
+    trainer have no place for them."""
+    kept = {row.sample.row for row in trajectory.rows}
+    return [
+        sample
+        for sample in group.samples or ()
+        if sample.session_id == trajectory.session.id
+        and sample.row not in kept
+        and sample.reward is not None
+        and sample.trained
+    ]
+
+
 def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str, float]:
     """Return the verdict's metrics that the settings name. Raises EvaluatorError if the verdict does not have a named
     metric, because trainers put metrics in columns, and every row must have all columns."""

@@ -7,10 +7,11 @@
         Trainer(model, service_reward, args, steps_dataset(1000), rollout_func=rollouts).train()
 
 A session has a row for each of its branches, and each sampled token trains in one row at most. GRPOTrainer takes
-exactly one row of each session: the first row that trains, which is the main branch's row if this row trains. The other
-rows are left out and counted. AsyncGRPOTrainer takes all rows that train, each with the advantage of its session. A
-session that failed has no reward, and is left out of all means. But GRPOTrainer needs a row also for a failed session;
-this row has one token, with mask 0.
+exactly one row of each session: the first row that trains, which is the main branch's row if this row trains. Other
+rows are left out only with `rows="main"`, and counted. AsyncGRPOTrainer takes all rows that train, each with the
+advantage of its session, and with `AsyncLossPerRollout` each session has the same weight in the loss, however many rows
+it has. A session that failed has no reward, and is left out of all means. But GRPOTrainer needs a row also for a failed
+session; this row has one token, with mask 0.
 
 Importing this module does not import TRL. Invariant: every token with mask 1 that a trainer receives was sampled by an
 engine of the service, has the log-probability with which it was sampled, and is passed to the trainer once.
@@ -19,12 +20,14 @@ engine of the service, has the log-probability with which it was sampled, and is
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import queue
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from types import TracebackType
@@ -64,6 +67,11 @@ SETTINGS = BridgeSettings()
 """The default settings of bridges: all rows of a session that train."""
 STATE_FILE = "outrider_sampler.json"
 """The name of the file, in a checkpoint of the trainer, that contains the sampler's state."""
+UNUSED_FILE = "outrider_unused_rows.pt"
+"""The name of the file, in a checkpoint of the trainer, that contains the rows of a batch that the trainer has taken
+and not yet used up. Only a checkpoint between two steps that share a batch has this file."""
+ASYNC_HOOKS = ("rollout_worker", "weight_transfer")
+"""The arguments of AsyncGRPOTrainer that take the bridge's parts."""
 PROMPT_COLUMN = "prompt"
 REWARD_COLUMN = "outrider_reward"
 
@@ -125,6 +133,7 @@ class StepStats(msgspec.Struct, kw_only=True):
             "staleness/max": float(self.staleness_max),
             "waited_seconds": self.waited,
             "left_out_rows": float(self.left_out_rows),
+            "left_out_tokens": float(self.left_out_tokens),
             "empty_rows": float(self.empty_rows),
             "drift_tokens": float(self.drift_tokens),
         }
@@ -161,8 +170,14 @@ class Rollouts:
     `eval_tasks` are run, without a filter, when the trainer evaluates: each evaluation begins with the first task, and
     each of its batches takes the next tasks. `measure` compares the recorded log-probabilities with the trainer's own,
     computed with the weights that each token was sampled from (`StepStats.logprob_gap`). The comparison costs one more
-    forward pass for each version in a batch, and `weights.keep` should be at least `max_age` + 1. If the training
-    continues from a checkpoint, `state` is the result of `sampler_state(checkpoint)`.
+    forward pass for each version in a batch, and `weights.keep` should be at least `max_age` + 1.
+
+    GRPOTrainer has room for one row of a session. With `rows="all"`, a session of a training batch that has more rows
+    that train is an error. With `rows="main"`, only the session's first row trains, and the others are counted
+    (`StepStats.left_out_rows`).
+
+    A trainer that continues from a checkpoint (`train(resume_from_checkpoint=...)`) loads the sampler's state from it.
+    `state`, the result of `sampler_state(checkpoint)`, is for a trainer that loads a checkpoint in another way.
 
     If the block ends without an error, the groups that still run are cancelled. After an error these groups run on, so
     that a restarted trainer can continue with them.
@@ -185,6 +200,7 @@ class Rollouts:
         min_usable: int | None = None,
         expires_seconds: float | None = None,
         measure: bool = False,
+        rows: Literal["all", "main"] = "all",
         state: SamplerState | None = None,
     ) -> None:
         self.history: list[StepStats] = []
@@ -194,6 +210,7 @@ class Rollouts:
         self.versions: list[list[int]] = []
         """The versions of the tokens of the last batch, one list for each completion."""
         self._client = client
+        self._rows = rows
         self._tasks = tasks
         self._eval_tasks = eval_tasks
         self._informative = informative
@@ -234,8 +251,9 @@ class Rollouts:
         """Return the rows of len(prompts) sessions, in the form that TRL expects from a `rollout_func`. The rows of a
         group are adjacent. The contents of `prompts` are not used.
 
-        Raises InvalidField if the trainer's configuration would make it train on other data, and ServiceError if there
-        are too few tasks or the service cannot be reached.
+        Raises InvalidField if the trainer's configuration would make it train on other data, or if rows would be left
+        out that the arguments do not allow to leave out, and ServiceError if there are too few tasks or the service
+        cannot be reached.
         """
         _check_trainer(trainer)
         training = bool(trainer.model.training)
@@ -261,6 +279,8 @@ class Rollouts:
                 hint="give the tasks as a sequence, which is repeated without end, or lower max_steps",
             )
         groups = [rows_of(group) for group in batch.groups]
+        if training and self._rows == "all":
+            _refuse_to_leave_out([row for group in groups for row in group.left_out])
         rows = [row for group in groups for row in group.rows]
         self.versions = [row.versions for row in rows]
         if training:
@@ -284,6 +304,24 @@ class Rollouts:
     def state(self) -> SamplerState | None:
         """Return the sampler's state; None before the first batch."""
         return self._client.run(_state_of(self._sampler)) if self._sampler is not None else None
+
+    def resume(self, state: SamplerState) -> None:
+        """Continue from the state of a checkpoint. Raises InvalidField after the first batch, and if another state was
+        given to the constructor."""
+        if self._sampler is not None:
+            raise InvalidField(
+                "these rollouts have made batches already, and a checkpoint's state would train their prompts again",
+                field="resume_from_checkpoint",
+                hint="make new Rollouts for a trainer that continues from a checkpoint",
+            )
+        if self._settings["state"] not in (None, state):
+            raise InvalidField(
+                "the state given to Rollouts is not that of the checkpoint",
+                field="state",
+                hint="leave `state` out: the trainer loads it from the checkpoint",
+            )
+        self._settings["state"] = state
+        self.weights.begin_above(state.version)
 
     def _next_batch(self, n: int, target: int) -> Batch | None:
         if self._sampler is None:
@@ -364,8 +402,11 @@ class ServiceLogprobs:
 
     Unless vLLM generates, TRL uses the trainer's own log-probabilities in place of the sampler's. Tokens of an older
     policy would then count as sampled by the current policy. With the mixin, the importance ratio and its clipping use
-    the log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`, and
-    writes the sampler's state into checkpoints.
+    the log-probabilities with which the tokens were sampled. The mixin also logs `StepStats` as `outrider/...`.
+
+    A checkpoint has the sampler's state, and the rows that the trainer has taken but not used up, if several steps
+    share a batch (`steps_per_generation`, `num_iterations`). A trainer that continues from the checkpoint loads both,
+    so it trains on each group as often as a trainer that was never interrupted.
     """
 
     def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -396,11 +437,31 @@ class ServiceLogprobs:
         return super()._get_per_token_logps_and_entropies(model, *args, **options)  # type: ignore[misc]  # a mixin
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # a mixin
+        import torch
+
         rollouts = self.rollout_func
+        # First, because `super` completes the checkpoint and removes older ones. If the process is killed in between,
+        # a complete checkpoint has a state, and an incomplete one has no trainer's state.
         if isinstance(rollouts, Rollouts) and (state := rollouts.state()) is not None:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / STATE_FILE).write_bytes(msgspec.json.encode(state))
+            if self._step % (self.args.steps_per_generation * self.num_iterations):
+                torch.save({"step": self._step, "rows": self._buffered_inputs}, folder / UNUSED_FILE)
+            else:
+                (folder / UNUSED_FILE).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # a mixin
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        import torch
+
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]  # a mixin
+        rollouts = self.rollout_func
+        if isinstance(rollouts, Rollouts):
+            rollouts.resume(sampler_state(resume_from_checkpoint))
+            if (file := Path(resume_from_checkpoint) / UNUSED_FILE).exists():
+                unused = torch.load(file, weights_only=True, map_location=self.accelerator.device)
+                self._step, self._buffered_inputs = unused["step"], unused["rows"]
 
 
 def sampler_state(checkpoint: Path | str) -> SamplerState:
@@ -412,12 +473,91 @@ def sampler_state(checkpoint: Path | str) -> SamplerState:
         raise InvalidField(f"no sampler's state in {checkpoint}: {error}", field="checkpoint", hint=hint) from error
 
 
+def async_row_class() -> Callable[..., Any]:
+    """Return TRL's class for a row of AsyncGRPOTrainer (`RolloutSample`). Raises InvalidField if the installed TRL has
+    no place for the rollouts of another program, whatever its version."""
+    places = ("trl.experimental.async_grpo.async_rollout_worker", "trl.trainer.async_grpo_trainer")
+    row: Callable[..., Any] | None = _first("RolloutSample", places)
+    trainer = _first("AsyncGRPOTrainer", ("trl", "trl.experimental.async_grpo"))
+    taken = inspect.signature(trainer).parameters if trainer is not None else ()
+    missing = [name for name in ASYNC_HOOKS if name not in taken]
+    if row is None or missing:
+        found = getattr(importlib.import_module("trl"), "__version__", "installed")
+        lacks = f"takes no {' and no '.join(missing)}" if missing else "has no RolloutSample"
+        raise InvalidField(
+            f"AsyncGRPOTrainer of TRL {found} {lacks}, so it has no place for the rollouts of a service",
+            field="trl",
+            hint=f"use TRL {TESTED}, with which the bridge is tested ({install_command('trl')}), or GRPOTrainer with"
+            " Rollouts, which also rolls out while it trains",
+        )
+    return row
+
+
+def _first(name: str, modules: Sequence[str]) -> Any:
+    """Return the attribute `name` of the first of the modules that has it; None if none has."""
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    return None
+
+
+class RowAdvantage(float):
+    """The advantage of a row's session, with the number of trained tokens of all rows of the session."""
+
+    tokens: int
+
+    def __new__(cls, advantage: float, tokens: int) -> Self:
+        made = super().__new__(cls, advantage)
+        made.tokens = tokens
+        return made
+
+
+class AsyncLossPerRollout:
+    """A mixin for AsyncGRPOTrainer. The mixin must be the first base class: `class Trainer(AsyncLossPerRollout,
+    AsyncGRPOTrainer)`.
+
+    The loss of a micro-batch becomes 1/R * sum_r 1/T_r * sum_t l_t: over the T_r trained tokens t of all rows of
+    rollout r, and over the R rollouts of the micro-batch. Here a rollout with a part of its tokens in the micro-batch
+    counts as this part of a rollout. TRL's own loss is a mean over tokens, so a rollout with seven rows would have
+    seven times the weight. The mixin multiplies advantages by positive numbers, which PPO's clipping does not change.
+    """
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if isinstance(self.rollout_worker, RolloutWorker):
+            self.rollout_worker.weigh_rollouts()
+
+    def get_train_dataloader(self: Any) -> Any:
+        from torch.utils.data import DataLoader
+
+        loader = super().get_train_dataloader()  # type: ignore[misc]  # a mixin
+        collate = partial(_weighed, loader.collate_fn)
+        return self.accelerator.prepare(DataLoader(loader.dataset, batch_size=1, collate_fn=collate))
+
+
+def _weighed(collate: Callable[[Any], Any], examples: Sequence[Any]) -> Any:
+    """Collate a micro-batch of TRL's packed rows, with weighed advantages. TRL divides the micro-batch's sum over
+    tokens by its number of trained tokens. The advantages of another worker's rows are left as they are."""
+    samples = [sample for packed in examples[0] for sample in packed.samples]
+    if not all(isinstance(sample["advantage"], RowAdvantage) for sample in samples):
+        return collate(examples)
+    trained = [int(sample["completion_mask"].sum()) for sample in samples]
+    rollouts = sum(tokens / sample["advantage"].tokens for tokens, sample in zip(trained, samples, strict=True))
+    for sample in samples:
+        sample["advantage"] *= sum(trained) / (rollouts * sample["advantage"].tokens)
+    return collate(examples)
+
+
 class RolloutWorker:
     """The `rollout_worker` of an AsyncGRPOTrainer (RolloutWorkerProtocol), with `ServiceWeights` as `weight_transfer`.
+    The trainer must have the mixin `AsyncLossPerRollout`; `start` refuses another one.
 
     A `DynamicSampler` keeps `inflight` groups of `n` sessions running. Every row that trains is put into
     `rollout_buffer`, with the advantage of its session; `advantages` selects how advantages are computed. While the
-    buffer is full (`buffered` rows), finished groups wait in the sampler.
+    buffer is full (`buffered` rows), finished groups wait in the sampler. The constructor raises InvalidField if the
+    installed TRL has no place for a rollout worker.
 
     `groups_per_version` is the number of groups that the trainer trains on between two updates of the weights: the
     groups in a batch of its optimizer, times `weight_sync_steps`. `max_age` is the trainer's max_staleness. So the
@@ -443,6 +583,8 @@ class RolloutWorker:
         expires_seconds: float | None = None,
         state: SamplerState | None = None,
     ) -> None:
+        self._row_class = async_row_class()
+        self._weighed = False
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(buffered)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         if state is not None:
@@ -471,7 +613,18 @@ class RolloutWorker:
         self._failure: Exception | None = None
         self._last_row = time.monotonic()
 
+    def weigh_rollouts(self) -> None:
+        """Note that the trainer gives each rollout the same weight, however many rows the rollout has."""
+        self._weighed = True
+
     def start(self) -> None:
+        """Begin to roll out. Raises InvalidField for a trainer that would weigh tokens instead of rollouts."""
+        if not self._weighed:
+            raise InvalidField(
+                "the trainer would give a rollout with many rows the weight of many rollouts",
+                field="trainer",
+                hint="class Trainer(AsyncLossPerRollout, AsyncGRPOTrainer): pass",
+            )
         self._last_row = time.monotonic()
         self._running.enter_context(self._client.open(self._rolling_out()))
         self._started = True
@@ -537,24 +690,28 @@ class RolloutWorker:
 
     def _rows(self, group: GroupView, number: int) -> Iterator[Any]:
         """Yield a RolloutSample for every row that trains."""
-        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
-        rewards = {session.id: reward for session in group.sessions if (reward := _reward_of(session)) is not None}
+        trajectories = trajectories_of(group, SETTINGS, logprobs=True)
+        rewards = {each.session.id: reward for each in trajectories if (reward := _rollout_reward(each)) is not None}
         worth = group_advantages(list(rewards.values()), self._advantages)
         advantages = dict(zip(rewards, worth, strict=True))
-        metrics = {"reward_std": pstdev(rewards.values())}
-        for trajectory in trajectories_of(group, SETTINGS, logprobs=True):
+        spread = pstdev(rewards.values())
+        # A row with a reward of its own is compared with the rollouts of the group, as its rollout is.
+        per_reward = 1.0 if self._advantages != "grpo" else 1.0 / (spread + 1e-4) if spread else 0.0
+        for trajectory in trajectories:
+            tokens = sum(sum(row.mask) for row in trajectory.rows)
             for row in trajectory.rows:
-                yield RolloutSample(
+                session = trajectory.session.id
+                advantage = advantages[session] + (row.reward - rewards[session]) * per_reward
+                yield self._row_class(
                     prompt=[],
                     completion=[],
                     input_ids=np.asarray(row.ids, dtype=np.int64),
                     completion_mask=np.asarray(row.mask, dtype=np.int64),
                     old_log_probs=np.asarray(row.logprobs, dtype=np.float32),
-                    advantage=advantages[trajectory.session.id],
+                    advantage=RowAdvantage(advantage if len(rewards) > 1 else 0.0, tokens),
                     model_version=min(row.trained_versions()) - self._behind,
                     group_id=number,
-                    metrics=metrics | {"reward": trajectory.reward},
+                    metrics={"reward_std": spread, "reward": trajectory.reward},
                 )
 
 
@@ -629,6 +786,24 @@ def _batch_row(trajectory: Trajectory, other: TrainingRow) -> BatchRow:
     )
 
 
+def _refuse_to_leave_out(rows: Sequence[TrainingRow]) -> None:
+    if rows:
+        tokens = sum(sum(row.mask) for row in rows)
+        raise InvalidField(
+            f"session {rows[0].sample.session_id} has more than one row that trains, and GRPOTrainer has room for one:"
+            f" {len(rows)} rows of the batch, with {tokens} trained tokens, would be left out",
+            field="rows",
+            hint='AsyncGRPOTrainer with RolloutWorker trains all rows; Rollouts(..., rows="main") leaves the others out'
+            " and counts them in outrider/left_out_rows and outrider/left_out_tokens",
+        )
+
+
+def _rollout_reward(trajectory: Trajectory) -> float | None:
+    """Return the reward with which a rollout counts in its group: the reward of its first row. A graded rollout without
+    rows that train has the verdict's reward, and a rollout that was not graded has None."""
+    return trajectory.rows[0].reward if trajectory.rows else _reward_of(trajectory.session)
+
+
 def _reward_of(session: SessionView) -> float | None:
     verdict = session.result.verdict if session.result else None
     return verdict.reward if verdict else None
@@ -643,6 +818,12 @@ def _check_trainer(trainer: Any) -> None:
             hint="class Trainer(ServiceLogprobs, GRPOTrainer): pass",
         )
     trl: Any = trainer
+    if not (hasattr(trl, "_step") and hasattr(trl, "_buffered_inputs")):
+        raise InvalidField(
+            "this TRL stores the rows of a batch in another place, so a checkpoint would lose rows",
+            field="trl",
+            hint=f"the bridge is tested with TRL {TESTED}: {install_command('trl')}",
+        )
     if trl.use_vllm:
         raise InvalidField("the service generates", field="use_vllm", hint="GRPOConfig(use_vllm=False)")
     if trl.accelerator.num_processes > 1:

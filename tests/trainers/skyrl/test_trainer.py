@@ -1,4 +1,5 @@
-"""The generator's output in SkyRL 0.3.0: validation, joining, merging of steps, training batch, advantages, filters."""
+"""The generator's output in SkyRL, 0.4.0 or 0.3.0: validation, joining, merging of steps, training batch, advantages,
+filters, and the weights of rollouts in the loss."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from skyrl.backends.skyrl_train.utils.ppo_utils import ppo_policy_loss
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.generators.base import GeneratorInterface
+from skyrl.train.generators.base import GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl.train.generators.utils import concatenate_generator_outputs, merge_stepwise_output, prepare_generator_input
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
-from outrider.trainers.skyrl import OutriderGenerator
+from outrider.errors import InvalidField
+from outrider.trainers.skyrl import LossPerRollout, OutriderGenerator
 from support.scribe import scribe_task
 from support.service import running_service, say
 from trainers.skyrl_world import VLLM_PARAMS
@@ -39,13 +42,17 @@ def config(**generator: Any) -> Any:
     return SkyRLTrainConfig.from_cli_overrides([f"{name}={str(value).lower()}" for name, value in overrides.items()])
 
 
-def trainer_for(cfg: Any) -> Any:
+class Trainer(LossPerRollout, RayPPOTrainer):  # type: ignore[misc]
+    pass
+
+
+def trainer_for(cfg: Any, kind: type = Trainer, ranks: int = 1) -> Any:
     """SkyRL's trainer without its models and engines."""
-    trainer = object.__new__(RayPPOTrainer)
+    trainer: Any = object.__new__(kind)
     trainer.cfg = cfg
     trainer.tokenizer = SimpleNamespace(pad_token_id=PAD)
     trainer.all_metrics = {}
-    trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 1)
+    trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: ranks)
     return trainer
 
 
@@ -64,6 +71,7 @@ def rows_of(tasks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 async def generated(url: str, cfg: Any, tasks: Sequence[dict[str, Any]], phase: Any = "train", **settings: Any) -> Any:
     generator = Generator(cfg.generator, {"url": url, **settings})
+    generator.weigh_rollouts()
     batch, uids = prepare_generator_input(rows_of(tasks), 2, dict(VLLM_PARAMS), "outrider", phase, 1)
     output = await generator.generate(batch)
     validate_generator_output(len(uids), output, step_wise=cfg.generator.step_wise_trajectories)
@@ -72,8 +80,10 @@ async def generated(url: str, cfg: Any, tasks: Sequence[dict[str, Any]], phase: 
     return output, uids
 
 
-def advantages_of(cfg: Any, output: Any, uids: list[str]) -> tuple[Any, torch.Tensor]:
-    trainer = trainer_for(cfg)
+def advantages_of(
+    cfg: Any, output: Any, uids: list[str], kind: type = RayPPOTrainer, ranks: int = 1
+) -> tuple[Any, torch.Tensor]:
+    trainer = trainer_for(cfg, kind, ranks)
     output, uids = trainer.postprocess_generator_output(output, uids)
     batch = trainer.convert_to_training_input(output, uids)
     batch["values"] = None
@@ -96,7 +106,8 @@ async def test_a_training_batch_and_its_advantages(tmp_path: Path) -> None:
         trained = batch["loss_mask"][row].bool()
         masked = [at for at, mask in enumerate(sample.loss_mask) if mask]
         torch.testing.assert_close(
-            batch["rollout_logprobs"][row][trained], torch.tensor([sample.logprobs[at] for at in masked])
+            batch["rollout_logprobs"][row][trained],
+            torch.tensor([sample.logprobs[at] for at in masked], dtype=torch.float32),
         )
         scaled = {0.0: -(2**-0.5), 1.0: 2**-0.5, 0.5: 0.0}[sample.reward or 0.0]
         expected = torch.full((int(trained.sum()),), scaled)
@@ -174,3 +185,106 @@ async def test_dynamic_sampling_keeps_the_groups_that_differ(tmp_path: Path) -> 
     assert (kept_uids, keep_sampling) == (["1", "1"], False)
     assert sorted(kept["rewards"]) == [0.0, 1.0]
     validate_generator_output(2, kept)
+
+
+async def test_the_output_has_the_columns_of_this_skyrl(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        output, _ = await generated(
+            url, config(), [scribe_task("skyrl real columns", rewards=[0, 1], seconds=[0.2] * 2)]
+        )
+    assert output.keys() == set(GeneratorOutput.__annotations__)
+    if "trajectory_time_splits" in output:
+        joined = concatenate_generator_outputs([output, output])
+        assert len(joined["trajectory_time_splits"]["llm"]) == 4
+        assert joined["rollout_metrics"]["generate/trajectory_time_env_mean"] >= 0.2
+
+
+def rollouts_of_many_rows() -> tuple[dict[str, Any], list[str]]:
+    """Two prompts with two rollouts each. The rewards are 1 and 0, and 0 and 1; the first rollout has seven rows. The
+    lists are the numbers of trained tokens of the rows. Each row has a token of context before its last one."""
+    rows = [("p", 0, 1.0, [3, 1, 4, 1, 5, 2, 6]), ("p", 1, 0.0, [2]), ("q", 0, 0.0, [3]), ("q", 1, 1.0, [1, 4])]
+    output: dict[str, Any] = {name: [] for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks")}
+    output |= {name: [] for name in ("stop_reasons", "rollout_logprobs", "trajectory_ids", "is_last_step")}
+    for uid, repetition, reward, lengths in rows:
+        for number, length in enumerate(lengths):
+            mask = [1] * (length - 1) + [0, 1]
+            output["prompt_token_ids"].append([1, 2])
+            output["response_ids"].append([3] * len(mask))
+            output["rewards"].append(reward)
+            output["loss_masks"].append(mask)
+            output["stop_reasons"].append("stop")
+            output["rollout_logprobs"].append([-0.5 * trained for trained in mask])
+            output["trajectory_ids"].append(TrajectoryID(instance_id=uid, repetition_id=repetition))
+            output["is_last_step"].append(number == len(lengths) - 1)
+    output |= {"rollout_metrics": None, "rollout_expert_indices": None}
+    return output, [each.instance_id for each in output["trajectory_ids"]]
+
+
+def pulls(cfg: Any, kind: type, ranks: int = 1) -> list[list[float]]:
+    """d loss / d log p of each row's trained tokens, by SkyRL's own advantages, normalisation and PPO loss, summed over
+    the mini-batches."""
+    output, uids = rollouts_of_many_rows()
+    validate_generator_output(4, output, step_wise=True)
+    batch, _ = advantages_of(cfg, output, uids, kind, ranks)
+    boundaries = batch.metadata["policy_mini_batch_boundaries"]
+    batch = trainer_for(cfg, kind)._normalize_advantages(batch, boundaries)
+    old = batch["rollout_logprobs"]
+    new = old.clone().requires_grad_()
+    for start, end in boundaries:
+        part = slice(start, end)
+        loss, _ = ppo_policy_loss(
+            new[part], old[part], batch["advantages"][part], cfg.trainer.algorithm, batch["loss_mask"][part]
+        )
+        loss.backward()
+    assert new.grad is not None
+    assert not new.grad[batch["loss_mask"] == 0].any()
+    assert len(new.grad) % ranks == 0
+    assert not new.grad[len(uids) :].any()
+    return [new.grad[row][batch["loss_mask"][row].bool()].tolist() for row in range(len(uids))]
+
+
+@pytest.mark.parametrize(("mini_batch", "rollouts", "ranks"), [(2, 4, 1), (1, 2, 1), (2, 4, 8)])
+def test_each_rollout_has_the_same_weight_in_the_loss(mini_batch: int, rollouts: int, ranks: int) -> None:
+    """By hand: two rewards 1 and 0 have the advantages 2**-0.5 and -2**-0.5; a token's weight is 1 / (R T). For several
+    ranks SkyRL adds rows that do not train."""
+    cfg = config(step_wise_trajectories=True)
+    cfg.trainer.policy_mini_batch_size = mini_batch
+    given = pulls(cfg, Trainer, ranks)
+    high = 2**-0.5 / rollouts
+    first = [[-high / 22] * length for length in (3, 1, 4, 1, 5, 2, 6)]
+    expected = [*first, [high / 2] * 2, [high / 3] * 3, [-high / 5], [-high / 5] * 4]
+    assert [len(row) for row in given] == [len(row) for row in expected]
+    for row, by_hand in zip(given, expected, strict=True):
+        assert row == pytest.approx(by_hand, rel=1e-4)
+    weights = [sum(map(sum, given[:7])), sum(given[7]), sum(given[8]), sum(map(sum, given[9:]))]
+    assert weights == pytest.approx([-high, high, high, -high], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "times"), [("token_mean", 11), ("sequence_mean", 7), ("seq_mean_token_sum_norm", 11)]
+)
+def test_skyrls_own_reductions_weigh_rows_or_tokens(reduction: str, times: int) -> None:
+    """The reason why the generator asks for a trainer with `LossPerRollout`."""
+    cfg = config(step_wise_trajectories=True)
+    cfg.trainer.algorithm.loss_reduction = reduction
+    cfg.trainer.algorithm.max_seq_len = 64
+    given = pulls(cfg, RayPPOTrainer)
+    assert sum(map(sum, given[:7])) == pytest.approx(-times * sum(given[7]), rel=1e-4)
+
+
+def test_a_configuration_that_weighs_rollouts_again_is_refused() -> None:
+    class Bare:
+        def __init__(self, cfg: Any, generator: Any) -> None:
+            self.cfg, self.generator = cfg, generator
+
+    class Weighing(LossPerRollout, Bare):
+        pass
+
+    cfg = config(step_wise_trajectories=True)
+    Weighing(cfg, Generator(cfg.generator))
+    cfg.trainer.algorithm.advantage_batch_normalize = True
+    with pytest.raises(InvalidField, match="normalise the advantages"):
+        Weighing(cfg, None)
+    cfg.trainer.algorithm.loss_reduction = "sequence_mean"
+    with pytest.raises(InvalidField, match="weigh them once more"):
+        Weighing(cfg, None)

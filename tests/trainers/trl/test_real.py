@@ -17,6 +17,7 @@ from outrider.lab.demo.dialogue import POLICY
 from outrider.lab.demo.task import group_spec, make_task
 from outrider.sandbox.runtimes.default_runtime import default_runtime
 from outrider.trainers.trl import (
+    AsyncLossPerRollout,
     Rollouts,
     RolloutWorker,
     ServiceLogprobs,
@@ -203,6 +204,9 @@ def test_async_grpo_trainer_trains(client: Client, tmp_path: Path, monkeypatch: 
     from transformers import AutoModelForCausalLM
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
+    class Trainer(AsyncLossPerRollout, AsyncGRPOTrainer):  # type: ignore[misc]
+        pass
+
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *given, **named: None)
     monkeypatch.setattr(packing, "_flash_attn", lambda: types.SimpleNamespace(flash_attn_varlen_func=attention_on_cpu))
     torch.set_num_threads(1)
@@ -223,7 +227,7 @@ def test_async_grpo_trainer_trains(client: Client, tmp_path: Path, monkeypatch: 
     )
     with PolicyWeights(client, model=POLICY) as weights:
         worker = RolloutWorker(client, task, weights, n=SAMPLES, groups_per_version=2, inflight=4, buffered=16)
-        trainer = AsyncGRPOTrainer(
+        trainer = Trainer(
             model=str(POLICY),
             reward_funcs=service_reward,
             args=arguments,

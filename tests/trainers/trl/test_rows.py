@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from bench.simulated_service import Played
 
-from outrider.client.sampling import SamplerState
+from outrider.client.sampling import Counts, SamplerState
 from outrider.errors import EngineError, InvalidField, ServiceError
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import GroupView, PolicyStatus, SessionView
@@ -152,6 +153,28 @@ def test_every_batch_is_full_of_groups_that_teach_something(tmp_path: Path) -> N
     assert last.staleness_max <= 1
     assert last.reward <= 0.5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-11"]
+
+
+def test_rows_are_left_out_only_where_that_was_chosen_and_counted() -> None:
+    """A session of two rows: a batch of GRPOTrainer has room for one of them."""
+    view = group([1.0, 0.0], [sample(0), sample(0, 1), sample(1, reward=0.0)])
+
+    class Given(Rollouts):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(None, task, SimpleNamespace(version=4), **options)  # type: ignore[arg-type]
+            self._published_at = 0
+
+        def _next_batch(self, n: int, target: int) -> Any:
+            return SimpleNamespace(groups=[view], counts=Counts(), waited=0.0)
+
+    trainer = Trainer(parameters(), n=2)
+    with pytest.raises(InvalidField, match="1 rows of the batch, with 2 trained tokens") as raised:
+        Given()([""] * 2, trainer)
+    assert 'rows="main"' in (raised.value.hint or "")
+    rollouts = Given(rows="main")
+    assert len(rollouts([""] * 2, trainer)["completion_ids"]) == 2
+    metrics = rollouts.history[0].metrics()
+    assert (metrics["outrider/left_out_rows"], metrics["outrider/left_out_tokens"]) == (1.0, 2.0)
 
 
 def test_weights_are_published_once_for_a_step(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore")]
 
 
 def test_every_row_that_trains_has_the_advantage_of_its_session(tmp_path: Path) -> None:
-    rows = [sample(0), sample(0, 1), sample(1, reward=0.0), sample(3, reward=0.0)]
+    rows = [sample(0), sample(0, 1), sample(1, reward=0.0), sample(3, reward=0.5)]
     with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=4, groups_per_version=4, advantages="mean")
         made = list(worker._rows(group([1.0, 0.0, None, 0.5], rows), 7))
@@ -34,11 +34,29 @@ def test_every_row_that_trains_has_the_advantage_of_its_session(tmp_path: Path) 
     assert made[1].old_log_probs.tolist() == [0.0, 0.0, -0.5, 0.0, -0.25]
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("mean", [0.5, 1.5, -0.5]), ("leave_one_out", [1.0, 2.0, -1.0]), ("grpo", [1.0, 3.0, -1.0])],
+)
+def test_a_row_with_a_reward_of_its_own_is_compared_with_the_rollouts(
+    tmp_path: Path, kind: Any, expected: list[float]
+) -> None:
+    """Rollout 0 has reward 1, and its second row 2; rollout 1 has reward 0. The mean over the rollouts is 0.5."""
+    rows = [sample(0), sample(0, 1, reward=2.0), sample(1, reward=0.0)]
+    with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
+        worker = RolloutWorker(client, task, weights, n=2, groups_per_version=4, advantages=kind)
+        made = list(worker._rows(group([1.0, 0.0], rows), 7))
+        [alone] = worker._rows(group([1.0, None], rows[:1]), 7)
+    assert [row.advantage for row in made] == pytest.approx(expected, rel=1e-3)
+    assert alone.advantage == 0.0
+
+
 def test_rows_carry_the_trainers_versions(tmp_path: Path) -> None:
     with simulated(even, version=40) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=4, groups_per_version=4, inflight=2, buffered=8)
         weights.publish(parameters().items())
         worker.update_model_version(1)
+        worker.weigh_rollouts()
         worker.start()
         rows = [worker.rollout_buffer.get(timeout=30) for _ in range(12)]
         worker.check_health(30.0)
@@ -68,6 +86,7 @@ def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
 
     with simulated(fails) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=2, groups_per_version=4)
+        worker.weigh_rollouts()
         worker.start()
         with pytest.raises(ServiceError, match="prompts in a row have failed"):
             check_until_it_fails(worker)
@@ -77,6 +96,7 @@ def test_what_ends_the_worker_is_raised(tmp_path: Path) -> None:
 def test_tasks_that_cannot_be_made_end_the_worker(tmp_path: Path) -> None:
     with simulated(even) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, lambda number: task(1 // number), weights, n=2, groups_per_version=4)
+        worker.weigh_rollouts()
         worker.start()
         with pytest.raises(ZeroDivisionError):
             check_until_it_fails(worker)
@@ -89,6 +109,7 @@ def test_a_worker_from_which_nothing_comes_is_not_healthy(tmp_path: Path) -> Non
 
     with simulated(slow) as client, PolicyWeights(client, tmp_path) as weights:
         worker = RolloutWorker(client, task, weights, n=2, groups_per_version=4)
+        worker.weigh_rollouts()
         worker.check_health(0.0)  # it has not begun
         worker.start()
         worker.check_health(60.0)

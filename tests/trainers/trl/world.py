@@ -58,6 +58,7 @@ class BareTrainer:
     def __init__(self, parameters: Mapping[str, Any], *, n: int = 4, processes: int = 1) -> None:
         self.num_generations = self.num_generations_eval = n
         self.use_vllm = False
+        self._step, self._buffered_inputs = 0, None
         self.state = SimpleNamespace(global_step=0)
         self.model = SimpleNamespace(training=True, named_parameters=lambda: list(parameters.items()))
         self.accelerator = SimpleNamespace(num_processes=processes, unwrap_model=lambda model: model)
