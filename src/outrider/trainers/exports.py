@@ -39,7 +39,8 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
     span.
 
     The prompt of an item is all ids before the item, so each prompt begins with the previous prompt, as NeMo RL
-    requires. Without `decode`, the items have no text. Raises InvalidField for a sample without a reward.
+    requires. Without `decode`, the items have no text. The usage counts each id of the row once. Raises InvalidField for
+    a sample without a reward.
     """
     reward = _reward(sample)
     output = [
@@ -57,13 +58,30 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
         if span.trained
     ]
     echoed = {name: value for name, value in request.items() if name.startswith("_") or name == "agent_ref"}
-    response = {"id": sample.session_id, "object": "response", "output": output}
+    sampled = sum(sample.loss_mask)
+    response = {
+        "id": sample.session_id,
+        "object": "response",
+        "created_at": 0.0,
+        "model": "outrider",
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": len(sample.ids) - sampled,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": len(sample.ids),
+        },
+    }
     return {
+        **sample.metrics,
         **echoed,
         "responses_create_params": request.get("responses_create_params", {}),
         "response": response,
         "reward": reward,
-        **{name: value for name, value in sample.metrics.items() if name not in ("response", "reward")},
     }
 
 
