@@ -39,8 +39,8 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
     span.
 
     The prompt of an item is all ids before the item, so each prompt begins with the previous prompt, as NeMo RL
-    requires. Without `decode`, the items have no text. The usage counts each id of the row once. Raises InvalidField for
-    a sample without a reward.
+    requires. Without `decode`, the items have no text. The usage counts each id of the row once. Raises InvalidField
+    for a sample without a reward.
     """
     reward = _reward(sample)
     output = [

@@ -29,7 +29,7 @@ from fastapi import Request, Response
 from pydantic import Field, PrivateAttr
 
 from outrider.concurrency.chores import Chores, Failures
-from outrider.errors import InvalidField, OutriderError, TooLarge
+from outrider.errors import InvalidField, OutriderError, ServiceStopping, TooLarge
 from outrider.sessions.calls.limits import MAX_BODY
 from outrider.spec import Name
 from outrider.trainers.exports import nemo_gym_reply
@@ -62,9 +62,9 @@ LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "
 
 class NemoGymSettings(BridgeSettings):
     """The settings of all bridges, and the following. rows: "all" refuses a session with several rows that train,
-    because a reply has one row; "main" replies with the main conversation's row, and counts the others. engines: URLs of
-    NeMo RL's inference servers, which are attached to the service as engines. model: the name of the model that these
-    servers serve."""
+    because a reply has one row; "main" replies with the main conversation's row, and counts the others. engines: URLs
+    of NeMo RL's inference servers, which are attached to the service as engines. model: the name of the model that
+    these servers serve."""
 
     engines: list[Name] = Field(default_factory=list)
     model: Name | None = None
@@ -118,15 +118,13 @@ class Rollouts:
         waiting = self._tasks.create_task(_until(left), name="client of a rollout")
         try:
             await asyncio.wait({rollout, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            gone = waiting.done()
-        except asyncio.CancelledError:
-            self._keep(key, rollout)
-            raise
+            if waiting.cancelled() or rollout.cancelled():
+                raise ServiceStopping("the agent server is being stopped")
+            if waiting.done():
+                self._keep(key, rollout)
+                return None
         finally:
             waiting.cancel()
-        if gone:
-            self._keep(key, rollout)
-            return None
         outcome = rollout.result()
         if isinstance(outcome, Exception):
             raise outcome
@@ -319,14 +317,17 @@ def _row_of(body: bytes) -> dict[str, Any]:
 
 
 def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters in `responses_create_params`, and those of NeMo Gym's `metadata.extra_body`. Raises
-    InvalidField for a field that cannot be passed to the agents' model calls, such as tools."""
+    """Return the sampling parameters in `responses_create_params`, and those of NeMo Gym's `metadata.extra_body`.
+    Raises InvalidField for a field that cannot be passed to the agents' model calls, such as tools."""
     found = {
         OTHER_NAMES.get(name, name): value
         for name, value in params.items()
         if name not in WITHOUT_EFFECT and value not in NEUTRAL.get(name, ())
     }
-    extra = (params.get("metadata") or {}).get("extra_body")
+    metadata = params.get("metadata") or {}
+    if not isinstance(metadata, Mapping):
+        raise InvalidField(f"{PARAMS}.metadata is a {type(metadata).__name__}", field=f"{PARAMS}.metadata")
+    extra = metadata.get("extra_body")
     if isinstance(extra, str):
         found |= json_object(extra, f"{PARAMS}.metadata.extra_body")
     if found.get("tools"):
