@@ -237,3 +237,19 @@ async def test_a_tools_image_is_given_to_the_engine_and_a_text_for_its_other_fil
         (JoinKind.ROOT, ("results.application/pdf",)),
         (JoinKind.APPEND, ()),
     ]
+
+
+async def test_a_call_that_continues_a_turn_names_the_turns_ids(tmp_path: Path) -> None:
+    """Servers that render messages may keep these ids (NeMo RL's do), so that the next prompt extends them."""
+    said = {"role": "assistant", "content": "hello"}
+    rewritten = {"role": "assistant", "content": "hello!"}
+    engine = Told([([1], [2]), ([1, 2, 3], [4]), None, None, None, None])
+    async with told(tmp_path, engine=engine) as (world, _):
+        await world.ask(USER)
+        await world.ask(USER, said, USER)
+        await world.ask(USER, said, USER, said, USER)
+        await world.ask(USER, rewritten, USER)
+        await world.ask(USER, rewritten, USER, said, USER)
+        await world.ask({"role": "system", "content": "s"}, USER, said, USER)
+    known = [request.known_ids for request in engine.requests]
+    assert known == [None, [1, 2], [1, 2, 3, 4], None, None, None]

@@ -15,12 +15,20 @@ import pytest
 
 from outrider.client.client import AsyncClient
 from outrider.errors import HarnessError, InvalidField, ServiceError, ServiceStopping
+from outrider.lab.fakes.engine_servers.app import serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service.service import Service
+from outrider.spec import EngineSpec
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trainers.nemo_gym import NemoGymSettings, Rollouts
+from support.nemo_rl_server import NemoRLServer
 from support.scribe import Scribe, scribe_task
-from support.service import running_service, say
+from support.service import running_service, say, scripted_engine
+from support.tokenizer import write_tokenizer
 
 from .gym_world import gym_row, message_log
+
+OPTIONS = {"nemo_rl": True}
 
 
 async def stays() -> None:
@@ -31,6 +39,11 @@ async def asked(rollouts: Rollouts, row: Mapping[str, Any], left: Any = stays) -
     reply = await rollouts.run(json.dumps(row).encode(), left)
     assert reply is not None
     return reply
+
+
+def stalling(tmp_path: Path) -> ScriptedEngine:
+    """An engine whose first reply stops after a token, until it is released."""
+    return scripted_engine(tmp_path, [{"reply": say("one"), "stall": 1}, say("two")])
 
 
 async def ended(service: Service, number: int) -> list[Any]:
@@ -115,11 +128,10 @@ async def test_a_session_of_two_rows_is_refused_or_its_main_row(tmp_path: Path) 
 
 async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.trainers.shared_client.FIRST_PATIENCE", 0.1)
-    async with running_service(tmp_path=tmp_path) as (_, url):
-        async with Rollouts(NemoGymSettings(url=url)) as rollouts:
-            with pytest.raises(HarnessError, match="the scribe fell ill") as failed:
-                await asked(rollouts, gym_row(scribe_task("gym ill", fails=[0])))
-            well = await asked(rollouts, gym_row(scribe_task("gym well")))
+    async with running_service(tmp_path=tmp_path) as (_, url), Rollouts(NemoGymSettings(url=url)) as rollouts:
+        with pytest.raises(HarnessError, match="the scribe fell ill") as failed:
+            await asked(rollouts, gym_row(scribe_task("gym ill", fails=[0])))
+        well = await asked(rollouts, gym_row(scribe_task("gym well")))
     assert failed.value.http_status >= 500
     assert well["reward"] == 1.0
     async with Rollouts(NemoGymSettings(url=url)) as rollouts:  # the service has ended
@@ -129,18 +141,20 @@ async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path, monkeypa
 
 
 async def test_a_client_that_comes_again_gets_the_same_rollout(tmp_path: Path) -> None:
-    row = gym_row(scribe_task("gym again", seconds=[0.3]))
-    body = json.dumps(row).encode()
+    row = gym_row(scribe_task("gym again"))
     left = asyncio.Event()
-    async with running_service(tmp_path=tmp_path) as (service, url):
-        async with Rollouts(NemoGymSettings(url=url)) as rollouts:
-            first = asyncio.create_task(rollouts.run(body, left.wait))
-            while not Scribe.started["gym again"]:
-                await asyncio.sleep(0.01)
-            left.set()
-            assert await first is None
-            reply = await asked(rollouts, row)
-            other = await asked(rollouts, row)  # in the next epoch the row is a rollout of its own
+    engine = stalling(tmp_path)
+    async with (
+        running_service(tmp_path=tmp_path, engine=engine) as (service, url),
+        Rollouts(NemoGymSettings(url=url)) as rollouts,
+    ):
+        first = asyncio.create_task(rollouts.run(json.dumps(row).encode(), left.wait))
+        await engine.stalled.wait()
+        left.set()
+        assert await first is None
+        engine.release()
+        reply = await asked(rollouts, row)
+        other = await asked(rollouts, row)  # in the next epoch the row is a rollout of its own
         groups = await ended(service, 2)
     ids = {sample.session_id for group in groups for sample in group.samples}
     assert {reply["response"]["id"], other["response"]["id"]} == ids
@@ -149,35 +163,54 @@ async def test_a_client_that_comes_again_gets_the_same_rollout(tmp_path: Path) -
 
 async def test_equal_rows_at_once_are_rollouts_of_their_own(tmp_path: Path) -> None:
     row = gym_row(scribe_task("gym twice"))
-    async with running_service(tmp_path=tmp_path) as (_, url):
-        async with Rollouts(NemoGymSettings(url=url)) as rollouts:
-            replies = await asyncio.gather(asked(rollouts, row), asked(rollouts, row))
+    async with running_service(tmp_path=tmp_path) as (_, url), Rollouts(NemoGymSettings(url=url)) as rollouts:
+        replies = await asyncio.gather(asked(rollouts, row), asked(rollouts, row))
     assert len({reply["response"]["id"] for reply in replies}) == 2
 
 
 async def test_a_rollout_that_nobody_wants_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.trainers.nemo_gym.RETRY_SECONDS", 0.05)
     left = asyncio.Event()
-    body = json.dumps(gym_row(scribe_task("gym unwanted", seconds=[60]))).encode()
-    async with running_service(tmp_path=tmp_path) as (service, url):
-        async with Rollouts(NemoGymSettings(url=url)) as rollouts:
-            first = asyncio.create_task(rollouts.run(body, left.wait))
-            while not Scribe.started["gym unwanted"]:
-                await asyncio.sleep(0.01)
-            left.set()
-            assert await first is None
-            [group] = await ended(service, 1)
+    body = json.dumps(gym_row(scribe_task("gym unwanted"))).encode()
+    engine = stalling(tmp_path)
+    async with (
+        running_service(tmp_path=tmp_path, engine=engine) as (service, url),
+        Rollouts(NemoGymSettings(url=url)) as rollouts,
+    ):
+        first = asyncio.create_task(rollouts.run(body, left.wait))
+        await engine.stalled.wait()
+        left.set()
+        assert await first is None
+        [group] = await ended(service, 1)
     assert group.cancelled
 
 
 async def test_the_end_of_the_server_cancels_its_rollouts(tmp_path: Path) -> None:
-    body = json.dumps(gym_row(scribe_task("gym ends", seconds=[60]))).encode()
-    async with running_service(tmp_path=tmp_path) as (service, url):
+    body = json.dumps(gym_row(scribe_task("gym ends"))).encode()
+    engine = stalling(tmp_path)
+    async with running_service(tmp_path=tmp_path, engine=engine) as (service, url):
         async with Rollouts(NemoGymSettings(url=url)) as rollouts:
             waiting = asyncio.create_task(rollouts.run(body, stays))
-            while not Scribe.started["gym ends"]:
-                await asyncio.sleep(0.01)
+            await engine.stalled.wait()
         with pytest.raises(ServiceStopping):
             await waiting
         [group] = await ended(service, 1)
     assert group.cancelled
+
+
+async def test_nemo_rls_servers_are_attached_and_a_rollout_of_several_turns_is_one_row(tmp_path: Path) -> None:
+    """Its servers render the messages, and the rendered reply has other ids than the sampled one."""
+    server = NemoRLServer(Tokenizer.load(write_tokenizer(tmp_path / "tokenizer")))
+    row = gym_row(scribe_task("gym capture"))
+    async with serving(server) as engine, running_service(tmp_path=tmp_path, engines=()) as (service, url):
+        await service.pool.add(EngineSpec(kind="openai", name="nemo-rl-7", url=engine, model="m", options=OPTIONS))
+        settings = NemoGymSettings(url=url, engines=[f"{engine}/v1", f"{engine}/v1/"], model="m")
+        async with Rollouts(settings) as rollouts:
+            replies = await asyncio.gather(*(asked(rollouts, row) for _ in range(3)))
+        attached = {status.name: status.url for status in service.pool.status()}
+    assert attached == {"nemo-rl-0": engine, "nemo-rl-1": engine}
+    for reply in replies:
+        assert [role for role, _, _ in message_log(reply)] == ["user", "assistant"] * 2
+        assert reply["outrider_rows_left_out"] == 0.0
+    with pytest.raises(InvalidField, match="needs the setting model"):
+        Rollouts(NemoGymSettings(engines=["http://127.0.0.1:9/v1"]))

@@ -99,7 +99,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation by an engine that takes only messages (capture and text mode). `thinking` switches
-    the model's reasoning on or off; None leaves the choice to the engine's template."""
+    the model's reasoning on or off; None leaves the choice to the engine's template. `known_ids` are the captured ids,
+    of prompt and reply, of the messages up to the last reply; None if the engine has not reported them."""
 
     request_id: str
     session_key: str
@@ -107,6 +108,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[ToolSpec, ...]
     sampling: SamplingParams
     thinking: bool | None = None
+    known_ids: list[int] | None = None
 
 
 AnyRequest = GenerateRequest | ChatRequest

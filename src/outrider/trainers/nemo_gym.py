@@ -56,6 +56,15 @@ WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "par
 """Fields of `responses_create_params` that are read elsewhere, or change nothing that an agent samples."""
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
 """Fields of which the values listed here have no effect. Other values are refused."""
+PLAIN_SAMPLING = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling unless the task says otherwise: NeMo RL computes importance weights with temperature and top_p alone, so an
+agent's own values must not apply. Its servers refuse a top_k."""
 LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
 """The row's own columns that become labels of the task."""
 
@@ -148,6 +157,7 @@ class Rollouts:
         labels = {"nemo_gym.agent": agent.get("name") if isinstance(agent, Mapping) else None}
         labels |= {f"nemo_gym.{label}": row.get(column) for column, label in LABELS.items()}
         task = task_for(self._settings, row, prompt=params.get("input"), sampling=_sampling(params), labels=labels)
+        task["sampling"] = PLAIN_SAMPLING | task["sampling"]
         # The key is new each time, and not made of the row: the same row comes again in the next epoch.
         return group_of(self._settings, task)
 

@@ -18,7 +18,7 @@ from nemo_gym.rollout_collection import RolloutCollectionConfig, RolloutCollecti
 from outrider.client.client import AsyncClient
 from outrider.sessions.calls.limits import MAX_BODY
 from support.scribe import Scribe, scribe_task
-from support.service import running_service, say
+from support.service import running_service, say, scripted_engine
 from trainers.gym_world import AGENT, gym_row, message_log
 from trainers.nemo_gym.world import running_gym
 
@@ -58,9 +58,12 @@ async def test_rollouts_are_collected_and_their_metrics_aggregated(tmp_path: Pat
         responses_create_params={"temperature": 0.25},
         upload_rollouts_to_wandb=False,
     )
-    async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
-        async with running_gym({"url": url}):
-            [first, *_] = await RolloutCollectionHelper().run_from_config(config)
+    async with (
+        running_service(tmp_path=tmp_path) as (_, url),
+        AsyncClient(url) as client,
+        running_gym({"url": url}),
+    ):
+        [first, *_] = await RolloutCollectionHelper().run_from_config(config)
         turns = await client.turns(first["response"]["id"])
     assert turns[0].sampling["temperature"] == 0.25
     results = [json.loads(line) for line in made.read_text().splitlines()]
@@ -81,52 +84,61 @@ async def test_statuses_say_whether_another_try_may_help(tmp_path: Path) -> None
         b'{"responses_create_params": {"input": "x"}, "task"': (422, "the row is not JSON"),
         b'"' + b"x" * MAX_BODY + b'"': (413, "a task may have"),
     }
-    async with running_service(tmp_path=tmp_path) as (_, url), aiohttp.ClientSession() as session:
-        async with running_gym({"url": url}) as gym:
-            for body, (status, reason) in bodies.items():
-                async with session.post(f"{gym.url}/run", data=body) as reply:
-                    assert (reply.status, reason in await reply.text()) == (status, True)
-            with pytest.raises(ClientResponseError) as failed:
-                await gym.collect([gym_row(scribe_task("gym ill again", fails=[0]))])
+    async with (
+        running_service(tmp_path=tmp_path) as (_, url),
+        running_gym({"url": url}) as gym,
+        aiohttp.ClientSession() as session,
+    ):
+        for body, (status, reason) in bodies.items():
+            async with session.post(f"{gym.url}/run", data=body) as reply:
+                assert (reply.status, reason in await reply.text()) == (status, True)
+        with pytest.raises(ClientResponseError) as failed:
+            await gym.collect([gym_row(scribe_task("gym ill again", fails=[0]))])
     assert failed.value.status == 500
     assert b"the scribe fell ill" in failed.value.response_content  # type: ignore[attr-defined]
 
 
 async def test_a_client_that_hangs_up_and_comes_again_gets_its_rollout(tmp_path: Path) -> None:
-    body = json.dumps(gym_row(scribe_task("gym hangs up", seconds=[0.5]))).encode()
-    async with running_service(tmp_path=tmp_path) as (_, url), aiohttp.ClientSession() as session:
-        async with running_gym({"url": url}) as gym:
+    body = json.dumps(gym_row(scribe_task("gym hangs up"))).encode()
+    engine = scripted_engine(tmp_path, [{"reply": say("one"), "stall": 1}, say("two")])
+    async with (
+        running_service(tmp_path=tmp_path, engine=engine) as (_, url),
+        running_gym({"url": url}) as gym,
+        aiohttp.ClientSession() as session,
+    ):
 
-            async def post() -> dict[str, Any]:
-                async with session.post(f"{gym.url}/run", data=body) as reply:
-                    assert reply.status == 200
-                    found: dict[str, Any] = await reply.json()
-                    return found
+        async def post() -> dict[str, Any]:
+            async with session.post(f"{gym.url}/run", data=body) as reply:
+                assert reply.status == 200
+                found: dict[str, Any] = await reply.json()
+                return found
 
-            first = asyncio.create_task(post())
-            while not Scribe.started["gym hangs up"]:
-                await asyncio.sleep(0.01)
-            first.cancel()
-            await asyncio.wait([first])
-            await asyncio.sleep(0.1)  # NeMo Gym's client waits half a second
-            reply = await post()
+        first = asyncio.create_task(post())
+        await engine.stalled.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        await gym.ended.wait()
+        engine.release()
+        reply = await post()
     assert message_log(reply)
     assert Scribe.started["gym hangs up"] == 1
 
 
 async def test_two_hundred_rows_at_once(tmp_path: Path) -> None:
     rows = [gym_row(scribe_task(f"gym crowd {number}", rewards=[number]), number) for number in range(200)]
-    async with running_service(tmp_path=tmp_path) as (_, url):
-        async with running_gym({"url": url}) as gym:
-            results = await gym.collect(rows)
+    async with running_service(tmp_path=tmp_path) as (_, url), running_gym({"url": url}) as gym:
+        results = await gym.collect(rows)
     assert [result["reward"] for result in results] == [float(number) for number in range(200)]
     assert all(message_log(result) for result in results)
 
 
 async def test_the_responses_route_has_no_reward(tmp_path: Path) -> None:
-    async with running_service(tmp_path=tmp_path) as (_, url), aiohttp.ClientSession() as session:
-        async with running_gym({"url": url, "task": scribe_task("gym responses")}) as gym:
-            params = gym_row(None)["responses_create_params"]
-            async with session.post(f"{gym.url}/v1/responses", json=params) as reply:
-                response = NeMoGymResponse.model_validate(await reply.json())
+    params = gym_row(None)["responses_create_params"]
+    async with (
+        running_service(tmp_path=tmp_path) as (_, url),
+        running_gym({"url": url, "task": scribe_task("gym responses")}) as gym,
+        aiohttp.ClientSession() as session,
+        session.post(f"{gym.url}/v1/responses", json=params) as reply,
+    ):
+        response = NeMoGymResponse.model_validate(await reply.json())
     assert len(response.output) == 2

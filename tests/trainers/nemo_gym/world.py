@@ -20,12 +20,15 @@ from omegaconf import OmegaConf
 from outrider.trainers.nemo_gym import agent_class
 from trainers.gym_world import AGENT
 
+
 class Gym:
     """The addresses of the servers, and what NeMo RL does with them."""
 
-    def __init__(self, head: BaseServerConfig, port: int) -> None:
+    def __init__(self, head: BaseServerConfig, port: int, ended: asyncio.Event) -> None:
         self.head = head
         self.url = f"http://127.0.0.1:{port}"
+        self.ended = ended
+        """Set once the agent server has answered a request, or has noticed that its client is gone."""
 
     async def collect(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The results of rows by NeMo Gym's client, as NemoGym.run_rollouts of NeMo RL asks for them, in the rows'
@@ -60,17 +63,24 @@ async def running_gym(settings: dict[str, Any]) -> AsyncIterator[Gym]:
         app = agent.setup_webserver()
         agent.setup_liveness(app)
         agent.setup_exception_middleware(app)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        ended = asyncio.Event()
+
+        async def noticing(scope: Any, receive: Any, send: Any) -> None:
+            await app(scope, receive, send)
+            if scope["type"] == "http":
+                ended.set()
+
+        server = uvicorn.Server(uvicorn.Config(noticing, log_level="warning", timeout_graceful_shutdown=1))
         heads_server = uvicorn.Server(uvicorn.Config(HeadServer(config=head).setup_webserver(), log_level="warning"))
         thread = threading.Thread(target=heads_server.run, kwargs={"sockets": [heads]})
         thread.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(server.serve(sockets=[own]))
-                while not (server.started and heads_server.started):
+                while not (server.started and heads_server.started):  # noqa: ASYNC110  # uvicorn has no event for it
                     await asyncio.sleep(0.01)
                 try:
-                    yield Gym(head, port)
+                    yield Gym(head, port, ended)
                 finally:
                     server.should_exit = True
                     if server_utils.is_global_aiohttp_client_setup():
