@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,23 @@ async def test_the_end_of_the_server_cancels_its_rollouts(tmp_path: Path) -> Non
             await waiting
         [group] = await ended(service, 1)
     assert group.cancelled
+
+
+async def test_a_rollout_goes_on_when_the_service_is_restarted(tmp_path: Path) -> None:
+    row = gym_row(scribe_task("gym restart", rewards=[0.5]))
+    engine = stalling(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with Rollouts(NemoGymSettings(url=f"http://127.0.0.1:{port}")) as rollouts:
+        async with running_service(tmp_path=tmp_path, engine=engine, port=port):
+            running = asyncio.create_task(asked(rollouts, row))
+            await engine.stalled.wait()
+        async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")], port=port) as (service, _):
+            reply = await running
+            [group] = await ended(service, 1)
+    assert (reply["reward"], group.samples[0].session_id) == (0.5, reply["response"]["id"])
+    assert message_log(reply)
 
 
 async def test_nemo_rls_servers_are_attached_and_a_rollout_of_several_turns_is_one_row(tmp_path: Path) -> None:
