@@ -21,7 +21,7 @@ from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.trainers.nemo_gym import NemoGymSettings, Rollouts
+from outrider.trainers.nemo_gym import NemoGymSettings, GymRollouts
 from support.nemo_rl_server import NemoRLServer
 from support.scribe import Scribe, scribe_task
 from support.service import running_service, say, scripted_engine
@@ -36,7 +36,7 @@ async def stays() -> None:
     await asyncio.Event().wait()
 
 
-async def asked(rollouts: Rollouts, row: Mapping[str, Any], left: Any = stays) -> dict[str, Any]:
+async def asked(rollouts: GymRollouts, row: Mapping[str, Any], left: Any = stays) -> dict[str, Any]:
     reply = await rollouts.run(json.dumps(row).encode(), left)
     assert reply is not None
     return reply
@@ -60,7 +60,7 @@ async def ended(service: Service, number: int) -> list[Any]:
 async def test_a_reply_is_the_row_token_for_token(tmp_path: Path) -> None:
     row = gym_row(scribe_task("gym tokens", rewards=[0.25]), 3) | {"_ng_task_index": 7}
     async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (service, url):
-        async with Rollouts(NemoGymSettings(url=url, metrics=["number"])) as rollouts:
+        async with GymRollouts(NemoGymSettings(url=url, metrics=["number"])) as rollouts:
             reply = await asked(rollouts, row)
         [group] = await ended(service, 1)
     [sample] = group.samples
@@ -96,7 +96,7 @@ async def test_rows_that_cannot_be_tasks_are_refused_at_once(tmp_path: Path) -> 
         json.dumps(gym_row(task | {"colour": "red"})).encode(): "colour",
     }
     async with running_service(tmp_path=tmp_path) as (service, url):
-        async with Rollouts(NemoGymSettings(url=url)) as rollouts:
+        async with GymRollouts(NemoGymSettings(url=url)) as rollouts:
             for body, reason in wrong.items():
                 with pytest.raises(InvalidField, match=reason) as refused:
                     await rollouts.run(body, stays)
@@ -108,7 +108,7 @@ async def test_sampling_of_the_row_and_of_its_extra_body(tmp_path: Path) -> None
     harmless = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "model": "m", "reasoning": None}
     row = gym_row(scribe_task("gym sampling"), **harmless, metadata={"extra_body": '{"seed": 5}'})
     async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
-        async with Rollouts(NemoGymSettings(url=url)) as rollouts:
+        async with GymRollouts(NemoGymSettings(url=url)) as rollouts:
             reply = await asked(rollouts, row)
         [sampling, _] = [turn.sampling for turn in await client.turns(reply["response"]["id"])]
     assert (sampling["temperature"], sampling["top_p"], sampling["max_tokens"]) == (0.5, 1.0, 64)
@@ -117,10 +117,10 @@ async def test_sampling_of_the_row_and_of_its_extra_body(tmp_path: Path) -> None
 
 async def test_a_session_of_two_rows_is_refused_or_its_main_row(tmp_path: Path) -> None:
     async with running_service(tmp_path=tmp_path) as (_, url):
-        async with Rollouts(NemoGymSettings(url=url)) as rollouts:
+        async with GymRollouts(NemoGymSettings(url=url)) as rollouts:
             with pytest.raises(InvalidField, match="2 rows that train, and NeMo RL takes one"):
                 await asked(rollouts, gym_row(scribe_task("gym two rows", rewrites=[0])))
-        async with Rollouts(NemoGymSettings(url=url, rows="main", max_row_tokens=30)) as rollouts:
+        async with GymRollouts(NemoGymSettings(url=url, rows="main", max_row_tokens=30)) as rollouts:
             reply = await asked(rollouts, gym_row(scribe_task("gym main row", rewrites=[0])))
     assert reply["outrider_rows_left_out"] == 1.0
     assert reply["outrider_cut_tokens"] > 0
@@ -129,13 +129,13 @@ async def test_a_session_of_two_rows_is_refused_or_its_main_row(tmp_path: Path) 
 
 async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.trainers.shared_client.FIRST_PATIENCE", 0.1)
-    async with running_service(tmp_path=tmp_path) as (_, url), Rollouts(NemoGymSettings(url=url)) as rollouts:
+    async with running_service(tmp_path=tmp_path) as (_, url), GymRollouts(NemoGymSettings(url=url)) as rollouts:
         with pytest.raises(HarnessError, match="the scribe fell ill") as failed:
             await asked(rollouts, gym_row(scribe_task("gym ill", fails=[0])))
         well = await asked(rollouts, gym_row(scribe_task("gym well")))
     assert failed.value.http_status >= 500
     assert well["reward"] == 1.0
-    async with Rollouts(NemoGymSettings(url=url)) as rollouts:  # the service has ended
+    async with GymRollouts(NemoGymSettings(url=url)) as rollouts:  # the service has ended
         with pytest.raises(ServiceError, match="cannot reach the service") as away:
             await asked(rollouts, gym_row(scribe_task("gym away")))
     assert away.value.http_status >= 500
@@ -147,7 +147,7 @@ async def test_a_client_that_comes_again_gets_the_same_rollout(tmp_path: Path) -
     engine = stalling(tmp_path)
     async with (
         running_service(tmp_path=tmp_path, engine=engine) as (service, url),
-        Rollouts(NemoGymSettings(url=url)) as rollouts,
+        GymRollouts(NemoGymSettings(url=url)) as rollouts,
     ):
         first = asyncio.create_task(rollouts.run(json.dumps(row).encode(), left.wait))
         await engine.stalled.wait()
@@ -164,7 +164,7 @@ async def test_a_client_that_comes_again_gets_the_same_rollout(tmp_path: Path) -
 
 async def test_equal_rows_at_once_are_rollouts_of_their_own(tmp_path: Path) -> None:
     row = gym_row(scribe_task("gym twice"))
-    async with running_service(tmp_path=tmp_path) as (_, url), Rollouts(NemoGymSettings(url=url)) as rollouts:
+    async with running_service(tmp_path=tmp_path) as (_, url), GymRollouts(NemoGymSettings(url=url)) as rollouts:
         replies = await asyncio.gather(asked(rollouts, row), asked(rollouts, row))
     assert len({reply["response"]["id"] for reply in replies}) == 2
 
@@ -176,7 +176,7 @@ async def test_a_rollout_that_nobody_wants_is_cancelled(tmp_path: Path, monkeypa
     engine = stalling(tmp_path)
     async with (
         running_service(tmp_path=tmp_path, engine=engine) as (service, url),
-        Rollouts(NemoGymSettings(url=url)) as rollouts,
+        GymRollouts(NemoGymSettings(url=url)) as rollouts,
     ):
         first = asyncio.create_task(rollouts.run(body, left.wait))
         await engine.stalled.wait()
@@ -190,7 +190,7 @@ async def test_the_end_of_the_server_cancels_its_rollouts(tmp_path: Path) -> Non
     body = json.dumps(gym_row(scribe_task("gym ends"))).encode()
     engine = stalling(tmp_path)
     async with running_service(tmp_path=tmp_path, engine=engine) as (service, url):
-        async with Rollouts(NemoGymSettings(url=url)) as rollouts:
+        async with GymRollouts(NemoGymSettings(url=url)) as rollouts:
             waiting = asyncio.create_task(rollouts.run(body, stays))
             await engine.stalled.wait()
         with pytest.raises(ServiceStopping):
@@ -205,7 +205,7 @@ async def test_a_rollout_goes_on_when_the_service_is_restarted(tmp_path: Path) -
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    async with Rollouts(NemoGymSettings(url=f"http://127.0.0.1:{port}")) as rollouts:
+    async with GymRollouts(NemoGymSettings(url=f"http://127.0.0.1:{port}")) as rollouts:
         async with running_service(tmp_path=tmp_path, engine=engine, port=port):
             running = asyncio.create_task(asked(rollouts, row))
             await engine.stalled.wait()
@@ -223,7 +223,7 @@ async def test_nemo_rls_servers_are_attached_and_a_rollout_of_several_turns_is_o
     async with serving(server) as engine, running_service(tmp_path=tmp_path, engines=()) as (service, url):
         await service.pool.add(EngineSpec(kind="openai", name="nemo-rl-7", url=engine, model="m", options=OPTIONS))
         settings = NemoGymSettings(url=url, engines=[f"{engine}/v1", f"{engine}/v1/"], model="m")
-        async with Rollouts(settings) as rollouts:
+        async with GymRollouts(settings) as rollouts:
             replies = await asyncio.gather(*(asked(rollouts, row) for _ in range(3)))
         attached = {status.name: status.url for status in service.pool.status()}
     assert attached == {"nemo-rl-0": engine, "nemo-rl-1": engine}
@@ -231,4 +231,4 @@ async def test_nemo_rls_servers_are_attached_and_a_rollout_of_several_turns_is_o
         assert [role for role, _, _ in message_log(reply)] == ["user", "assistant"] * 2
         assert reply["outrider_rows_left_out"] == 0.0
     with pytest.raises(InvalidField, match="needs the setting model"):
-        Rollouts(NemoGymSettings(engines=["http://127.0.0.1:9/v1"]))
+        GymRollouts(NemoGymSettings(engines=["http://127.0.0.1:9/v1"]))

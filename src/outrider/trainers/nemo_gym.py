@@ -18,17 +18,16 @@ from __future__ import annotations
 import asyncio
 import importlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
 from fastapi import Request, Response
 from pydantic import Field, PrivateAttr
 
-from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import InvalidField, OutriderError, ServiceStopping, TooLarge
 from outrider.sessions.calls.limits import MAX_BODY
 from outrider.spec import Name
@@ -43,6 +42,8 @@ from outrider.trainers.shared_settings import (
     task_for,
 )
 from outrider.trainers.trajectories import Trajectory, chosen_metrics
+
+T = TypeVar("T")
 
 VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
@@ -65,6 +66,9 @@ PLAIN_SAMPLING = {
 }
 """Sampling unless the task says otherwise: NeMo RL computes importance weights with temperature and top_p alone, so an
 agent's own values must not apply. Its servers refuse a top_k."""
+ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
+"""Options of the engine kind `openai` for NeMo RL's vLLM workers. The mode is that of NeMo RL 0.7, and of the
+configurations that come with later versions."""
 LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
 """The row's own columns that become labels of the task."""
 
@@ -79,8 +83,8 @@ class NemoGymSettings(BridgeSettings):
     model: Name | None = None
 
 
-class Rollouts:
-    """Runs rows as sessions: `async with Rollouts(settings) as rollouts`. Leaving the block cancels all rollouts."""
+class GymRollouts:
+    """Runs rows as sessions: `async with GymRollouts(settings) as rollouts`. Leaving the block cancels all rollouts."""
 
     def __init__(self, settings: NemoGymSettings) -> None:
         if settings.engines and settings.model is None:
@@ -89,19 +93,20 @@ class Rollouts:
             )
         self._settings = settings
         self._held = AsyncExitStack()
-        self._tasks: Chores
+        self._tasks: asyncio.TaskGroup
+        self._running: set[asyncio.Task[Any]] = set()
         self._shared: SharedClient
         self._left: defaultdict[bytes, list[asyncio.Task[_Outcome]]] = defaultdict(list)
         """The rollouts whose clients have left, by the digest of their requests."""
         self._looking = asyncio.Lock()
         self._looked: float | None = None
 
-    async def __aenter__(self) -> Rollouts:
+    async def __aenter__(self) -> GymRollouts:
         async with AsyncExitStack() as held:
             # Held open, so that a new rollout waits for a service that restarts.
             self._shared = await held.enter_async_context(shared_client(self._settings.url, self._settings.token))
-            self._tasks = await held.enter_async_context(Chores(Failures()))
-            held.callback(self._tasks.cancel)
+            self._tasks = await held.enter_async_context(asyncio.TaskGroup())
+            held.callback(self._cancel)
             self._held = held.pop_all()
         return self
 
@@ -123,8 +128,8 @@ class Rollouts:
                 del self._left[key]
         else:
             row = _row_of(body)
-            rollout = self._tasks.create_task(self._outcome(row, self._group(row)), name="rollout")
-        waiting = self._tasks.create_task(_until(left), name="client of a rollout")
+            rollout = self._begin(self._outcome(row, self._group(row)))
+        waiting = self._begin(_until(left))
         try:
             await asyncio.wait({rollout, waiting}, return_when=asyncio.FIRST_COMPLETED)
             if waiting.cancelled() or rollout.cancelled():
@@ -138,6 +143,16 @@ class Rollouts:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def _cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
 
     def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
         def drop() -> None:
@@ -188,13 +203,12 @@ class Rollouts:
                     continue
                 if name in attached:
                     await client.remove_engine(name)
-                options = {"nemo_rl": True}
                 engine = {
                     "kind": "openai",
                     "name": name,
                     "url": base,
                     "model": self._settings.model,
-                    "options": options,
+                    "options": ENGINE,
                 }
                 await client.add_engine(engine)
             self._looked = now
@@ -246,13 +260,13 @@ def agent_class(settings: Mapping[str, Any] | None = None) -> type:
 
     class OutriderAgent(base.SimpleResponsesAPIAgent):  # type: ignore[misc, name-defined]
         config: OutriderAgentConfig
-        _rollouts: Rollouts = PrivateAttr()
+        _rollouts: GymRollouts = PrivateAttr()
 
         def model_post_init(self, context: Any) -> None:
             super().model_post_init(context)
             given = {**(settings or {}), **self.config.outrider}
             source = f"{self.config.name}.outrider"
-            self._rollouts = Rollouts(read_settings(NemoGymSettings, given, source=source, variable=VARIABLE))
+            self._rollouts = GymRollouts(read_settings(NemoGymSettings, given, source=source, variable=VARIABLE))
 
         def setup_webserver(self) -> Any:
             app = super().setup_webserver()
@@ -273,11 +287,13 @@ def agent_class(settings: Mapping[str, Any] | None = None) -> type:
             """Run a session for the bare `responses_create_params`. The reply has no reward."""
             return await _answer(self._rollouts, request, bare=True)
 
-    OutriderAgent.model_rebuild(_types_namespace={"OutriderAgentConfig": OutriderAgentConfig, "Rollouts": Rollouts})
+    OutriderAgent.model_rebuild(
+        _types_namespace={"OutriderAgentConfig": OutriderAgentConfig, "GymRollouts": GymRollouts}
+    )
     return OutriderAgent
 
 
-async def _answer(rollouts: Rollouts, request: Request, *, bare: bool = False) -> Response:
+async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False) -> Response:
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
@@ -311,7 +327,8 @@ async def _body_of(request: Request) -> bytes:
 
 
 async def _until(left: Callable[[], Awaitable[object]]) -> None:
-    await left()
+    with suppress(Exception):  # a connection that cannot be read has no client
+        await left()
 
 
 def _row_of(body: bytes) -> dict[str, Any]:
