@@ -21,7 +21,7 @@ from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.trainers.nemo_gym import NemoGymSettings, GymRollouts
+from outrider.trainers.nemo_gym import GymRollouts, NemoGymSettings
 from support.nemo_rl_server import NemoRLServer
 from support.scribe import Scribe, scribe_task
 from support.service import running_service, say, scripted_engine
@@ -153,6 +153,10 @@ async def test_a_client_that_comes_again_gets_the_same_rollout(tmp_path: Path) -
         await engine.stalled.wait()
         left.set()
         assert await first is None
+        second = asyncio.create_task(asked(rollouts, row))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
         engine.release()
         reply = await asked(rollouts, row)
         other = await asked(rollouts, row)  # in the next epoch the row is a rollout of its own

@@ -20,13 +20,14 @@ import importlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import orjson
 from fastapi import Request, Response
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from outrider.errors import InvalidField, OutriderError, ServiceStopping, TooLarge
 from outrider.sessions.calls.limits import MAX_BODY
@@ -73,13 +74,18 @@ LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "
 """The row's own columns that become labels of the task."""
 
 
+def _listed(urls: Any) -> Any:
+    """Return one URL, as in `policy_base_url` on NeMo Gym's command line, as a list."""
+    return [urls] if isinstance(urls, str) else urls
+
+
 class NemoGymSettings(BridgeSettings):
     """The settings of all bridges, and the following. rows: "all" refuses a session with several rows that train,
     because a reply has one row; "main" replies with the main conversation's row, and counts the others. engines: URLs
     of NeMo RL's inference servers, which are attached to the service as engines. model: the name of the model that
     these servers serve."""
 
-    engines: list[Name] = Field(default_factory=list)
+    engines: Annotated[list[Name], BeforeValidator(_listed)] = Field(default_factory=list)
     model: Name | None = None
 
 
@@ -96,7 +102,7 @@ class GymRollouts:
         self._tasks: asyncio.TaskGroup
         self._running: set[asyncio.Task[Any]] = set()
         self._shared: SharedClient
-        self._left: defaultdict[bytes, list[asyncio.Task[_Outcome]]] = defaultdict(list)
+        self._left: defaultdict[bytes, list[_LeftRollout]] = defaultdict(list)
         """The rollouts whose clients have left, by the digest of their requests."""
         self._looking = asyncio.Lock()
         self._looked: float | None = None
@@ -121,11 +127,8 @@ class GymRollouts:
         set may have a row twice. Raises InvalidField for a row that cannot be a task, and the session's error.
         """
         key = sha256(body).digest()
-        earlier = self._left.get(key)
-        if earlier:
-            rollout = earlier.pop()
-            if not earlier:
-                del self._left[key]
+        if self._left.get(key):
+            rollout = self._taken(key, self._left[key][0])
         else:
             row = _row_of(body)
             rollout = self._begin(self._outcome(row, self._group(row)))
@@ -137,6 +140,9 @@ class GymRollouts:
             if waiting.done():
                 self._keep(key, rollout)
                 return None
+        except asyncio.CancelledError:  # some versions of Starlette cancel the request of a client that has left
+            self._keep(key, rollout)
+            raise
         finally:
             waiting.cancel()
         outcome = rollout.result()
@@ -155,15 +161,17 @@ class GymRollouts:
             task.cancel()
 
     def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
-        def drop() -> None:
-            if rollout in self._left.get(key, ()):
-                self._left[key].remove(rollout)
-                if not self._left[key]:
-                    del self._left[key]
-                rollout.cancel()  # cancels the group, too
+        # the cancellation cancels the group, too
+        end = asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._taken(key, kept).cancel())
+        kept = _LeftRollout(rollout, end)
+        self._left[key].append(kept)
 
-        self._left[key].append(rollout)
-        asyncio.get_running_loop().call_later(RETRY_SECONDS, drop)
+    def _taken(self, key: bytes, kept: _LeftRollout) -> asyncio.Task[_Outcome]:
+        kept.end.cancel()
+        self._left[key].remove(kept)
+        if not self._left[key]:
+            del self._left[key]
+        return kept.task
 
     def _group(self, row: Mapping[str, Any]) -> dict[str, Any]:
         params = row[PARAMS]
@@ -215,6 +223,14 @@ class GymRollouts:
 
 
 _Outcome = dict[str, Any] | Exception
+
+
+@dataclass(frozen=True, eq=False)
+class _LeftRollout:
+    """A rollout whose client has left, and the timer that cancels the rollout."""
+
+    task: asyncio.Task[_Outcome]
+    end: asyncio.TimerHandle
 
 
 def reply_of(trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSettings) -> dict[str, Any]:

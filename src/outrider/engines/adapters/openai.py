@@ -166,7 +166,7 @@ class OpenAIEngine:
     async def _card(self) -> ModelCard:
         if not self._nemo_rl:
             return served_model(await self._http.get("/v1/models"), self._model, self.name)
-        answer = await self._http.post("/tokenize", {"model": self._model, "prompt": ""})
+        answer = await self._http.post("/tokenize", {"model": self._model, "prompt": "a"})
         context = answer.get("max_model_len") if isinstance(answer, dict) else None
         return ModelCard(self._model or "", max_model_len=context if isinstance(context, int) else None)
 
