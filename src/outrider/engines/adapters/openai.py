@@ -113,6 +113,8 @@ class OpenAIEngine:
         self.capabilities = frozenset({Capability.VERSIONED_CACHE}) if own.ids else frozenset[Capability]()
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode] if own.ids else LogprobKind.NONE
         self._nemo_rl = own.nemo_rl
+        if own.nemo_rl:
+            self.capabilities |= {Capability.KEEPS_IDS}
         if own.nemo_rl and not (own.ids and options.model):
             raise InvalidField(
                 f"engine {options.name!r} has the option nemo_rl, so it needs a model and the option ids",

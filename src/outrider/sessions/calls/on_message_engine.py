@@ -59,6 +59,7 @@ class MessageCall:
         session_key: str,
         thinking: bool | None,
         overdue: Overdue,
+        keeps_ids: bool,
     ) -> None:
         self.id = os.urandom(16).hex()
         # All requested tokens are promised, because text is sent to the client before its tokens are counted, and
@@ -77,6 +78,7 @@ class MessageCall:
         self._overdue = overdue
         self._received = time.time()
         self._first_token: float | None = None
+        self._known_ids = record.known_ids(messages, _tools_digest(request)) if keeps_ids else None
         self._share: TokenShare
         self._generation: PoolReply[ChatChunk]
         self._last: ChatChunk | None = None
@@ -92,7 +94,7 @@ class MessageCall:
                 tools=self._request.tools,
                 sampling=self._sampling,
                 thinking=self._thinking,
-                known_ids=self._record.known_ids(self._messages, _tools_digest(self._request)),
+                known_ids=self._known_ids,
             ),
             self._overdue,
         )
@@ -226,14 +228,16 @@ class CapturedTurns:
         self._newest: dict[int, int] = {}
         self._openings: list[ConversationStart] = []
         self._replies: dict[tuple[bytes, bytes], dict[ConversationStart, int]] = {}
-        self._paths: dict[tuple[bytes, bytes], int] = {}
-        """The turns, by the digests of their tools and of their messages with the reply."""
+        self._paths: dict[tuple[bytes, bytes], int] | None = None
+        """The turns, by the digests of their tools and of their messages with the reply. None until they are
+        asked for, because the digest of a long conversation takes milliseconds."""
 
     def known_ids(self, messages: Sequence[Message], tools: bytes) -> list[int] | None:
         """Return the ids of the turn whose messages and reply are `messages` up to the last reply, with equal tools.
         Returns None if there is no such turn."""
+        self._paths = self._paths or {}
         last = max((at for at, message in enumerate(messages) if message.role is Role.ASSISTANT), default=-1)
-        index = self._paths.get((tools, _path(messages[: last + 1]))) if last >= 0 and self._paths else None
+        index = self._paths.get((tools, _path(messages[: last + 1]))) if self._paths and last >= 0 else None
         return None if index is None else unpack_ids(self._ends[index]).tolist()
 
     def place(
@@ -268,7 +272,7 @@ class CapturedTurns:
         elsewhere = self._quoted(messages[known_messages:], opening)
         if reply is not None and (reply.content or reply.tool_calls):
             self._replies.setdefault((opening.first, message_key(reply).body), {})[opening] = index
-            if output:
+            if output and self._paths is not None:
                 self._paths[opening.tools, _path([*messages, reply])] = index
         if elsewhere is not None:
             old = self._openings[elsewhere]
