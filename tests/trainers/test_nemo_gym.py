@@ -105,7 +105,13 @@ async def test_rows_that_cannot_be_tasks_are_refused_at_once(tmp_path: Path) -> 
 
 
 async def test_sampling_of_the_row_and_of_its_extra_body(tmp_path: Path) -> None:
-    harmless = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "model": "m", "reasoning": None}
+    harmless: dict[str, Any] = {
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "model": "m",
+        "reasoning": None,
+    }
     row = gym_row(scribe_task("gym sampling"), **harmless, metadata={"extra_body": '{"seed": 5}'})
     async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
         async with GymRollouts(NemoGymSettings(url=url)) as rollouts:

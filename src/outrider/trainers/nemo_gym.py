@@ -161,6 +161,7 @@ class GymRollouts:
             task.cancel()
 
     def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
+        kept: _LeftRollout
         # the cancellation cancels the group, too
         end = asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._taken(key, kept).cancel())
         kept = _LeftRollout(rollout, end)
@@ -256,10 +257,8 @@ def reply_of(trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSe
         "outrider_version_min": float(trained.sample.min_version),
         "outrider_version_max": float(trained.sample.max_version),
     }
-    sample = msgspec.structs.replace(
-        trained.sample, ids=trained.ids, loss_mask=trained.mask, logprobs=trained.logprobs, metrics=metrics
-    )
-    return nemo_gym_reply(sample, row)
+    sample = msgspec.structs.replace(trained.sample, metrics=metrics)
+    return nemo_gym_reply(sample, row, longest=settings.max_row_tokens)
 
 
 def agent_class(settings: Mapping[str, Any] | None = None) -> type:
