@@ -316,7 +316,7 @@ async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False
     try:
         body = await _body_of(request)
         if bare:
-            body = b'{"%s":%s}' % (PARAMS.encode(), body)
+            body = orjson.dumps({PARAMS: _json_of(body)})
         reply = await rollouts.run(body, left)
     except OutriderError as error:
         content = orjson.dumps({"error": msgspec.to_builtins(error.record())})
@@ -346,11 +346,15 @@ async def _until(left: Callable[[], Awaitable[object]]) -> None:
         await left()
 
 
-def _row_of(body: bytes) -> dict[str, Any]:
+def _json_of(body: bytes) -> Any:
     try:
-        row = orjson.loads(body)
+        return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidField(f"the row is not JSON: {error}", field="row", hint="send a JSON object") from error
+
+
+def _row_of(body: bytes) -> dict[str, Any]:
+    row = _json_of(body)
     if not isinstance(row, dict):
         raise InvalidField(f"the row is a JSON {type(row).__name__}; it must be an object", field="row")
     if not isinstance(row.get(PARAMS), dict):

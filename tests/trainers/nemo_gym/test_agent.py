@@ -141,4 +141,6 @@ async def test_the_responses_route_has_no_reward(tmp_path: Path) -> None:
         session.post(f"{gym.url}/v1/responses", json=params) as reply,
     ):
         response = NeMoGymResponse.model_validate(await reply.json())
+        async with session.post(f"{gym.url}/v1/responses", data=b'{"input": "x"}, "task": {}') as refused:
+            assert (refused.status, "not JSON" in await refused.text()) == (422, True)
     assert len(response.output) == 2
