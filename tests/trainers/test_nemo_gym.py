@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from outrider.client.client import AsyncClient
-from outrider.errors import HarnessError, InvalidField, ServiceError, ServiceStopping
+from outrider.errors import EngineError, EngineUnavailable, HarnessError, InvalidField, ServiceError, ServiceStopping
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service.service import Service
@@ -242,3 +242,16 @@ async def test_nemo_rls_servers_are_attached_and_a_rollout_of_several_turns_is_o
         assert reply["outrider_rows_left_out"] == 0.0
     with pytest.raises(InvalidField, match="needs the setting model"):
         GymRollouts(NemoGymSettings(engines=["http://127.0.0.1:9/v1"]))
+
+
+async def test_servers_that_cannot_be_attached_or_refuse_the_sampling_are_failures_of_engines(tmp_path: Path) -> None:
+    server = NemoRLServer(Tokenizer.load(write_tokenizer(tmp_path / "tokenizer")))
+    async with serving(server) as engine, running_service(tmp_path=tmp_path, engines=()) as (_, url):
+        async with GymRollouts(NemoGymSettings(url=url, engines=["http://127.0.0.1:9/v1"], model="m")) as rollouts:
+            with pytest.raises(EngineUnavailable) as away:
+                await asked(rollouts, gym_row(scribe_task("gym no engine")))
+        async with GymRollouts(NemoGymSettings(url=url, engines=[engine], model="m")) as rollouts:
+            with pytest.raises(EngineError, match="neither the train sampling") as refused:
+                await asked(rollouts, gym_row(scribe_task("gym hot"), temperature=0.9))
+    assert away.value.http_status >= 500
+    assert refused.value.http_status >= 500
