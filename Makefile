@@ -22,12 +22,12 @@ TRL_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
 # For SkyRL and OpenRLHF, whose packages for GPUs are left out.
 SKYRL_VENV ?= .venv-skyrl
-# SkyRL 0.4 needs Python 3.12. If none of these programs is Python 3.12 or 3.13, SkyRL 0.3 is installed and tested.
-SKYRL_PYTHONS ?= $(PYTHON) python3.12 python3.13 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[23].*/bin/python)
+# Without Python 3.12, SkyRL 0.3 is installed and tested.
 SKYRL_0_4 := skyrl==0.4.0 skyrl-gym==0.4.0
 SKYRL_0_4_NEEDS := transformers==5.16.1 ray[default]==2.57.0 hydra-core==1.3.4 pybase64
 SKYRL_0_3 := skyrl==0.3.0 skyrl-gym==0.4.0
 SKYRL_0_3_NEEDS := transformers==5.8.0 ray[default]==2.56.0 hydra-core==1.3.2
+GYM_VENV ?= .venv-gym
 
 # Where test-real keeps the agent programs that it installs.
 PROGRAMS ?= $(CURDIR)/.cache/outrider
@@ -47,6 +47,12 @@ NEW_VENV := new_venv() { python=$${2:-$(PYTHON)}; \
 	{ echo "$$python must be Python 3.11 or newer: name another one with make PYTHON=..." >&2; return 1; }; \
 	test -x "$$1/bin/python" || "$$python" -m venv "$$1" || return 1; \
 	"$$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINT) uv $(TORCH); }; new_venv
+# `$(PYTHON_312)` prints a Python of 3.12 or 3.13, if there is one. pyenv's commands may be there without a version behind
+# them.
+PYTHON_312 := python_312() { \
+	for name in $(PYTHON) python3.12 python3.13 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[23].*/bin/python); do \
+	"$$name" -c 'import sys, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && \
+	{ echo "$$name"; return; }; done; }; python_312
 # Tests and benchmarks run side by side: torch must not spin on every core in each of them.
 ONE_THREAD := OMP_NUM_THREADS=1
 # Tests start hundreds of Python programs: without compiled files, each would compile all that it imports again.
@@ -54,7 +60,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl fuzz campaign bench policy clean
+.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl test-gym fuzz campaign bench policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,12 +98,12 @@ test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, age
 		--durations 25 --durations-min 5 tests/runtimes tests/sandboxes tests/bench tests/evaluators tests/rootfs tests/deploy tests/real $(ARGS)
 
 # Each trainer has packages of its own, and an environment of its own.
-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev
+trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev $(GYM_VENV)/.stamps/dev
 
 # Two trainers at a time: most of their tests keep one core busy.
 TRAINERS_AT_ONCE ?= 2
 test-trainers: trainers ## tests with the packages of real trainers (installs them)
-	$(MAKE) --no-print-directory --jobs $(TRAINERS_AT_ONCE) --output-sync test-verl test-trl test-skyrl
+	$(MAKE) --no-print-directory --jobs $(TRAINERS_AT_ONCE) --output-sync test-verl test-trl test-skyrl test-gym
 
 # The imports of verl and of the last two warn of much that is not ours.
 test-verl: $(VERL_VENV)/.stamps/dev
@@ -113,6 +119,12 @@ test-skyrl: $(SKYRL_VENV)/.stamps/dev
 	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/skyrl $(ARGS)
 	$(ONE_THREAD) $(SKYRL_VENV)/bin/pytest -W default -m trainers tests/trainers/openrlhf $(ARGS)
 
+# pydantic's and Ray's warnings are not ours.
+test-gym: $(GYM_VENV)/.stamps/dev
+	@test -x $(GYM_VENV)/bin/pytest || echo "NeMo Gym needs Python 3.12, which is not here: its tests are skipped"
+	test ! -x $(GYM_VENV)/bin/pytest || \
+		$(ONE_THREAD) $(GYM_VENV)/bin/pytest -W default -m trainers tests/trainers/nemo_gym $(ARGS)
+
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\
 		$(ONE_THREAD) $(BIN)/python scripts/fuzz_gateway.py --dialect $(dialect) $(ARGS) &&) true
@@ -127,7 +139,7 @@ policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
 clean: ## remove all that these commands installed or cached
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) .venv-routers .venv-harbor .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) $(GYM_VENV) .venv-routers .venv-harbor .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from, so that make knows when there is nothing to install.
@@ -178,14 +190,24 @@ $(VERL_VENV)/.stamps/dev: pyproject.toml
 
 # Both packages ask for CUDA extensions and pin different versions of what they share; their tests need what is named here.
 $(SKYRL_VENV)/.stamps/dev: pyproject.toml
-	@for python in $(SKYRL_PYTHONS) ""; do \
-		"$$python" -c 'import sys, ensurepip; sys.exit(not (3, 12) <= sys.version_info < (3, 14))' 2>/dev/null && break; done; \
+	@python=$$($(PYTHON_312)); \
 	if test "$$python"; then skyrl="$(SKYRL_0_4)" needs="$(SKYRL_0_4_NEEDS)"; else \
 		python=$(PYTHON) skyrl="$(SKYRL_0_3)" needs="$(SKYRL_0_3_NEEDS)"; \
-		echo "SkyRL 0.4 needs Python 3.12, and none of $(SKYRL_PYTHONS) is that: SkyRL 0.3 is installed and tested instead"; fi; \
+		echo "SkyRL 0.4 needs Python 3.12 or 3.13, which is not here: SkyRL 0.3 is installed and tested instead"; fi; \
 	echo "Installing $(TORCH), $$skyrl, OpenRLHF and what their tests need into $(SKYRL_VENV) with $$("$$python" --version)"; \
 	$(NEW_VENV) $(SKYRL_VENV) "$$python" && \
 	$(INSTALL) $(SKYRL_VENV) --editable . $(TEST_TOOLS) $$needs peft==0.18.1 accelerate cloudpathlib datasets \
 		func_timeout jaxtyping loguru polars pylatexenc sympy tensordict torchdata && \
 	$(INSTALL) $(SKYRL_VENV) --no-deps openrlhf==0.11.2 $$skyrl
 	@mkdir -p $(@D) && touch $@
+
+# Without torch, and with only what NeMo Gym's agent servers and its client import. Without Python 3.12 there is no stamp.
+$(GYM_VENV)/.stamps/dev: pyproject.toml
+	@python=$$($(PYTHON_312)); test -n "$$python" || exit 0; \
+	echo "Installing NeMo Gym and what its tests need into $(GYM_VENV)"; \
+	test -x $(GYM_VENV)/bin/python || "$$python" -m venv $(GYM_VENV) || exit 1; \
+	$(GYM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile uv || exit 1; \
+	($(INSTALL) $(GYM_VENV) --editable . $(TEST_TOOLS) "openai<=2.7.2" ray==2.56.0 gprof2dot hydra-core==1.3.2 \
+		itsdangerous pandas psutil pydot python-multipart requests tqdm wandb yappi) || exit 1; \
+	($(INSTALL) $(GYM_VENV) --no-deps nemo-gym==0.4.0) || exit 1; \
+	mkdir -p $(@D) && touch $@

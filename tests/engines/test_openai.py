@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,9 +11,13 @@ from engines.worlds import HASTY
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.openai import OpenAIEngine
 from outrider.engines.base import ChatChunk, ChatRequest, EngineOptions, SamplingParams
-from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable
+from outrider.errors import ContextOverflow, EngineError, EngineRejected, EngineUnavailable, InvalidField
+from outrider.lab.fakes.engine_servers.app import serving
 from outrider.messages import Message, Role, Text, ToolCall, image_from_bytes, image_from_url
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode, VersionSpan
+from support.nemo_rl_server import NemoRLServer
+from support.tokenizer import write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 REQUEST = ChatRequest(
@@ -213,3 +218,26 @@ async def test_forms_that_openai_does_not_have_are_for_vllm_alone() -> None:
     assert server.posts[0][1]["structured_outputs"] == {"regex": "a|b"}
     plain = OpenAIEngine(EngineOptions(name="e", url="http://x", options={"ids": False}))
     assert plain.constraints == {ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA}
+
+
+async def test_a_server_of_nemo_rl_lists_no_models_and_keeps_the_ids_that_it_reported(tmp_path: Path) -> None:
+    server = NemoRLServer(Tokenizer.load(write_tokenizer(tmp_path)), temperature=1.0)
+    first, said = Message(role=Role.USER, content="hi"), Message(role=Role.ASSISTANT, content="hello world")
+    request = msgspec.structs.replace(REQUEST, messages=(first,), tools=(), sampling=SamplingParams(max_tokens=9))
+    after = msgspec.structs.replace(request, messages=(first, said, first))
+    async with serving(server) as url:
+        engine = OpenAIEngine(
+            EngineOptions(name="e", url=f"{url}/v1", model="m", options={"nemo_rl": True}), retry=HASTY
+        )
+        await engine.start()
+        health = await engine.health()
+        one = [chunk async for chunk in engine.chat(request)][-1]
+        seen = [*(one.prompt_ids or []), *(one.output_ids or [])]
+        drifted = [chunk async for chunk in engine.chat(after)][-1]
+        kept = [chunk async for chunk in engine.chat(msgspec.structs.replace(after, known_ids=seen))][-1]
+        await engine.close()
+    assert (health.ok, health.model, health.context_tokens) == (True, "m", 4096)
+    assert (drifted.prompt_ids or [])[: len(seen)] != seen
+    assert (kept.prompt_ids or [])[: len(seen)] == seen
+    with pytest.raises(InvalidField, match="needs a model"):
+        OpenAIEngine(EngineOptions(name="e", url=url, options={"nemo_rl": True}))

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.dialects.base import Completion
-from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
+from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHealth
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import RequestError
 from outrider.lifecycle import StopReason
@@ -47,6 +47,7 @@ class Told:
     name = "told"
     logprob_kind = LogprobKind.RAW
     constraints = frozenset({ConstraintKind.JSON_OBJECT})
+    capabilities = frozenset[Capability]()
 
     def __init__(self, ids: Sequence[tuple[list[int], list[int]] | None], mode: TokenMode = TokenMode.CAPTURE) -> None:
         self.mode = mode
@@ -237,3 +238,19 @@ async def test_a_tools_image_is_given_to_the_engine_and_a_text_for_its_other_fil
         (JoinKind.ROOT, ("results.application/pdf",)),
         (JoinKind.APPEND, ()),
     ]
+
+
+async def test_a_call_that_continues_a_turn_names_the_turns_ids(tmp_path: Path) -> None:
+    """Servers that render messages may keep these ids (NeMo RL's do), so that the next prompt extends them."""
+    said = {"role": "assistant", "content": "hello"}
+    rewritten = {"role": "assistant", "content": "hello!"}
+    engine = Told([([1], [2]), ([1, 2, 3], [4]), None, None, None, None])
+    engine.capabilities = frozenset({Capability.KEEPS_IDS})
+    async with told(tmp_path, engine=engine) as (world, _):
+        await world.ask(USER)
+        await world.ask(USER, said, USER)
+        await world.ask(USER, said, USER, said, USER)
+        await world.ask(USER, rewritten, USER)
+        await world.ask(USER, rewritten, USER, said, USER)
+        await world.ask({"role": "system", "content": "s"}, USER, said, USER)
+    assert [request.known_ids for request in engine.requests] == [None, [1, 2], [1, 2, 3, 4], None, None, None]

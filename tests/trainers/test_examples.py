@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.service.admission import validate_group
+from outrider.trainers.nemo_gym import NemoGymSettings
 from outrider.trainers.openrlhf import OpenRLHFSettings
 from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
 from outrider.trainers.slime import SlimeSettings
@@ -40,6 +41,24 @@ def test_each_row_is_a_task(trainer: str) -> None:
     for row in rows:
         task = task_for(settings, row, prompt=row["prompt"], sampling={}, labels={})
         spec = validate_group({"task": task, "n": 8}).task
+        assert spec.evaluator.run == f'[ "$(cat answer.txt)" = "{row["label"]}" ]'
+        assert spec.instruction.endswith("as digits.")
+
+
+def test_each_row_for_nemo_gym_is_a_task() -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = EXAMPLES / "nemo_gym" / "responses_api_agents" / "outrider"
+    found: list[dict[str, Any]] = [
+        yaml.safe_load((folder / "configs" / name).read_text())["outrider"]["responses_api_agents"]["outrider"]
+        for name in ("outrider.yaml", "nemo_rl.yaml")
+    ]
+    assert NemoGymSettings.model_fields.keys() > found[1]["outrider"].keys() == {"engines", "model"}
+    settings = read_settings(NemoGymSettings, found[0]["outrider"], source="outrider", variable="OUTRIDER_EXAMPLE")
+    for line in (EXAMPLES / "nemo_gym" / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert row["agent_ref"]["name"] == "outrider"
+        prompt = row["responses_create_params"]["input"]
+        spec = validate_group({"task": task_for(settings, row, prompt=prompt, sampling={}, labels={})}).task
         assert spec.evaluator.run == f'[ "$(cat answer.txt)" = "{row["label"]}" ]'
         assert spec.instruction.endswith("as digits.")
 

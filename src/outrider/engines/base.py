@@ -99,7 +99,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation by an engine that takes only messages (capture and text mode). `thinking` switches
-    the model's reasoning on or off; None leaves the choice to the engine's template."""
+    the model's reasoning on or off; None leaves the choice to the engine's template. `known_ids` are the captured ids,
+    of prompt and reply, of the messages up to the last reply. They are None if they are not known, or if the engine
+    does not have `Capability.KEEPS_IDS`."""
 
     request_id: str
     session_key: str
@@ -107,6 +109,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[ToolSpec, ...]
     sampling: SamplingParams
     thinking: bool | None = None
+    known_ids: list[int] | None = None
 
 
 AnyRequest = GenerateRequest | ChatRequest
@@ -208,6 +211,8 @@ class Capability(StrEnum):
     VERSIONED_CACHE = "versioned_cache"
     """After `set_version`, no keys or values computed with older weights are used for a new prompt, even if the trainer
     itself has changed the weights of the server."""
+    KEEPS_IDS = "keeps_ids"
+    """The engine takes messages, and puts `ChatRequest.known_ids` in place of the ids that it renders."""
 
 
 def capabilities_of(engine: object) -> frozenset[Capability]:

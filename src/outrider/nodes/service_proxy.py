@@ -288,6 +288,7 @@ class ForwardedEngine:
         self.mode = state.mode
         self.logprob_kind = state.logprob_kind
         self.constraints = state.constraints
+        self.capabilities = state.capabilities
         self.awaits_workers = state.awaits_workers
         self._calls = calls
         self._model = model

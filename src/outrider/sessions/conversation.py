@@ -447,6 +447,7 @@ class Conversation:
                 session_key=self.session_key,
                 thinking=wanted,
                 overdue=self._overdue,
+                keeps_ids=assigned.keeps_ids,
             )
 
         thinking = self._thinking_in_prompt(request)

@@ -34,14 +34,18 @@ def spans_of(mask: Sequence[int]) -> Iterator[Span]:
             start = end
 
 
-def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode | None = None) -> dict[str, Any]:
+def nemo_gym_reply(
+    sample: Sample, request: Mapping[str, Any], *, decode: Decode | None = None, longest: int | None = None
+) -> dict[str, Any]:
     """Return the reply to NeMo Gym's `POST /run` with the body `request`. The reply has an output item for each trained
     span.
 
     The prompt of an item is all ids before the item, so each prompt begins with the previous prompt, as NeMo RL
-    requires. Without `decode`, the items have no text. Raises InvalidField for a sample without a reward.
+    requires. Without `decode`, the items have no text. `longest` is the number of ids after which the row is cut. The
+    usage counts each id of the row once. Raises InvalidField for a sample without a reward.
     """
     reward = _reward(sample)
+    ids, mask, logprobs = (column[:longest].tolist() for column in (sample.ids, sample.loss_mask, sample.logprobs))
     output = [
         {
             "id": f"{sample.session_id}-{sample.row}-{span.start}",
@@ -49,21 +53,38 @@ def nemo_gym_reply(sample: Sample, request: Mapping[str, Any], *, decode: Decode
             "role": "assistant",
             "status": "completed",
             "content": [{"type": "output_text", "text": _text(sample, span, decode), "annotations": []}],
-            "prompt_token_ids": sample.ids[: span.start].tolist(),
-            "generation_token_ids": sample.ids[span.start : span.end].tolist(),
-            "generation_log_probs": sample.logprobs[span.start : span.end].tolist(),
+            "prompt_token_ids": ids[: span.start],
+            "generation_token_ids": ids[span.start : span.end],
+            "generation_log_probs": logprobs[span.start : span.end],
         }
-        for span in spans_of(sample.loss_mask.tolist())
+        for span in spans_of(mask)
         if span.trained
     ]
     echoed = {name: value for name, value in request.items() if name.startswith("_") or name == "agent_ref"}
-    response = {"id": sample.session_id, "object": "response", "output": output}
+    sampled = sum(mask)
+    response = {
+        "id": sample.session_id,
+        "object": "response",
+        "created_at": 0.0,
+        "model": "outrider",
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": len(ids) - sampled,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": len(ids),
+        },
+    }
     return {
+        **sample.metrics,
         **echoed,
         "responses_create_params": request.get("responses_create_params", {}),
         "response": response,
         "reward": reward,
-        **{name: value for name, value in sample.metrics.items() if name not in ("response", "reward")},
     }
 
 

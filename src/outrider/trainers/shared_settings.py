@@ -176,7 +176,7 @@ def task_for(
         )
     own = row.get(settings.task_column)
     if isinstance(own, str):
-        own = _json_object(own, f"column {settings.task_column!r}")
+        own = json_object(own, f"column {settings.task_column!r}")
     if not isinstance(own, Mapping | None):
         raise InvalidField(
             f"column {settings.task_column!r} is a {type(own).__name__}; it must be an object or JSON",
@@ -243,7 +243,7 @@ def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings_of_variable(text: str, variable: str) -> dict[str, Any]:
     if not text.startswith("@"):
-        return _json_object(text, variable)
+        return json_object(text, variable)
     path = Path(text[1:])
     try:
         if path.suffix == ".toml":
@@ -251,10 +251,11 @@ def _settings_of_variable(text: str, variable: str) -> dict[str, Any]:
         content = read_text_file(path, field=variable, limit=MAX_TOML)
     except InvalidField as error:
         raise InvalidField(f"{variable} names {path}, which cannot be read: {error.message}", field=variable) from error
-    return _json_object(content, f"{path}, named by {variable},")
+    return json_object(content, f"{path}, named by {variable},")
 
 
-def _json_object(text: str, source: str) -> dict[str, Any]:
+def json_object(text: str, source: str) -> dict[str, Any]:
+    """Return the JSON object in `text`. Raises InvalidField naming `source`, the place of the text."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

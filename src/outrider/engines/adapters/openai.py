@@ -22,6 +22,7 @@ from outrider.engines.adapters.options import ServerOptions, read_options, serve
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of
 from outrider.engines.adapters.server_api import (
     LOGPROB_KINDS,
+    ModelCard,
     checked_logprobs,
     decode,
     finish_of,
@@ -33,7 +34,7 @@ from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHeal
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pool.checks import max_characters, too_long
-from outrider.errors import EngineError, EngineUnavailable
+from outrider.errors import EngineError, EngineUnavailable, InvalidField
 from outrider.messages import Message, Part, Role, Text, ToolCall, images_in
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
@@ -47,9 +48,12 @@ _OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON
 
 class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
     """The options of an OpenAI-compatible server. If `ids` is False, requests have only fields of OpenAI's own API, and
-    the replies are text. `logprobs_mode` is the `--logprobs-mode` of a vLLM server."""
+    the replies are text. `logprobs_mode` is the `--logprobs-mode` of a vLLM server. `nemo_rl`: the server is one of
+    NeMo RL's vLLM workers, which list no models, and replace the beginning of a prompt by
+    `required_prefix_token_ids`."""
 
     ids: bool = True
+    nemo_rl: bool = False
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
 
 
@@ -108,6 +112,15 @@ class OpenAIEngine:
         self.constraints = frozenset(ConstraintKind) if own.ids else _OPENAI_CONSTRAINTS
         self.capabilities = frozenset({Capability.VERSIONED_CACHE}) if own.ids else frozenset[Capability]()
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode] if own.ids else LogprobKind.NONE
+        self._nemo_rl = own.nemo_rl
+        if own.nemo_rl:
+            self.capabilities |= {Capability.KEEPS_IDS}
+        if own.nemo_rl and not (own.ids and options.model):
+            raise InvalidField(
+                f"engine {options.name!r} has the option nemo_rl, so it needs a model and the option ids",
+                field="model",
+                hint="NeMo RL's servers do not list their models: name the model",
+            )
         self._model = options.model
         self._http = HttpClient(options.name, server_url(options), api_key=own.api_key, retry=retry)
         self._context: int | None = None
@@ -144,13 +157,20 @@ class OpenAIEngine:
 
     async def health(self) -> EngineHealth:
         try:
-            card = served_model(await self._http.get("/v1/models"), self._model, self.name)
+            card = await self._card()
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
             return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
         self._context = card.max_model_len
         return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self.versions.served)
+
+    async def _card(self) -> ModelCard:
+        if not self._nemo_rl:
+            return served_model(await self._http.get("/v1/models"), self._model, self.name)
+        answer = await self._http.post("/tokenize", {"model": self._model, "prompt": "a"})
+        context = answer.get("max_model_len") if isinstance(answer, dict) else None
+        return ModelCard(self._model or "", max_model_len=context if isinstance(context, int) else None)
 
     async def set_version(self, version: int) -> None:
         """Record the version of the server's weights. Replies that do not report a version get this version."""
@@ -190,6 +210,8 @@ class OpenAIEngine:
                 "return_weight_versions": True,
                 "cache_salt": self.versions.cache_salt,
             }
+        if self._nemo_rl and request.known_ids:
+            body["required_prefix_token_ids"] = request.known_ids
         return body
 
 

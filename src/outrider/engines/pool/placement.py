@@ -26,10 +26,12 @@ from outrider.engines.base import (
     AnyEngine,
     AnyRequest,
     AwaitsWorkers,
+    Capability,
     EngineHealth,
     KnownVersions,
     RemembersVersions,
     TakesConstraints,
+    capabilities_of,
 )
 from outrider.engines.pool.checks import MAX_COUNT
 from outrider.engines.pool.waits import Pace, PaceSummary, loop_time
@@ -71,7 +73,8 @@ reply, and neither may delay a check."""
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a session's engine. `engine` is the name, `version` the last known policy version,
-    `context_tokens` the context (None if unknown), and `constraints` the supported kinds of constraints on replies."""
+    `context_tokens` the context (None if unknown), `constraints` the supported kinds of constraints on replies, and
+    `keeps_ids` whether the engine has `Capability.KEEPS_IDS`."""
 
     engine: str
     mode: TokenMode
@@ -79,6 +82,7 @@ class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     context_tokens: int | None
     constraints: frozenset[ConstraintKind] = frozenset()
+    keeps_ids: bool = False
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -122,6 +126,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     mode: TokenMode
     logprob_kind: LogprobKind
     constraints: frozenset[ConstraintKind]
+    capabilities: frozenset[Capability] = frozenset()
     health: EngineHealth
     ok: bool
     detail: str
@@ -437,6 +442,7 @@ def serving(record: EngineRecord) -> ServingEngine:
         version=record.version,
         context_tokens=record.health.context_tokens,
         constraints=record.constraints,
+        keeps_ids=Capability.KEEPS_IDS in capabilities_of(record.engine),
     )
 
 
@@ -453,6 +459,7 @@ def state_of(record: EngineRecord) -> EngineState:
         spec=spec.model_dump_json().encode() if spec is not None and spec.url else None,
         mode=engine.mode,
         logprob_kind=engine.logprob_kind,
+        capabilities=capabilities_of(engine),
         versions=engine.versions if isinstance(engine, RemembersVersions) else None,
         pace=record.known_pace(),
     )

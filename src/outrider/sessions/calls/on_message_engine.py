@@ -59,6 +59,7 @@ class MessageCall:
         session_key: str,
         thinking: bool | None,
         overdue: Overdue,
+        keeps_ids: bool,
     ) -> None:
         self.id = os.urandom(16).hex()
         # All requested tokens are promised, because text is sent to the client before its tokens are counted, and
@@ -77,6 +78,7 @@ class MessageCall:
         self._overdue = overdue
         self._received = time.time()
         self._first_token: float | None = None
+        self._known_ids = record.known_ids(messages, _tools_digest(request)) if keeps_ids else None
         self._share: TokenShare
         self._generation: PoolReply[ChatChunk]
         self._last: ChatChunk | None = None
@@ -92,6 +94,7 @@ class MessageCall:
                 tools=self._request.tools,
                 sampling=self._sampling,
                 thinking=self._thinking,
+                known_ids=self._known_ids,
             ),
             self._overdue,
         )
@@ -123,7 +126,7 @@ class MessageCall:
         captured = last.output_ids is not None and last.prompt_ids is not None
         output = last.output_ids or [] if captured else []
         prompt = last.prompt_ids or [] if captured else []
-        tools = digest(self._request.tools_raw) if self._request.tools else b""
+        tools = _tools_digest(self._request)
         placed = self._record.place(
             prompt,
             output,
@@ -225,6 +228,17 @@ class CapturedTurns:
         self._newest: dict[int, int] = {}
         self._openings: list[ConversationStart] = []
         self._replies: dict[tuple[bytes, bytes], dict[ConversationStart, int]] = {}
+        self._paths: dict[tuple[bytes, bytes], int] | None = None
+        """The turns, by the digests of their tools and of their messages with the reply. None until they are
+        asked for, because the digest of a long conversation takes milliseconds."""
+
+    def known_ids(self, messages: Sequence[Message], tools: bytes) -> list[int] | None:
+        """Return the ids of the turn whose messages and reply are `messages` up to the last reply, with equal tools.
+        Returns None if there is no such turn."""
+        self._paths = self._paths or {}
+        last = max((at for at, message in enumerate(messages) if message.role is Role.ASSISTANT), default=-1)
+        index = self._paths.get((tools, _path(messages[: last + 1]))) if self._paths and last >= 0 else None
+        return None if index is None else unpack_ids(self._ends[index]).tolist()
 
     def place(
         self,
@@ -258,6 +272,8 @@ class CapturedTurns:
         elsewhere = self._quoted(messages[known_messages:], opening)
         if reply is not None and (reply.content or reply.tool_calls):
             self._replies.setdefault((opening.first, message_key(reply).body), {})[opening] = index
+            if output and self._paths is not None:
+                self._paths[opening.tools, _path([*messages, reply])] = index
         if elsewhere is not None:
             old = self._openings[elsewhere]
             cause = ForkCause.SYSTEM_CHANGED if old.tools == opening.tools else ForkCause.TOOLS_AND_SYSTEM_CHANGED
@@ -309,6 +325,19 @@ class CapturedTurns:
                 if said is not None:
                     return None if opening in said else max(said.values())
         return None
+
+
+def _tools_digest(request: ModelRequest) -> bytes:
+    return digest(request.tools_raw) if request.tools else b""
+
+
+def _path(messages: Sequence[Message]) -> bytes:
+    """Return the digest of a conversation, images included. The reasoning of replies does not count, because agents
+    leave it out."""
+    path = b""
+    for message in messages:
+        path = extend(path, message_key(message).body)
+    return path
 
 
 def _image_paths(messages: Sequence[Message]) -> list[bytes]:

@@ -1,0 +1,394 @@
+"""The bridge to NeMo Gym and NeMo RL: an agent server of NeMo Gym whose rollouts are sessions of a service.
+
+NeMo Gym starts the server from a folder `responses_api_agents/outrider`, whose `app.py` has these lines:
+
+    from outrider.trainers.nemo_gym import agent_class
+    OutriderAgent = agent_class()
+    if __name__ == "__main__":
+        OutriderAgent.run_webserver()
+
+NeMo RL sends each row of its data to `POST /run`, and trains on the reply (`nemo_rl.environments.nemo_gym`). Importing
+this module does not import NeMo Gym. Invariants: a reply has exactly one row, token for token, with a reward; a rollout
+that cannot be trained on is an HTTP error, whose status says whether another try may help; and a request that was sent
+again, because its connection broke, gets the first request's rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import orjson
+from fastapi import Request, Response
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from outrider.errors import InvalidField, OutriderError, ServiceStopping, TooLarge
+from outrider.sessions.calls.limits import MAX_BODY
+from outrider.spec import Name
+from outrider.trainers.exports import nemo_gym_reply
+from outrider.trainers.shared_client import SharedClient, run_group, shared_client
+from outrider.trainers.shared_settings import (
+    BridgeSettings,
+    group_of,
+    json_object,
+    read_settings,
+    refuse_images,
+    task_for,
+)
+from outrider.trainers.trajectories import Trajectory, chosen_metrics
+
+T = TypeVar("T")
+
+VARIABLE = "OUTRIDER_NEMO_GYM"
+RETRY_SECONDS = 30.0
+"""Seconds for which a rollout goes on, or its reply is kept, after its client has left. NeMo Gym's client sends a
+request again half a second after its connection broke."""
+LOOK_SECONDS = 5.0
+"""Minimum seconds between two looks whether the service still has the engines."""
+PARAMS = "responses_create_params"
+OTHER_NAMES = {"max_output_tokens": "max_tokens"}
+WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
+"""Fields of `responses_create_params` that are read elsewhere, or change nothing that an agent samples."""
+NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
+"""Fields of which the values listed here have no effect. Other values are refused."""
+PLAIN_SAMPLING = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling unless the task says otherwise: NeMo RL computes importance weights with temperature and top_p alone, so an
+agent's own values must not apply. Its servers refuse a top_k."""
+ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
+"""Options of the engine kind `openai` for NeMo RL's vLLM workers. The mode is that of NeMo RL 0.7, and of the
+configurations that come with later versions."""
+LABELS = {"_ng_task_index": "task", "_ng_rollout_index": "rollout", "_rowidx": "row"}
+"""The row's own columns that become labels of the task."""
+
+
+def _listed(urls: Any) -> Any:
+    """Return one URL, as in `policy_base_url` on NeMo Gym's command line, as a list."""
+    return [urls] if isinstance(urls, str) else urls
+
+
+class NemoGymSettings(BridgeSettings):
+    """The settings of all bridges, and the following. rows: "all" refuses a session with several rows that train,
+    because a reply has one row; "main" replies with the main conversation's row, and counts the others. engines: URLs
+    of NeMo RL's inference servers, which are attached to the service as engines. model: the name of the model that
+    these servers serve."""
+
+    engines: Annotated[list[Name], BeforeValidator(_listed)] = Field(default_factory=list)
+    model: Name | None = None
+
+
+class GymRollouts:
+    """Runs rows as sessions: `async with GymRollouts(settings) as rollouts`. Leaving the block cancels all rollouts."""
+
+    def __init__(self, settings: NemoGymSettings) -> None:
+        if settings.engines and settings.model is None:
+            raise InvalidField(
+                "the setting engines needs the setting model", field="model", hint="write model: ${policy_model_name}"
+            )
+        self._settings = settings
+        self._held = AsyncExitStack()
+        self._tasks: asyncio.TaskGroup
+        self._running: set[asyncio.Task[Any]] = set()
+        self._shared: SharedClient
+        self._left: defaultdict[bytes, list[_LeftRollout]] = defaultdict(list)
+        """The rollouts whose clients have left, by the digest of their requests."""
+        self._looking = asyncio.Lock()
+        self._looked: float | None = None
+
+    async def __aenter__(self) -> GymRollouts:
+        async with AsyncExitStack() as held:
+            # Held open, so that a new rollout waits for a service that restarts.
+            self._shared = await held.enter_async_context(shared_client(self._settings.url, self._settings.token))
+            self._tasks = await held.enter_async_context(asyncio.TaskGroup())
+            held.callback(self._cancel)
+            self._held = held.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._held.aclose()
+
+    async def run(self, body: bytes, left: Callable[[], Awaitable[object]]) -> dict[str, Any] | None:
+        """Run the row in `body`, the JSON of a request to `/run`, and return NeMo Gym's reply.
+
+        `left()` returns when the client has left: then None is returned, and the rollout goes on for RETRY_SECONDS. An
+        equal request takes the rollout over. Equal requests whose clients wait are different rollouts, because a data
+        set may have a row twice. Raises InvalidField for a row that cannot be a task, and the session's error.
+        """
+        key = sha256(body).digest()
+        if self._left.get(key):
+            rollout = self._taken(key, self._left[key][0])
+        else:
+            row = _row_of(body)
+            rollout = self._begin(self._outcome(row, self._group(row)))
+        waiting = self._begin(_until(left))
+        try:
+            await asyncio.wait({rollout, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.cancelled() or rollout.cancelled():
+                raise ServiceStopping("the agent server is being stopped")
+            if waiting.done():
+                self._keep(key, rollout)
+                return None
+        except asyncio.CancelledError:  # some versions of Starlette cancel the request of a client that has left
+            self._keep(key, rollout)
+            raise
+        finally:
+            waiting.cancel()
+        outcome = rollout.result()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def _cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+    def _keep(self, key: bytes, rollout: asyncio.Task[_Outcome]) -> None:
+        kept: _LeftRollout
+        # the cancellation cancels the group, too
+        end = asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self._taken(key, kept).cancel())
+        kept = _LeftRollout(rollout, end)
+        self._left[key].append(kept)
+
+    def _taken(self, key: bytes, kept: _LeftRollout) -> asyncio.Task[_Outcome]:
+        kept.end.cancel()
+        self._left[key].remove(kept)
+        if not self._left[key]:
+            del self._left[key]
+        return kept.task
+
+    def _group(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        params = row[PARAMS]
+        refuse_images(list(_images(params.get("input"))), f"{PARAMS}.input", field=PARAMS)
+        agent = row.get("agent_ref")
+        labels = {"nemo_gym.agent": agent.get("name") if isinstance(agent, Mapping) else None}
+        labels |= {f"nemo_gym.{label}": row.get(column) for column, label in LABELS.items()}
+        task = task_for(self._settings, row, prompt=params.get("input"), sampling=_sampling(params), labels=labels)
+        task["sampling"] = PLAIN_SAMPLING | task["sampling"]
+        # The key is new each time, and not made of the row: the same row comes again in the next epoch.
+        return group_of(self._settings, task)
+
+    async def _outcome(self, row: Mapping[str, Any], group: Mapping[str, Any]) -> _Outcome:
+        try:
+            await self._attach()
+            [trajectory] = await run_group(self._settings, group, logprobs=True)
+            return reply_of(trajectory, row, self._settings)
+        except Exception as error:  # the client's request raises the error; here the error would end all rollouts
+            return error
+
+    async def _attach(self) -> None:
+        """Attach NeMo RL's servers to the service, unless they are attached. A service that was restarted has lost
+        them. Raises the service's error, for example while the servers still load the model."""
+        async with self._looking:
+            now = asyncio.get_running_loop().time()
+            if not self._settings.engines or (self._looked is not None and now - self._looked < LOOK_SECONDS):
+                return
+            client = self._shared.client
+            names = {f"nemo-rl-{number}": url for number, url in enumerate(self._settings.engines)}
+            attached = {engine.name: engine.url for engine in await client.engines()}
+            for name in attached.keys() - names.keys() if self._looked is None else ():
+                if name.startswith("nemo-rl-"):  # an earlier training's
+                    await client.remove_engine(name)
+            for name, url in names.items():
+                base = url.rstrip("/").removesuffix("/v1")
+                if attached.get(name) == base:
+                    continue
+                if name in attached:
+                    await client.remove_engine(name)
+                engine = {
+                    "kind": "openai",
+                    "name": name,
+                    "url": base,
+                    "model": self._settings.model,
+                    "options": ENGINE,
+                }
+                await client.add_engine(engine)
+            self._looked = now
+
+
+_Outcome = dict[str, Any] | Exception
+
+
+@dataclass(frozen=True, eq=False)
+class _LeftRollout:
+    """A rollout whose client has left, and the timer that cancels the rollout."""
+
+    task: asyncio.Task[_Outcome]
+    end: asyncio.TimerHandle
+
+
+def reply_of(trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSettings) -> dict[str, Any]:
+    """Return NeMo Gym's reply to the request `row` from its finished session. Raises the session's error, and
+    InvalidField for a session with several rows that train, unless the setting `rows` is "main"."""
+    if trajectory.error is not None:
+        raise trajectory.error
+    if len(trajectory.rows) > 1:
+        raise InvalidField(
+            f"session {trajectory.session.id} has {len(trajectory.rows)} rows that train, and NeMo RL takes one",
+            field="rows",
+            hint='use an agent that appends to one conversation, or train the main conversation alone: rows = "main"',
+        )
+    [trained] = trajectory.rows
+    # Numbers beside the reward are columns of NeMo Gym's and NeMo RL's metrics.
+    metrics = {
+        **chosen_metrics(trajectory, settings),
+        "outrider_turns": float(trajectory.result.turns),
+        "outrider_agent_seconds": trajectory.seconds,
+        "outrider_truncated": float(trajectory.truncated),
+        "outrider_rows_left_out": float(trajectory.result.samples - 1),
+        "outrider_cut_tokens": float(trained.cut),
+        "outrider_version_min": float(trained.sample.min_version),
+        "outrider_version_max": float(trained.sample.max_version),
+    }
+    sample = msgspec.structs.replace(trained.sample, metrics=metrics)
+    return nemo_gym_reply(sample, row, longest=settings.max_row_tokens)
+
+
+def agent_class(settings: Mapping[str, Any] | None = None) -> type:
+    """Return the agent server, a class of NeMo Gym's SimpleResponsesAPIAgent.
+
+    Its settings are `settings`, overridden by `outrider` in the server's configuration of NeMo Gym and by
+    $OUTRIDER_NEMO_GYM. The class raises InvalidField for wrong settings when the server starts. Raises ImportError
+    without NeMo Gym.
+    """
+    base = importlib.import_module("nemo_gym.base_responses_api_agent")
+
+    class OutriderAgentConfig(base.BaseResponsesAPIAgentConfig):  # type: ignore[misc, name-defined]
+        outrider: dict[str, Any] = Field(default_factory=dict)
+
+    class OutriderAgent(base.SimpleResponsesAPIAgent):  # type: ignore[misc, name-defined]
+        config: OutriderAgentConfig
+        _rollouts: GymRollouts = PrivateAttr()
+
+        def model_post_init(self, context: Any) -> None:
+            super().model_post_init(context)
+            given = {**(settings or {}), **self.config.outrider}
+            source = f"{self.config.name}.outrider"
+            self._rollouts = GymRollouts(read_settings(NemoGymSettings, given, source=source, variable=VARIABLE))
+
+        def setup_webserver(self) -> Any:
+            app = super().setup_webserver()
+            inner = app.router.lifespan_context
+
+            @asynccontextmanager
+            async def lifespan(app: Any) -> AsyncIterator[Any]:
+                async with self._rollouts, inner(app) as state:
+                    yield state
+
+            app.router.lifespan_context = lifespan
+            return app
+
+        async def run(self, request: Request) -> Response:
+            return await _answer(self._rollouts, request)
+
+        async def responses(self, request: Request) -> Response:
+            """Run a session for the bare `responses_create_params`. The reply has no reward."""
+            return await _answer(self._rollouts, request, bare=True)
+
+    OutriderAgent.model_rebuild(
+        _types_namespace={"OutriderAgentConfig": OutriderAgentConfig, "GymRollouts": GymRollouts}
+    )
+    return OutriderAgent
+
+
+async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False) -> Response:
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    try:
+        body = await _body_of(request)
+        if bare:
+            body = orjson.dumps({PARAMS: _json_of(body)})
+        reply = await rollouts.run(body, left)
+    except OutriderError as error:
+        content = orjson.dumps({"error": msgspec.to_builtins(error.record())})
+        return Response(content, error.http_status, media_type="application/json")
+    if reply is None:
+        return Response(status_code=503)  # no client reads it
+    return Response(orjson.dumps(reply["response"] if bare else reply), media_type="application/json")
+
+
+async def _body_of(request: Request) -> bytes:
+    """Read a request's body. Raises TooLarge, but only after the whole body has come: NeMo Gym's client sends a request
+    whose connection breaks again without end."""
+    size, pieces = 0, []
+    async for piece in request.stream():
+        size += len(piece)
+        if size <= MAX_BODY:
+            pieces.append(piece)
+        else:
+            pieces.clear()
+    if size > MAX_BODY:
+        raise TooLarge(f"the row has {size} bytes; a task may have {MAX_BODY}", hint="take files out of the row")
+    return b"".join(pieces)
+
+
+async def _until(left: Callable[[], Awaitable[object]]) -> None:
+    with suppress(Exception):  # a connection that cannot be read has no client
+        await left()
+
+
+def _json_of(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidField(f"the row is not JSON: {error}", field="row", hint="send a JSON object") from error
+
+
+def _row_of(body: bytes) -> dict[str, Any]:
+    row = _json_of(body)
+    if not isinstance(row, dict):
+        raise InvalidField(f"the row is a JSON {type(row).__name__}; it must be an object", field="row")
+    if not isinstance(row.get(PARAMS), dict):
+        raise InvalidField(f"the row has no object {PARAMS}", field=PARAMS, hint="see docs/trainers/nemo-rl.md")
+    return row
+
+
+def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters in `responses_create_params`, and those of NeMo Gym's `metadata.extra_body`.
+    Raises InvalidField for a field that cannot be passed to the agents' model calls, such as tools."""
+    found = {
+        OTHER_NAMES.get(name, name): value
+        for name, value in params.items()
+        if name not in WITHOUT_EFFECT and value not in NEUTRAL.get(name, ())
+    }
+    metadata = params.get("metadata") or {}
+    if not isinstance(metadata, Mapping):
+        raise InvalidField(f"{PARAMS}.metadata is a {type(metadata).__name__}", field=f"{PARAMS}.metadata")
+    extra = metadata.get("extra_body")
+    if isinstance(extra, str):
+        found |= json_object(extra, f"{PARAMS}.metadata.extra_body")
+    if found.get("tools"):
+        raise InvalidField(
+            f"{PARAMS}.tools names tools that Outrider's agent does not have",
+            field=f"{PARAMS}.tools",
+            hint="leave tools out of the row: task.harness decides which tools the agent has",
+        )
+    return found
+
+
+def _images(messages: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the parts of the messages that are images."""
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and "image" in str(part.get("type")):
+                yield part

@@ -1,0 +1,91 @@
+"""NeMo Gym's head server and our agent server, and NeMo Gym's own client of both."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from nemo_gym import global_config, server_utils
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.global_config import GlobalConfigDictParserConfig
+from nemo_gym.rollout_collection import RolloutCollectionHelper
+from nemo_gym.server_utils import HeadServer, ServerClient
+from omegaconf import OmegaConf
+
+from outrider.trainers.nemo_gym import agent_class
+from trainers.gym_world import AGENT
+
+
+class Gym:
+    """The addresses of the servers, and what NeMo RL does with them."""
+
+    def __init__(self, head: BaseServerConfig, port: int, ended: asyncio.Event) -> None:
+        self.head = head
+        self.url = f"http://127.0.0.1:{port}"
+        self.ended = ended
+        """Set once the agent server has answered a request, or has noticed that its client is gone."""
+
+    async def collect(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The results of rows by NeMo Gym's client, as NemoGym.run_rollouts of NeMo RL asks for them, in the rows'
+        order. Raises the first failure, as it does there."""
+        helper = RolloutCollectionHelper()
+        found = [await future for future in helper.run_examples(list(rows), self.head)]
+        return [result for _, result in sorted(found, key=lambda pair: pair[0]["_rowidx"])]
+
+
+@asynccontextmanager
+async def running_gym(settings: dict[str, Any]) -> AsyncIterator[Gym]:
+    """NeMo Gym's servers, with the agent server's settings under `outrider`."""
+    with socket.socket() as own, socket.socket() as heads:
+        own.bind(("127.0.0.1", 0))
+        heads.bind(("127.0.0.1", 0))
+        port, head_port = own.getsockname()[1], heads.getsockname()[1]
+        inner = {"entrypoint": "app.py", "host": "127.0.0.1", "port": port, "outrider": settings}
+        config = OmegaConf.create(
+            {
+                AGENT: {"responses_api_agents": {"outrider": inner}},
+                "head_server": {"host": "127.0.0.1", "port": head_port},
+            }
+        )
+        parsed = GlobalConfigDictParserConfig(
+            initial_global_config_dict=config, skip_load_from_cli=True, skip_load_from_dotenv=True
+        )
+        global_config.set_global_config_dict(parsed)
+        head = BaseServerConfig(host="127.0.0.1", port=head_port)
+        kind: Any = agent_class()
+        client = ServerClient(head_server_config=head, global_config_dict=global_config.get_global_config_dict())
+        agent = kind(config={**inner, "name": AGENT}, server_client=client)
+        app = agent.setup_webserver()
+        agent.setup_liveness(app)
+        agent.setup_exception_middleware(app)
+        ended = asyncio.Event()
+
+        async def noticing(scope: Any, receive: Any, send: Any) -> None:
+            await app(scope, receive, send)
+            if scope["type"] == "http":
+                ended.set()
+
+        server = uvicorn.Server(uvicorn.Config(noticing, log_level="warning", timeout_graceful_shutdown=1))
+        heads_server = uvicorn.Server(uvicorn.Config(HeadServer(config=head).setup_webserver(), log_level="warning"))
+        thread = threading.Thread(target=heads_server.run, kwargs={"sockets": [heads]})
+        thread.start()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(server.serve(sockets=[own]))
+                while not (server.started and heads_server.started):  # noqa: ASYNC110  # uvicorn has no event for it
+                    await asyncio.sleep(0.01)
+                try:
+                    yield Gym(head, port, ended)
+                finally:
+                    server.should_exit = True
+                    if server_utils.is_global_aiohttp_client_setup():
+                        await server_utils.get_global_aiohttp_client().close()
+                        server_utils._GLOBAL_AIOHTTP_CLIENT = None
+        finally:
+            heads_server.should_exit = True
+            await asyncio.to_thread(thread.join)
