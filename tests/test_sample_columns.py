@@ -108,7 +108,7 @@ def test_columns_are_arrays_that_cannot_be_changed() -> None:
     for column in (ROW.ids, ROW.loss_mask, ROW.logprobs, ROW.versions):
         assert len(column) == len(ROW)
         assert not column.flags.writeable
-    assert (ROW.ids.dtype, ROW.loss_mask.dtype, ROW.versions.dtype) == (np.int32, np.int32, np.int32)
+    assert {column.dtype for column in (ROW.ids, ROW.loss_mask, ROW.versions)} == {np.dtype(np.int32)}
     assert ROW.logprobs.dtype == np.float64
     long = changed_sample(ROW, **{name: [1] * 300 for name in ("ids", "loss_mask", "logprobs", "versions")})
     assert sum(long.loss_mask) == long.trained_tokens == 300  # a smaller type would overflow here
