@@ -541,11 +541,12 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
             tries += 1
 
 
-async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> None:
-    """Raise ServiceError if the service has lost an accepted group. `group` is the method `AsyncClient.group`. Call
-    this function when no results arrive, because only this call shows that a group will never be done."""
+async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
+    """Return an accepted group; raise ServiceError if the service has lost it. `group` is the method
+    `AsyncClient.group`. Call this function when the group's result does not arrive, because only this call shows that a
+    group will never be done."""
     try:
-        await patiently(lambda: group(group_id))
+        return await patiently(lambda: group(group_id))
     except NotFound as error:
         raise ServiceError(
             f"the service does not know group {group_id} any more",
