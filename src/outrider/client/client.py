@@ -498,6 +498,14 @@ class AsyncClient:
         number = error.errno or 0
         known = os.strerror(number) if number > 0 else error.strerror
         reason = known or str(error) or type(error).__name__
+        address = urlsplit(self.url)
+        if address.port is None and number >= 0:  # with an unknown name no port was tried
+            tried, usual = 443 if address.scheme == "https" else 80, urlsplit(DEFAULT_URL).port
+            return ServiceError(
+                f"cannot reach the service at {self.url}: {reason}; the address has no port, so port {tried} was tried",
+                hint=f"a service listens on port {usual} unless its settings name another: name the port with --url or"
+                f" OUTRIDER_URL, such as {address.scheme}://{address.netloc.rpartition('@')[2]}:{usual}",
+            )
         return ServiceError(
             f"cannot reach the service at {self.url}: {reason}",
             hint="start one with `outrider serve`, or name its address with --url",

@@ -88,7 +88,8 @@ class StepStats(msgspec.Struct, kw_only=True):
     kept_reward: mean reward of the groups in the batch.
     staleness_mean, staleness_max: mean and maximum number of versions by which the tokens that train are older than the
         policy in training.
-    waited: the time for which the trainer waited for the batch, in seconds.
+    waited: the time for which the trainer waited for the batch, in seconds. For `held` of these seconds the batch was
+        full, and waited for slow groups (`sampling.Batch`).
     left_out_rows, left_out_tokens: the number of rows that train but were left out, because the batch has one row for
         each session, and the number of tokens that train in these rows.
     empty_rows: the number of rows without a token that trains.
@@ -107,6 +108,7 @@ class StepStats(msgspec.Struct, kw_only=True):
     staleness_mean: float
     staleness_max: int
     waited: float
+    held: float
     groups: Counts
     left_out_rows: int
     left_out_tokens: int
@@ -124,6 +126,7 @@ class StepStats(msgspec.Struct, kw_only=True):
             "staleness/mean": self.staleness_mean,
             "staleness/max": float(self.staleness_max),
             "waited_seconds": self.waited,
+            "held_seconds": self.held,
             "left_out_rows": float(self.left_out_rows),
             "empty_rows": float(self.empty_rows),
             "drift_tokens": float(self.drift_tokens),
@@ -350,6 +353,7 @@ class Rollouts:
             staleness_mean=fmean(ages),
             staleness_max=max(ages),
             waited=batch.waited,
+            held=batch.held,
             groups=batch.counts,
             left_out_rows=sum(len(group.left_out) for group in groups),
             left_out_tokens=sum(sum(row.mask) for group in groups for row in group.left_out),
