@@ -293,15 +293,15 @@ def test_a_group_whose_cancellation_was_interrupted_is_stopped_by_the_next() -> 
 def test_a_batch_that_is_held_for_long_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         service = SimulatedService(
-            lambda task, index, version: Played(500.0 if task["number"] == 1 else 1.0, float(index % 2)), slots=64
+            lambda task, index, version: Played(5000.0 if task["number"] == 1 else 1.0, float(index % 2)), slots=64
         )
         async with DynamicSampler(service, task, n=2, target=4, max_age=1) as sampler:
-            assert [batch.held for batch in await _train(sampler, service, 2)] == [0.0, 498.0]
+            assert [batch.held for batch in await _train(sampler, service, 2)] == [0.0, 4998.0]
 
     with caplog.at_level(logging.WARNING, "outrider.client.sampling"):
         run(main)
     messages = [record.message for record in caplog.records]
-    assert len(messages) == 4  # after 60, 120, 240 and 480 seconds
+    assert len(messages) == 4  # after 600, 1200, 2400 and 4800 seconds
     assert all("held" in message and "outrider show g-1" in message for message in messages)
 
 

@@ -1,8 +1,9 @@
 """`outrider demo --train`: trains the policy once per seed, shows the curve of the reward meanwhile, and writes a
 picture of the curves.
 
-The curve and its progress bar are drawn on standard error if it is a terminal. Otherwise a line is written
-for the first step and every LINE_STEPS steps. Ctrl-C ends the training after the step that is under way, and keeps its weights and its curve.
+The curve and its progress bar are drawn on standard error if it is a terminal. Otherwise a line is written for the
+first step, and then every LINE_STEPS steps. Ctrl-C ends the training after the step that is under way, and keeps its
+weights and its curve.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ SAME = 1e-9
 FAILED_IN_A_ROW = 16
 """The sampler fails after the first groups of this many prompts have failed and no group was graded in between, because
 the cause then affects all prompts."""
-HELD_SECONDS = 60.0
+HELD_SECONDS = 600.0
 """A full batch that was held for this time is logged as a warning, and again each time the time has doubled."""
 FRUITLESS_BATCHES = 20
 """The sampler gives up a batch if it is not full after FRUITLESS_BATCHES times `target` graded groups, because the
