@@ -532,6 +532,7 @@ class RolloutWorker:
                         self._last_row = time.monotonic()
                 for name, value in batch.counts.flat().items():
                     self.metrics_queue.put({f"outrider/groups_{name}_total": float(value)})
+                self.metrics_queue.put({"outrider/held_seconds_total": batch.held})
             raise ServiceError(
                 "the tasks are used up", hint="give the tasks as a sequence, which is repeated without end"
             )
