@@ -86,7 +86,10 @@ def train(client: Client, folder: str, checkpoint: Path, *, steps: int, groups: 
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 means.append(fmean(reward for group in batch.groups for reward in rewards_of(group)))
-                print(f"step {len(means)}: version {version}, mean reward {means[-1]:.2f}, waited {batch.waited:.1f} s")
+                print(
+                    f"step {len(means)}: version {version}, mean reward {means[-1]:.2f},"
+                    f" waited {batch.waited:.1f} s, of these {batch.held:.1f} s for slow groups"
+                )
                 saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "means": means}
                 torch.save(saved | {"sampler": msgspec.json.encode(sampler.state())}, f"{checkpoint}.new")
                 os.replace(f"{checkpoint}.new", checkpoint)  # a crash leaves the old checkpoint or the new one

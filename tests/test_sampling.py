@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from bench.simulated_service import Played, SimulatedService, VirtualLoop
+from bench.simulated_service import Played, SimulatedService
 
 from outrider.client.sampling import (
     FAILED_IN_A_ROW,
@@ -28,37 +28,7 @@ from outrider.client.sampling import (
 )
 from outrider.errors import InvalidField, NotFound, ServiceError
 from outrider.schemas import GroupView
-
-Task = Mapping[str, Any]
-
-
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-
-        async def work() -> None:
-            await main()
-
-        runner.run(work())
-
-
-def task(number: int) -> Task:
-    return {"number": number}
-
-
-def informative(number: int) -> bool:
-    """Which prompts teach something: two thirds of them."""
-    return number % 3 != 1
-
-
-def even(task: Task, index: int, version: int) -> Played:
-    """Every session takes a second; samples of an informative prompt differ."""
-    return Played(1.0, float(index % 2 and informative(task["number"])))
-
-
-def heavy_tailed(task: Task, index: int, version: int) -> Played:
-    """Most take a second or two, some a hundred times as long, whether the prompt is informative or not."""
-    draw = random.Random(f"{task['number']}/{index}")
-    return Played(min(draw.paretovariate(1.1), 200.0), float(index % 2 and informative(task["number"])))
+from support.simulated import Holding, Task, even, first, heavy_tailed, informative, run, task
 
 
 def failing(task: Task, index: int, version: int) -> Played:
@@ -351,44 +321,6 @@ def test_a_restart_loses_nothing_and_repeats_nothing(surplus: Surplus) -> None:
         assert sorted(given) == [number for number in range(prompts) if informative(number)]
 
     run(main)
-
-
-class Holding(SimulatedService):
-    """Calls of the methods in `holds` are answered after `go` is set; `asked` is set by the first of them."""
-
-    holds: frozenset[str] = frozenset()
-
-    def __init__(self, play: Callable[[Task, int, int], Played], *, slots: int, holds: Iterable[str]) -> None:
-        super().__init__(play, slots=slots)
-        self.holds = frozenset(holds)
-        self.asked = asyncio.Event()
-        self.go = asyncio.Event()
-
-    async def _hold(self, name: str) -> None:
-        if name in self.holds:
-            self.asked.set()
-            await self.go.wait()
-
-    async def submit(self, group: Task) -> GroupView:
-        await self._hold("submit")
-        return await super().submit(group)
-
-    async def cancel(self, group_id: str) -> GroupView:
-        await self._hold("cancel")
-        return await super().cancel(group_id)
-
-    async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
-        await self._hold(f"group {group_id}")
-        return await super().group(group_id, wait=wait, samples=samples)
-
-
-def first(prompts: int) -> Callable[[int], Task]:
-    def source(number: int) -> Task:
-        if number >= prompts:
-            raise IndexError(number)
-        return task(number)
-
-    return source
 
 
 def test_a_trainer_that_gives_up_waiting_loses_no_prompt() -> None:

@@ -109,6 +109,23 @@ def test_a_service_that_is_not_there_is_a_failure_with_a_hint(cli: Cli) -> None:
     ]
 
 
+@pytest.mark.parametrize("by", ["option", "variable"])
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
+def test_an_address_without_a_port_is_named_if_nothing_answers(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, by: str, scheme: str, port: int
+) -> None:
+    url = f"{scheme}://127.1.2.3"  # nothing listens on the usual ports of this address
+    words = ("--url", url) if by == "option" else ()
+    monkeypatch.setenv("OUTRIDER_URL", url)
+    ran = cli.run("status", *words)
+    assert ran.code == 1
+    error, hint = ran.err.splitlines()
+    assert error.startswith(f"error: cannot reach the service at {url}: Connection refused")
+    assert error.endswith(f"the address has no port, so port {port} was tried")
+    assert hint.startswith("hint: a service listens on port 8700 unless")
+    assert hint.endswith(f"such as {url}:8700")
+
+
 def test_a_program_gets_the_error_as_json(cli: Cli) -> None:
     ran = cli.run("status", "--url", UNREACHABLE, "--json")
     assert ran.code == 1

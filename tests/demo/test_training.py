@@ -36,6 +36,7 @@ def step(reward: float, gap: float) -> TrainStep:
         staleness_mean=0.3,
         staleness_max=1,
         waited=2.0,
+        held=1.0,
         groups=Counts(),
         left_out_rows=0,
         left_out_tokens=0,
@@ -69,13 +70,14 @@ def test_the_line_sums_over_seeds() -> None:
     found = summary([seed_run(), seed_run(seed=1, max_logprob_gap=2e-5)], Path("curve.png"))
     assert msgspec.to_builtins(found) == {
         "seeds": (
-            {"seed": 0, "first_reward": 0.2, "last_reward": 0.9, "seconds": 80.0},
-            {"seed": 1, "first_reward": 0.2, "last_reward": 0.9, "seconds": 80.0},
+            {"seed": 0, "first_reward": 0.2, "last_reward": 0.9, "seconds": 80.0, "steps": 2},
+            {"seed": 1, "first_reward": 0.2, "last_reward": 0.9, "seconds": 80.0, "steps": 2},
         ),
         "max_logprob_gap": 2e-5,
         "drift_tokens": 0,
         "errors": 0,
         "curve": "curve.png",
+        "interrupted": False,
     }
     assert found.good
 
@@ -85,12 +87,13 @@ def test_the_line_sums_over_seeds() -> None:
     [
         {"first_reward": 0.31},
         {"last_reward": 0.84},
+        {"last_reward": None},
         {"max_logprob_gap": 2e-4},
         {"drift_tokens": 1},
         {"errors": 1},
     ],
 )
-def test_a_training_that_shows_less_is_not_good(changed: dict[str, float]) -> None:
+def test_a_training_that_shows_less_is_not_good(changed: dict[str, float | None]) -> None:
     assert not summary([seed_run(), seed_run(**changed)], None).good
 
 

@@ -15,7 +15,7 @@ from click.exceptions import Exit
 
 from outrider.cli.command_line import CliOption
 from outrider.cli.event_loop import run_service
-from outrider.cli.exit_codes import FAILURE, SUCCESS
+from outrider.cli.exit_codes import FAILURE, INTERRUPTED, SUCCESS
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
@@ -52,9 +52,12 @@ def demo(
 
     With --train the model learns its task: TRL trains it on sessions of a
     service in another process, until the model is right nearly every time.
+    Ctrl-C ends the training after the step that is under way, and keeps the
+    weights and the curve; a second Ctrl-C ends it at once.
 
     Exit code 1: a session failed, or a recorded token differs from the engine's;
     or with --train, the reward did not rise from below 0.3 to above 0.85.
+    Exit code 130: Ctrl-C.
 
     Examples:
 
@@ -81,8 +84,8 @@ def demo(
     if train:
         from outrider.cli.training import train_policy
 
-        good = train_policy(terminal, policy, runtime, out, seeds).good
-        raise Exit(SUCCESS if good else FAILURE)
+        found = train_policy(terminal, policy, runtime, out, seeds)
+        raise Exit(INTERRUPTED if found.interrupted else SUCCESS if found.good else FAILURE)
     _make(out)
     with session_progress(terminal, "starting a service, and loading the model") as watch:
         rollouts = run_service(run_demo(runtime, watch, data=keep, policy=policy))

@@ -1,12 +1,16 @@
 """`outrider demo --train`: trains the policy once per seed, shows the curve of the reward meanwhile, and writes a
 picture of the curves.
 
-The curve and its progress bar are drawn on standard error if it is a terminal. Otherwise one line is written per seed.
+The curve and its progress bar are drawn on standard error if it is a terminal. Otherwise a line is written for the
+first step, and then every LINE_STEPS steps. Ctrl-C ends the training after the step that is under way, and keeps its
+weights and its curve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +28,12 @@ if TYPE_CHECKING:
 
 HEIGHT, WIDTH = 10, 60
 BARS = " ▁▂▃▄▅▆▇█"
+LINE_STEPS = 4
 
 
 def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seeds: int) -> TrainSummary:
-    """Train `seeds` times. Write the trained policies, train.json and curve.png to `out`."""
+    """Train `seeds` times. Write the trained policies, train.json and curve.png to `out`. Raises KeyboardInterrupt at
+    the first Ctrl-C if no step is done, and at the second Ctrl-C."""
     # The imports are here, because `outrider demo` also runs without the libraries for training.
     from outrider.lab.demo.curve import draw
     from outrider.lab.demo.train import MAX_STEPS, check_installed, summary, train
@@ -35,6 +41,60 @@ def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seed
     check_installed()
     out.mkdir(parents=True, exist_ok=True)
     runs: list[SeedRun] = []
+    with _first_ctrl_c(terminal) as interrupted:
+        for seed in range(seeds):
+            if interrupted():
+                break
+            with _progress(terminal, seed, seeds, MAX_STEPS) as watch:
+                run = train(seed, policy, runtime, out / f"policy-{seed}", watch, interrupted)
+            if not run.steps:
+                break
+            runs.append(run)
+            (out / "train.json").write_bytes(msgspec.json.format(msgspec.json.encode(runs), indent=1) + b"\n")
+            terminal.note(
+                f"seed {seed}: reward {number(run.first_reward)} to {number(_reached(run))} in {run.seconds:.0f} s,"
+                f" {len(run.steps)} steps, {run.sessions} sessions"
+            )
+        if not runs:
+            raise KeyboardInterrupt
+        ended_early = len(runs) < seeds or runs[-1].last_reward is None
+        found = summary(runs, draw(runs, out / "curve.png"), interrupted=ended_early)
+    if terminal.json:
+        terminal.write_json(found)
+    else:
+        _print(terminal, runs, found)
+    if found.curve is None:
+        terminal.note("no picture, as matplotlib is not installed: pip install matplotlib")
+    if ended_early:
+        last = runs[-1]
+        terminal.note(
+            f"ended by Ctrl-C in seed {last.seed} of {seeds}, after step {len(last.steps)} of {MAX_STEPS};"
+            f" the weights of this step are in {last.policy}, and the numbers in {out / 'train.json'}"
+        )
+    return found
+
+
+@contextmanager
+def _first_ctrl_c(terminal: Terminal) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True after the first Ctrl-C. The second Ctrl-C raises KeyboardInterrupt."""
+    interrupted = False
+
+    def note_it(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        terminal.note("the training ends after this step; Ctrl-C again ends it at once, without the step's weights")
+
+    before = signal.signal(signal.SIGINT, note_it)
+    try:
+        yield lambda: interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(terminal: Terminal, seed: int, seeds: int, most: int) -> Iterator[Callable[[TrainStep], None]]:
+    """Show the curve and the number of steps of at most `most`, on a terminal; or else lines."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -42,37 +102,23 @@ def train_policy(terminal: Terminal, policy: Path, runtime: str, out: Path, seed
         TimeElapsedColumn(),
         TextColumn("{task.fields[now]}"),
     )
-    for seed in range(seeds):
-        bar = progress.add_task(f"seed {seed} of {seeds}", total=MAX_STEPS, now="starting the service")
-        rewards: list[float] = []
-        with Live(console=terminal.err, transient=True, auto_refresh=False) as live:
+    bar = progress.add_task(f"seed {seed} of {seeds}", total=most, now="starting the service")
+    rewards: list[float] = []
+    with Live(console=terminal.err, transient=True, auto_refresh=False) as live:
 
-            def watch(step: TrainStep, bar: int = bar, rewards: list[float] = rewards, live: Live = live) -> None:
-                rewards.append(step.stats.reward)
-                age, idle = number(step.stats.staleness_mean), number(step.idle)
-                now = f"reward {number(step.stats.reward)}  age {age}  idle {idle}"
-                progress.update(bar, advance=1, now=now)  # type: ignore[arg-type]  # rich's own id type
-                if terminal.err.is_terminal:
-                    live.update(Group(progress, plot(rewards)), refresh=True)
-
+        def watch(step: TrainStep) -> None:
+            rewards.append(step.stats.reward)
+            age, idle = number(step.stats.staleness_mean), number(step.idle)
+            now = f"reward {number(step.stats.reward)}  age {age}  idle {idle}"
+            progress.update(bar, advance=1, now=now)
             if terminal.err.is_terminal:
-                live.update(progress, refresh=True)
-            run = train(seed, policy, runtime, out / f"policy-{seed}", watch)
-        progress.update(bar, total=len(rewards), now="done")
-        runs.append(run)
-        terminal.note(
-            f"seed {seed}: reward {number(run.first_reward)} to {number(run.last_reward)} in {run.seconds:.0f} s,"
-            f" {len(run.steps)} steps, {run.sessions} sessions"
-        )
-    (out / "train.json").write_bytes(msgspec.json.format(msgspec.json.encode(runs), indent=1) + b"\n")
-    found = summary(runs, draw(runs, out / "curve.png"))
-    if terminal.json:
-        terminal.write_json(found)
-    else:
-        _print(terminal, runs, found)
-    if found.curve is None:
-        terminal.note("no picture, as matplotlib is not installed: pip install matplotlib")
-    return found
+                live.update(Group(progress, plot(rewards)), refresh=True)
+            elif len(rewards) % LINE_STEPS == 1:
+                terminal.note(f"seed {seed} of {seeds}: step {len(rewards)} of at most {most}, {now}")
+
+        if terminal.err.is_terminal:
+            live.update(progress, refresh=True)
+        yield watch
 
 
 def plot(rewards: Sequence[float]) -> Text:
@@ -91,7 +137,7 @@ def _print(terminal: Terminal, runs: Sequence[SeedRun], found: TrainSummary) -> 
     columns = ("seed>", "before>", "after>", "seconds>", "steps>", "sessions>", "errors>", "drift>", "log-prob gap>")
     rows = [
         (
-            *(run.seed, run.first_reward, run.last_reward, f"{run.seconds:.0f}"),
+            *(run.seed, run.first_reward, "-" if run.last_reward is None else run.last_reward, f"{run.seconds:.0f}"),
             *(len(run.steps), run.sessions, run.errors, run.drift_tokens, f"{run.max_logprob_gap:.1e}"),
         )
         for run in runs
@@ -99,5 +145,10 @@ def _print(terminal: Terminal, runs: Sequence[SeedRun], found: TrainSummary) -> 
     terminal.out.print(table(columns, rows))
     if found.curve:
         terminal.out.print(f"curve: {found.curve}", soft_wrap=True)
-    best = max(runs, key=lambda run: run.last_reward)
+    best = max(runs, key=_reached)
     terminal.out.print(f"run it: outrider demo --model {best.policy}", soft_wrap=True)
+
+
+def _reached(run: SeedRun) -> float:
+    """Return the reward after the training, or that of the last step if the training was ended early."""
+    return run.steps[-1].stats.reward if run.last_reward is None else run.last_reward

@@ -532,6 +532,14 @@ class AsyncClient:
         number = error.errno or 0
         known = os.strerror(number) if number > 0 else error.strerror
         reason = known or str(error) or type(error).__name__
+        address = urlsplit(self.url)
+        if address.port is None and number >= 0:  # with an unknown name no port was tried
+            tried, usual = 443 if address.scheme == "https" else 80, urlsplit(DEFAULT_URL).port
+            return ServiceError(
+                f"cannot reach the service at {self.url}: {reason}; the address has no port, so port {tried} was tried",
+                hint=f"a service listens on port {usual} unless its settings name another: name the port with --url or"
+                f" OUTRIDER_URL, such as {address.scheme}://{address.netloc.rpartition('@')[2]}:{usual}",
+            )
         return ServiceError(
             f"cannot reach the service at {self.url}: {reason}",
             hint="start one with `outrider serve`, or name its address with --url",
@@ -575,11 +583,12 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
             tries += 1
 
 
-async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> None:
-    """Raise ServiceError if the service has lost an accepted group. `group` is the method `AsyncClient.group`. Call
-    this function when no results arrive, because only this call shows that a group will never be done."""
+async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
+    """Return an accepted group; raise ServiceError if the service has lost it. `group` is the method
+    `AsyncClient.group`. Call this function when the group's result does not arrive, because only this call shows that a
+    group will never be done."""
     try:
-        await patiently(lambda: group(group_id))
+        return await patiently(lambda: group(group_id))
     except NotFound as error:
         raise ServiceError(
             f"the service does not know group {group_id} any more",

@@ -21,17 +21,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import fmean, pstdev
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar, get_args
 
 import msgspec
 
 from outrider.client.client import LONG_POLL, check_known, patiently
-from outrider.concurrency.events import Broadcast
+from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView, ResultsPage, ServiceStatus
@@ -54,9 +55,15 @@ SAME = 1e-9
 FAILED_IN_A_ROW = 16
 """The sampler fails after the first groups of this many prompts have failed and no group was graded in between, because
 the cause then affects all prompts."""
+HELD_SECONDS = 600.0
+"""A full batch that was held for this time is logged as a warning, and again each time the time has doubled."""
 FRUITLESS_BATCHES = 20
 """The sampler gives up a batch if it is not full after FRUITLESS_BATCHES times `target` graded groups, because the
 tasks are then too hard or too easy for the policy."""
+SOURCES = (
+    "give a sequence of tasks, or a function that returns the same task for the same number and raises IndexError after"
+    " the last one"
+)
 
 
 class RolloutService(Protocol):
@@ -134,13 +141,15 @@ class PendingPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplerState(msgspec.Struct, frozen=True, kw_only=True):
-    """A sampler's state between two batches, for a checkpoint."""
+    """A sampler's state between two batches, for a checkpoint. `delivered` is the number of groups that were delivered
+    since the version was raised, as far as they exceed those of the raised versions."""
 
     run: str
     next: int
     pending: tuple[PendingPrompt, ...]
     version: int
     batches: int
+    delivered: int = 0
 
 
 class _Prompt(msgspec.Struct):
@@ -249,24 +258,25 @@ class DynamicSampler:
         expires_seconds: float | None = None,
         state: SamplerState | None = None,
     ) -> None:
-        _check_positive("n", n)
-        _check_positive("target", target)
-        if not callable(source) and not source:
-            raise InvalidField("there are no tasks", field="source", hint="give at least one task")
+        inflight = 2 * target if inflight is None else inflight
+        groups_per_version = target if groups_per_version is None else groups_per_version
+        _check_at_least(1, n=n, target=target, inflight=inflight, groups_per_version=groups_per_version)
+        _check_at_least(0, retries=retries, max_age=0 if max_age is None else max_age)
+        _check_one_of(Refill, refill=refill)
+        _check_one_of(Surplus, surplus=surplus)
+        _check_one_of(Overdue, overdue=overdue)
         self._client = client
-        self._task = source if callable(source) else lambda number: source[number % len(source)]
+        self._task = _task_by_number(source)
         self._n = n
         self._target = target
-        self._inflight = target if refill == "static" else inflight or 2 * target
-        _check_positive("inflight", self._inflight)
+        self._inflight = target if refill == "static" else inflight
         self._informative = informative
         self._retries = retries
         self._refill = refill
         self._surplus = surplus
         self._max_age = max_age
         self._overdue = overdue
-        self._groups_per_version = groups_per_version or target
-        _check_positive("groups_per_version", self._groups_per_version)
+        self._groups_per_version = groups_per_version
         self._group_fields = {
             "n": n,
             "priority": priority,
@@ -277,8 +287,10 @@ class DynamicSampler:
         self._run = state.run
         self._next = state.next
         self._batches = state.batches
+        # The groups of the oldest versions come first: then no batch is full of newer groups before they are submitted.
         self._waiting = deque(
-            _Prompt(each.number, each.attempt, each.failures, each.version, protected=True) for each in state.pending
+            _Prompt(each.number, each.attempt, each.failures, each.version, protected=True)
+            for each in sorted(state.pending, key=lambda each: math.inf if each.version is None else each.version)
         )
         self._submitting: _Prompt | None = None
         self._early: dict[str, GroupView] = {}
@@ -287,18 +299,23 @@ class DynamicSampler:
         self._running: dict[str, _Prompt] = {}
         self._ready: deque[_Ready] = deque()
         self._version = state.version
-        self._delivered = 0
+        self._delivered = state.delivered
         """Groups that were delivered and that the trainer has not trained on, as far as the raised versions show."""
         self._counts = Counts()
         self._graded = 0
         self._rewards: list[float] = []
         """Rewards of the sessions of this batch's graded groups."""
         self._failed_in_a_row = 0
+        self._last_failed = ("", "")
+        """The id of the group that failed last, and the reason."""
+        self._one_batch = asyncio.Lock()
         self._wanted = False
         self._resting = True
         """True until the first batch is requested, and after `stop` until the next batch is requested."""
         self._exhausted = False
-        self._failure: Exception | None = None
+        self._failure: Exception | None = ServiceError(
+            "the sampler is not open", hint="use it inside: async with DynamicSampler(...) as sampler"
+        )
         self._changed = Broadcast()
         self._tasks = asyncio.TaskGroup()
         self._workers: list[asyncio.Task[None]] = []
@@ -306,6 +323,7 @@ class DynamicSampler:
     async def __aenter__(self) -> Self:
         cursor = (await patiently(self._client.status)).cursor
         await self._tasks.__aenter__()
+        self._failure = None
         for work in (self._submit_prompts, partial(self._follow_results, cursor)):
             self._workers.append(self._tasks.create_task(self._guarded(work), name="sampler"))
         return self
@@ -313,6 +331,7 @@ class DynamicSampler:
     async def __aexit__(self, *_: object) -> None:
         """Stop following the results. Running groups continue in the service. A sampler that continues from `state()`
         finds these groups."""
+        self._end(ServiceError("the sampler was closed", hint="a new sampler continues from its state()"))
         for worker in self._workers:
             worker.cancel()
         await self._tasks.__aexit__(None, None, None)
@@ -325,6 +344,11 @@ class DynamicSampler:
     def version(self) -> int:
         """The policy version that the engines serve, as last recorded by `set_version`."""
         return self._version
+
+    @property
+    def counts(self) -> Counts:
+        """The outcomes of groups since the previous batch. After the last batch, these are in no batch."""
+        return self._counts
 
     def state(self) -> SamplerState:
         """Return the state to keep in a checkpoint after a training step. The batches delivered so far count as
@@ -345,54 +369,81 @@ class DynamicSampler:
             ),
             version=self._version,
             batches=self._batches,
+            delivered=self._delivered,
         )
 
     async def batch(self) -> Batch | None:
         """Return the next batch, once it is full. When the source has ended, the last batch may have fewer groups.
-        Returns None after the last batch.
+        Returns None after the last batch. Calls that overlap get one batch after the other.
 
-        Raises ServiceError if the service cannot be reached, if groups keep failing (FAILED_IN_A_ROW), or if too few
-        groups are informative (FRUITLESS_BATCHES). Also raises any error of a submission, of the source and of
-        `informative`.
+        Raises ServiceError if the service cannot be reached, if groups keep failing (FAILED_IN_A_ROW), if too few
+        groups are informative (FRUITLESS_BATCHES), or if the sampler is stopped or closed meanwhile. Also raises any
+        error of a submission, of the source and of `informative`. No prompt is lost by an error or a cancellation.
         """
         began = _now()
+        self._resting = False
+        async with self._one_batch:
+            self._graded, self._rewards = 0, []
+            while True:
+                held = await self._fill()
+                if self._surplus == "cancel":
+                    await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
+                if self._is_full() or self._has_ended():  # `set_version` may have dropped groups in the meantime
+                    break
+            if not self._ready:
+                if self._failed_in_a_row and not self._batches:
+                    raise self._all_failed()
+                return None
+            return self._deliver(began, held)
+
+    async def _fill(self) -> float:
+        """Wait until a batch may be delivered. Returns the time for which the batch was full before, in seconds."""
         full_since: float | None = None
-        self._wanted, self._resting = True, False
-        self._graded, self._rewards = 0, []
+        patience = HELD_SECONDS
+        self._wanted = True
         self._changed.send()
         try:
-            while True:
-                idle = not (self._running or self._submitting)
-                if self._exhausted and idle and not self._waiting:
-                    break
-                full = len(self._ready) >= self._target and (idle or self._refill != "static")
-                if not full:
+            while not self._has_ended() or self._failure is not None:
+                if not self._is_full():
                     full_since = None
                 elif full_since is None:
-                    full_since = _now()
-                if full and not self._must_wait():
+                    full_since, patience = _now(), HELD_SECONDS
+                if full_since is not None and not self._must_wait():
                     break
                 if self._failure is not None:
                     raise self._failure
-                if not full and self._graded >= FRUITLESS_BATCHES * self._target:
+                if self._resting:
                     raise ServiceError(
-                        f"{self._graded} groups were graded for a batch of {self._target}, and {len(self._ready)} of"
-                        f" them are informative; the mean of their rewards is {fmean(self._rewards):.3g}",
-                        hint="the tasks are all too hard or too easy for the policy: change them, n or the filter",
+                        "the sampler was stopped while a batch was awaited", hint="call batch() again to go on"
                     )
-                await self._changed.next().wait()
+                if full_since is None and self._graded >= FRUITLESS_BATCHES * self._target:
+                    self._resting = True
+                    raise self._fruitless()
+                changed = self._changed.next()
+                if full_since is None:
+                    await changed.wait()
+                else:
+                    await wait_for_event(changed, full_since + patience - _now())
+                if full_since is not None and _now() >= full_since + patience:
+                    slow = next(iter(self._running), "GROUP")  # none while the group is being submitted
+                    log.warning(
+                        "a full batch is held for slow groups (%d run): outrider show %s", len(self._running), slow
+                    )
+                    patience *= 2
         finally:
             self._wanted = False
-        if not self._ready:
-            return None
-        held = _now() - full_since if full_since is not None else 0.0
+        return _now() - full_since if full_since is not None else 0.0
+
+    def _is_full(self) -> bool:
+        idle = not (self._running or self._submitting)
+        return len(self._ready) >= self._target and (idle or self._refill != "static")
+
+    def _has_ended(self) -> bool:
+        """Return True if the source has ended and every prompt is ready, delivered or dropped."""
+        return self._exhausted and not (self._running or self._submitting or self._waiting)
+
+    def _deliver(self, began: float, held: float) -> Batch:
         taken = self._take()
-        if self._surplus != "carry":
-            try:
-                await self._stop([key for key, prompt in self._running.items() if not prompt.protected], "stopped")
-            except BaseException:  # also a cancellation: the groups were not delivered, and stay ready
-                self._ready.extendleft(reversed(taken))
-                raise
         self._counts.informative += len(taken)
         self._delivered += len(taken)
         if self._max_age is not None:
@@ -412,8 +463,10 @@ class DynamicSampler:
         )
 
     async def stop(self) -> None:
-        """Cancel all groups that still run, and submit no more until another batch is requested."""
+        """Cancel all groups that still run, and submit no more until another batch is requested. A call of `batch` that
+        waits raises ServiceError."""
         self._resting = True
+        self._changed.send()
         await self._stop(list(self._running), "stopped")
         while self._submitting is not None:
             await self._changed.next().wait()
@@ -432,8 +485,8 @@ class DynamicSampler:
                 self._submit_again(each.prompt, "stale")
             else:
                 self._ready.append(each)
-        await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt)], "stale")
         self._changed.send()
+        await self._stop([key for key, prompt in self._running.items() if self._is_stale(prompt)], "stale")
 
     def _take(self) -> list[_Ready]:
         """Remove the groups of the next batch from the ready groups: the groups of the oldest policy versions."""
@@ -444,19 +497,24 @@ class DynamicSampler:
         return ready[: self._target]
 
     def _must_wait(self) -> bool:
-        """Return True if some group would be too old after the trainer has trained on the next batch."""
+        """Return True if some group that runs might be too old before it is delivered, if the next batch were delivered
+        without it."""
         if self._max_age is None or self._overdue == "train":
             return False
-        # A trainer that takes more batches without raising the version waits for the groups that run, not for ever.
-        steps = min((self._delivered + self._target) // self._groups_per_version, self._max_age + 1)
-        oldest = self._version + steps - self._max_age
-        unfinished = [*self._running.values(), *([self._submitting] if self._submitting else [])]
-        return any((prompt.version or 0) < oldest for prompt in unfinished)
+        running = [*self._running.values(), *([self._submitting] if self._submitting else [])]
+        # Before the version has risen by `steps`, `left` groups are delivered after this batch. The groups of versions
+        # before `oldest` must be among them. A trainer that does not raise the version waits for all running groups.
+        for steps in range(1, self._max_age + 2):
+            oldest = self._version + steps - self._max_age
+            left = max(0, steps * self._groups_per_version - self._delivered - self._target)
+            late = sum((prompt.version or 0) < oldest for prompt in running)
+            ready = sum((each.prompt.version or 0) < oldest for each in self._ready)
+            if late and late + max(0, ready - self._target) > left:
+                return True
+        return False
 
     def _room(self) -> int:
         """Return the number of groups to submit now. No group is submitted for 0 or a negative number."""
-        if not self._wanted and self._surplus == "cancel":
-            return 0
         running, ready = len(self._running), len(self._ready)
         if self._refill == "static":
             return self._target - running - ready if self._wanted else 0
@@ -474,11 +532,16 @@ class DynamicSampler:
             return allowed if not running and self._wanted and ready < self._target else 0
         return allowed - running
 
+    def _may_submit(self) -> bool:
+        if self._resting or self._failure is not None or (self._exhausted and not self._waiting):
+            return False
+        return self._wanted or self._surplus != "cancel"
+
     async def _submit_prompts(self) -> None:
         while True:
             changed = self._changed.next()
             for _ in range(self._room()):
-                if self._resting or (not self._waiting and self._exhausted):
+                if not self._may_submit():
                     break
                 await self._submit(self._waiting.popleft() if self._waiting else _Prompt(self._next))
             await changed.wait()
@@ -491,6 +554,10 @@ class DynamicSampler:
             except IndexError:
                 self._exhausted = True
                 return
+            except StopIteration as error:
+                raise InvalidField(
+                    f"the source has raised StopIteration for the prompt {prompt.number}", field="source", hint=SOURCES
+                ) from error
             self._next = max(self._next, prompt.number + 1)
             prompt.version = self._version if prompt.version is None else prompt.version
             group = await self._submit_group(prompt, task)
@@ -513,6 +580,10 @@ class DynamicSampler:
             self._changed.send()
         if group.state is GroupState.DONE:  # the group was done at once, or under the earlier sampler
             await self._settle(group)
+        elif self._is_stale(prompt):  # the version has risen since the group was chosen
+            await self._stop([group.id], "stale")
+        elif self._surplus == "cancel" and not self._wanted and not prompt.protected:
+            await self._stop([group.id], "stopped")
 
     async def _submit_group(self, prompt: _Prompt, task: Task) -> GroupView:
         body = {
@@ -523,13 +594,19 @@ class DynamicSampler:
         return await patiently(partial(self._client.submit, body))
 
     async def _follow_results(self, cursor: int) -> None:
+        check_at = _now() + LONG_POLL
         while True:
             page = await patiently(partial(self._client.results, after=cursor, wait=LONG_POLL))
             for group in page.groups:
                 await self._settle(group)
-            if not page.groups and self._running:
-                await check_known(self._client.group, next(iter(self._running)))
             cursor = page.cursor
+            if self._running and _now() >= check_at:
+                # Results of other clients may arrive all the time, so the check does not depend on an empty page.
+                check_at = _now() + LONG_POLL
+                oldest = await check_known(self._client.group, next(iter(self._running)))
+                if oldest.id in self._running and oldest.cursor is not None:
+                    # The service counts anew after a start without its old data, and the result is not a new one.
+                    cursor = min(cursor, oldest.cursor - 1)
 
     async def _settle(self, group: GroupView) -> None:
         """Keep a finished group for a batch, or drop the group and, depending on the reason, submit its prompt
@@ -585,11 +662,27 @@ class DynamicSampler:
             self._counts.given_up += 1
             log.warning("group %s has failed and its prompt is given up: %s", group.id, why)
         self._failed_in_a_row += prompt.failures == 0
+        self._last_failed = (group.id, why)
         if self._failed_in_a_row >= FAILED_IN_A_ROW:
-            self._failure = ServiceError(
-                f"{FAILED_IN_A_ROW} prompts in a row have failed, the last one with: {why}",
-                hint=f"look at it: outrider show {group.id}",
-            )
+            self._end(self._all_failed())
+
+    def _all_failed(self) -> ServiceError:
+        group_id, why = self._last_failed
+        return ServiceError(
+            f"{self._failed_in_a_row} prompts in a row have failed, the last one with: {why}",
+            hint=f"look at it: outrider show {group_id}",
+        )
+
+    def _fruitless(self) -> ServiceError:
+        stale = self._counts.stale
+        return ServiceError(
+            f"{self._graded} groups were graded for a batch of {self._target}, and {len(self._ready)} of them are"
+            f" informative; the mean of their rewards is {fmean(self._rewards):.3g}"
+            + (f", and {stale} of them were too old" if stale else ""),
+            hint="the engines serve an older version than set_version() was given, or versions rise too fast"
+            if stale > self._graded / 2
+            else "the tasks are all too hard or too easy for the policy: change them, n or the filter",
+        )
 
     def _submit_again(self, prompt: _Prompt, reason: Literal["stopped", "stale"]) -> None:
         setattr(self._counts, reason, getattr(self._counts, reason) + 1)
@@ -607,15 +700,23 @@ class DynamicSampler:
             prompt = self._running.get(group_id)
             if prompt is not None and prompt.stopping is None:
                 prompt.stopping = reason
-                await patiently(partial(self._client.cancel, group_id))
+                try:
+                    await patiently(partial(self._client.cancel, group_id))
+                except BaseException:  # the group may run on, so a later call must stop it
+                    prompt.stopping = None
+                    raise
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run background work, and store its error for `batch` to raise."""
         try:
             await work()
         except Exception as error:  # any error is stored, because the trainer must not wait for ever
-            self._failure = error
-            self._changed.send()
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        """Submit no more groups, and let `batch` raise the first error."""
+        self._failure = self._failure or error
+        self._changed.send()
 
 
 def _oldest_version(prompt: _Prompt, group: GroupView | None = None) -> int:
@@ -629,6 +730,24 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise InvalidField(f"{name} is {value}; it must be at least 1", field=name)
+def _task_by_number(source: Source) -> Callable[[int], Task]:
+    """Return the function from a prompt's number to its task. Raises InvalidField for a source that is none."""
+    if callable(source):
+        return source
+    if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise InvalidField(f"the tasks are given as {type(source).__name__}", field="source", hint=SOURCES)
+    if not len(source):
+        raise InvalidField("there are no tasks", field="source", hint="give at least one task")
+    return lambda number: source[number % len(source)]
+
+
+def _check_at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise InvalidField(f"{name} is {value}; it must be at least {least}", field=name)
+
+
+def _check_one_of(kind: Any, **values: str) -> None:
+    for name, value in values.items():
+        if value not in get_args(kind):
+            raise InvalidField(f"{name} is {value!r}; it must be one of {', '.join(get_args(kind))}", field=name)

@@ -392,7 +392,7 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
         f"rollout/outrider/{name}": getattr(counts, name)
         for name in ("submitted", "retried", "given_up", "stale", "stopped")
     }
-    metrics["rollout/outrider/waited_seconds"] = batch.waited
+    metrics |= {"rollout/outrider/waited_seconds": batch.waited, "rollout/outrider/held_seconds": batch.held}
     metrics["rollout/outrider/removed"] = len(errors)
     metrics["rollout/outrider/rows"] = sum(len(rows) for of_group in data for rows in of_group)
     if versions:

@@ -96,7 +96,8 @@ class StepStats(msgspec.Struct, kw_only=True):
     kept_reward: mean reward of the groups in the batch.
     staleness_mean, staleness_max: mean and maximum number of versions by which the tokens that train are older than the
         policy in training.
-    waited: the time for which the trainer waited for the batch, in seconds.
+    waited: the time for which the trainer waited for the batch, in seconds. For `held` of these seconds the batch was
+        full, and waited for slow groups (`sampling.Batch`).
     left_out_rows, left_out_tokens: the number of rows that train but were left out, because the batch has one row for
         each session, and the number of tokens that train in these rows.
     empty_rows: the number of rows without a token that trains.
@@ -115,6 +116,7 @@ class StepStats(msgspec.Struct, kw_only=True):
     staleness_mean: float
     staleness_max: int
     waited: float
+    held: float
     groups: Counts
     left_out_rows: int
     left_out_tokens: int
@@ -132,6 +134,7 @@ class StepStats(msgspec.Struct, kw_only=True):
             "staleness/mean": self.staleness_mean,
             "staleness/max": float(self.staleness_max),
             "waited_seconds": self.waited,
+            "held_seconds": self.held,
             "left_out_rows": float(self.left_out_rows),
             "left_out_tokens": float(self.left_out_tokens),
             "empty_rows": float(self.empty_rows),
@@ -388,6 +391,7 @@ class Rollouts:
             staleness_mean=fmean(ages),
             staleness_max=max(ages),
             waited=batch.waited,
+            held=batch.held,
             groups=batch.counts,
             left_out_rows=sum(len(group.left_out) for group in groups),
             left_out_tokens=sum(sum(row.mask) for group in groups for row in group.left_out),
@@ -681,6 +685,7 @@ class RolloutWorker:
                         self._last_row = time.monotonic()
                 for name, value in batch.counts.flat().items():
                     self.metrics_queue.put({f"outrider/groups_{name}_total": float(value)})
+                self.metrics_queue.put({"outrider/held_seconds_total": batch.held})
             raise ServiceError(
                 "the tasks are used up", hint="give the tasks as a sequence, which is repeated without end"
             )

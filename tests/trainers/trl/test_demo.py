@@ -1,8 +1,16 @@
-"""A short run of `make train`: the whole system over HTTP, and the reward rises. The whole run takes minutes."""
+"""A short run of `make train`: the whole system over HTTP, and the reward rises. The whole run takes minutes. Ctrl-C
+ends it, and keeps what it has."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,3 +47,77 @@ def test_the_reward_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     capsys.readouterr()
     assert main(["demo", "--json", "--model", run.policy, "--out", str(tmp_path / "demo")]) == 0
     assert json.loads(capsys.readouterr().out)["mean_reward"] > run.first_reward
+
+
+PROGRAM = """
+import sys
+from outrider.cli import main
+from outrider.lab.demo import train
+train.EPISODES = 8
+sys.exit(main())
+"""
+ENDS_AT_ONCE_SECONDS = 30.0
+"""The service stops its sessions within this time; a step and an evaluation may take longer."""
+
+
+@contextmanager
+def demo_that_trains(out: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run `outrider demo --train` in a process group of its own, as a shell does, until it has done a step. Afterwards,
+    neither it nor its service may run."""
+    command = [sys.executable, "-c", PROGRAM, "demo", "--train", "--json", "--seeds", "2", "--out", str(out)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        try:
+            read_until(process, "seed 0 of 2: step 1 of")
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            assert children
+            yield process
+            assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> None:
+    """Read standard error up to the line with this text."""
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} is not in:\n{''.join(lines)}")
+
+
+def test_ctrl_c_keeps_the_weights_and_the_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with demo_that_trains(tmp_path) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        shown, notes = process.communicate()
+        assert process.returncode == 130, notes
+    printed = json.loads(shown)
+    assert printed["interrupted"]
+    [line] = printed["seeds"]
+    assert line["steps"] >= 1
+    assert line["last_reward"] is None
+    [kept] = json.loads((tmp_path / "train.json").read_bytes())
+    assert len(kept["steps"]) == line["steps"]
+    assert printed["curve"] is None or Path(printed["curve"]).stat().st_size > 1000
+    trained = tmp_path / "policy-0"
+    assert f"seed 0 of 2, after step {line['steps']} of {training.MAX_STEPS}" in notes
+    assert str(trained) in notes
+    assert (trained / "model.safetensors").read_bytes() != (POLICY / "model.safetensors").read_bytes()
+    assert main(["demo", "--json", "--model", str(trained), "--out", str(tmp_path / "demo")]) == 0
+    capsys.readouterr()
+
+
+def test_a_second_ctrl_c_ends_the_training_at_once(tmp_path: Path) -> None:
+    with demo_that_trains(tmp_path) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        read_until(process, "Ctrl-C again ends it at once")
+        began = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        shown, notes = process.communicate()
+        assert time.monotonic() - began < ENDS_AT_ONCE_SECONDS
+        assert process.returncode == 130, notes
+    assert shown == ""
+    assert not (tmp_path / "policy-0").exists()

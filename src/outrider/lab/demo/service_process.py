@@ -1,7 +1,8 @@
 """Runs a whole service in a separate process, for a trainer that uses the service by its URL.
 
 The module is independent of the demo's task. Invariant: the service's process has ended when the block is left. The
-service's process also ends when this process is killed, or when the thread that opened the block ends.
+service's process also ends when this process is killed, or when the thread that opened the block ends. Ctrl-C in a
+terminal does not reach the service, because it is in a process group of its own: the trainer decides what ends.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def service_process(config: Config, folder: Path) -> Iterator[str]:
             stdout=subprocess.PIPE,
             stderr=errors,
             env=_environment(config),
+            process_group=0,
         ) as process,
     ):
         try:

@@ -47,10 +47,9 @@ LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within one
 or two steps, and then gets no reward any more."""
 MAX_STEPS = 48
+"""Training is bounded by steps and not by time, because a busy machine would otherwise end it too early."""
 PASSES = 2
 """Optimizer steps over each batch."""
-SECONDS = 240.0
-"""No further training step begins after this number of seconds."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
 """Settings of the first training, in which the model learns to guess without reading the file: the number of batches,
 the number of dialogues in a batch, and the learning rate."""
@@ -80,12 +79,12 @@ class TrainStep(msgspec.Struct, frozen=True, kw_only=True):
 
 class SeedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one training with one seed. `first_reward` and `last_reward` are means over EPISODES new episodes,
-    before and after the training. `errors` and `drift_tokens` are totals over all sessions. `policy` is the folder of
-    the trained weights."""
+    before and after the training; `last_reward` is None if the training was ended early. `errors` and `drift_tokens`
+    are totals over all sessions. `policy` is the folder of the trained weights."""
 
     seed: int
     first_reward: float
-    last_reward: float
+    last_reward: float | None
     seconds: float
     steps: tuple[TrainStep, ...]
     sessions: int
@@ -101,24 +100,26 @@ class SeedLine(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     first_reward: float
-    last_reward: float
+    last_reward: float | None
     seconds: float
+    steps: int
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON line of `outrider demo --train --json`. `curve` is the path of the plot, or None if matplotlib is not
-    installed."""
+    installed. `interrupted`: the training was ended early, by Ctrl-C."""
 
     seeds: tuple[SeedLine, ...]
     max_logprob_gap: float
     drift_tokens: int
     errors: int
     curve: str | None
+    interrupted: bool
 
     @property
     def good(self) -> bool:
         return (
-            all(line.first_reward < STARTS_BELOW and line.last_reward > ENDS_ABOVE for line in self.seeds)
+            all(line.first_reward < STARTS_BELOW and (line.last_reward or 0.0) > ENDS_ABOVE for line in self.seeds)
             and self.max_logprob_gap <= LARGEST_GAP
             and not (self.drift_tokens or self.errors)
         )
@@ -138,10 +139,14 @@ def check_installed() -> None:
         )
 
 
-def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> SeedRun:
+def train(
+    seed: int, policy: Path, runtime: str, out: Path, watch: Watch, stop: Callable[[], bool] = lambda: False
+) -> SeedRun:
     """Train the policy in the folder `policy`, with sandboxes of kind `runtime`, and write the trained policy to `out`.
 
-    Calls `watch` after each step. Raises the service's errors, and InvalidField for a policy that cannot be trained.
+    Calls `watch` after each step. If `stop()` is true after a step, the training ends, without an evaluation of the
+    trained policy. If it is true before the first step, `out` is not written. Raises the service's errors, and
+    InvalidField for a policy that cannot be trained.
     """
     began = time.monotonic()
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="outrider-train-") as name:
@@ -164,8 +169,8 @@ def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> See
             episodes = [make_task(random.Random(f"fresh {seed} {number}")) for number in range(EPISODES)]
             fresh = [group_spec(episode, 1, runtime=runtime)["task"] for episode in episodes]
             first = client.run(evaluate(client.asynchronous, fresh, seed=seed))
-            steps = _train(client, weights, model, seed, policy, runtime, folder, watch)
-            last = client.run(evaluate(client.asynchronous, fresh, seed=seed))
+            steps = [] if stop() else _train(client, weights, model, seed, policy, runtime, folder, watch, stop)
+            last = None if stop() else client.run(evaluate(client.asynchronous, fresh, seed=seed))
             totals = {"sessions": 0, "errors": 0, "drift": 0}
             after = 0
             while (page := client.results(after=after, limit=PAGE)).groups:
@@ -175,13 +180,14 @@ def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> See
                         totals["errors"] += result.stop_reason is StopReason.ERROR
                         totals["drift"] += result.tokens.drift
                 after = page.cursor
-            shutil.rmtree(out, ignore_errors=True)
-            shutil.copytree(weights.folder(weights.version), out)
+            if steps:
+                shutil.rmtree(out, ignore_errors=True)
+                shutil.copytree(weights.folder(weights.version), out)
     gaps = [step.stats.logprob_gap for step in steps if step.stats.logprob_gap is not None]
     return SeedRun(
         seed=seed,
         first_reward=first.reward.mean,
-        last_reward=last.reward.mean,
+        last_reward=last.reward.mean if last is not None else None,
         seconds=time.monotonic() - began,
         steps=tuple(steps),
         sessions=totals["sessions"],
@@ -193,14 +199,15 @@ def train(seed: int, policy: Path, runtime: str, out: Path, watch: Watch) -> See
     )
 
 
-def summary(runs: Sequence[SeedRun], curve: Path | None) -> TrainSummary:
+def summary(runs: Sequence[SeedRun], curve: Path | None, *, interrupted: bool = False) -> TrainSummary:
     return TrainSummary(
         seeds=tuple(
             SeedLine(
                 seed=run.seed,
                 first_reward=round(run.first_reward, 4),
-                last_reward=round(run.last_reward, 4),
+                last_reward=round(run.last_reward, 4) if run.last_reward is not None else None,
                 seconds=round(run.seconds, 1),
+                steps=len(run.steps),
             )
             for run in runs
         ),
@@ -208,6 +215,7 @@ def summary(runs: Sequence[SeedRun], curve: Path | None) -> TrainSummary:
         drift_tokens=sum(run.drift_tokens for run in runs),
         errors=sum(run.errors for run in runs),
         curve=str(curve) if curve else None,
+        interrupted=interrupted,
     )
 
 
@@ -249,6 +257,7 @@ def _train(
     runtime: str,
     folder: Path,
     watch: Watch,
+    stop: Callable[[], bool],
 ) -> list[TrainStep]:
     from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -260,26 +269,21 @@ def _train(
     lanes = LaneWatch(client.asynchronous)
 
     class Steps(TrainerCallback):  # type: ignore[misc]  # TRL has no types here
-        """Reports each step, sets the learning rate, and ends the training when the task is solved or the time is up.
-
-        The learning rate follows a cosine of the completed share of the steps or of the time, whichever share is
-        larger. So the last steps are also small on a slow machine.
-        """
+        """Reports each step, sets the learning rate, and ends the training when the task is solved or `stop()` is true.
+        The learning rate follows a cosine of the completed share of the steps."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
-            done = max(state.global_step / state.max_steps, (time.monotonic() - began) / SECONDS)
-            share = (1 + math.cos(math.pi * min(done, 1.0))) / 2
+            share = (1 + math.cos(math.pi * state.global_step / state.max_steps)) / 2
             for parameters in optimizer.param_groups:
                 parameters["lr"] = LAST_LEARNING_RATE + (LEARNING_RATE - LAST_LEARNING_RATE) * share
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if state.global_step % PASSES:
                 return
-            seconds = time.monotonic() - began
-            steps.append(TrainStep(stats=rollouts.history[-1], idle=lanes.idle(), seconds=seconds))
+            steps.append(TrainStep(stats=rollouts.history[-1], idle=lanes.idle(), seconds=time.monotonic() - began))
             watch(steps[-1])
             recent = [step.stats.reward for step in steps[-SOLVED_STEPS:]]
-            if seconds > SECONDS or (len(recent) == SOLVED_STEPS and fmean(recent) >= SOLVED):
+            if stop() or (len(recent) == SOLVED_STEPS and fmean(recent) >= SOLVED):
                 control.should_training_stop = True
 
     arguments = GRPOConfig(
