@@ -66,7 +66,7 @@ async def test_a_reply_is_the_row_token_for_token(tmp_path: Path) -> None:
     [sample] = group.samples
     log = message_log(reply)
     assert [role for role, _, _ in log] == ["user", "assistant"] * 2
-    assert [token for _, ids, _ in log for token in ids] == sample.ids[: sum(len(ids) for _, ids, _ in log)]
+    assert [token for _, ids, _ in log for token in ids] == sample.ids[: sum(len(ids) for _, ids, _ in log)].tolist()
     assert [token for role, ids, _ in log if role == "assistant" for token in ids] == [
         token for token, trained in zip(sample.ids, sample.loss_mask, strict=True) if trained
     ]

@@ -35,7 +35,7 @@ async def test_rows_become_replies_token_for_token(tmp_path: Path) -> None:
     for number, result in enumerate(results):
         sample = by_session[result["response"]["id"]]
         ids = [token for _, ids, _ in message_log(result) for token in ids]
-        assert ids == sample.ids[: len(ids)]
+        assert ids == sample.ids[: len(ids)].tolist()
         assert (result["_rowidx"], result["reward"]) == (number, sample.reward)
         assert result["number"] == sample.metrics["number"]
         checked = BaseVerifyResponse.model_validate(result)  # the reply that other agents of NeMo Gym declare
