@@ -22,11 +22,6 @@ TRL_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
 # For SkyRL and OpenRLHF, whose packages for GPUs are left out.
 SKYRL_VENV ?= .venv-skyrl
-# Without Python 3.12, SkyRL 0.3 is installed and tested.
-SKYRL_0_4 := skyrl==0.4.0 skyrl-gym==0.4.0
-SKYRL_0_4_NEEDS := transformers==5.16.1 ray[default]==2.57.0 hydra-core==1.3.4 pybase64
-SKYRL_0_3 := skyrl==0.3.0 skyrl-gym==0.4.0
-SKYRL_0_3_NEEDS := transformers==5.8.0 ray[default]==2.56.0 hydra-core==1.3.2
 GYM_VENV ?= .venv-gym
 
 # Where test-real keeps the agent programs that it installs.
@@ -41,11 +36,11 @@ INSTALL := install_into() { venv=$$1; shift; \
 	"$$venv/bin/python" -m uv pip install --quiet --python "$$venv/bin/python" "$$@" || \
 	{ echo "uv has failed: trying pip"; "$$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$@"; }; }; \
 	install_into
-# `$(NEW_VENV) VENV [PYTHON]` makes an environment with pip, uv and torch.
-NEW_VENV := new_venv() { python=$${2:-$(PYTHON)}; \
-	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	{ echo "$$python must be Python 3.11 or newer: name another one with make PYTHON=..." >&2; return 1; }; \
-	test -x "$$1/bin/python" || "$$python" -m venv "$$1" || return 1; \
+# `$(NEW_VENV) VENV` makes an environment with pip, uv and torch.
+NEW_VENV := new_venv() { \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "$(PYTHON) must be Python 3.11 or newer: name another one with make PYTHON=..." >&2; return 1; }; \
+	test -x "$$1/bin/python" || $(PYTHON) -m venv "$$1" || return 1; \
 	"$$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINT) uv $(TORCH); }; new_venv
 # `$(PYTHON_312)` prints a Python of 3.12 or 3.13, if there is one. pyenv's commands may be there without a version behind
 # them.
@@ -189,16 +184,16 @@ $(VERL_VENV)/.stamps/dev: pyproject.toml
 	@mkdir -p $(@D) && touch $@
 
 # Both packages ask for CUDA extensions and pin different versions of what they share; their tests need what is named here.
+# SkyRL 0.4 asks for Python 3.12, for which pip may find only the CUDA build of torch, 5 GB. All of it that the tests import
+# also works on Python 3.11.
 $(SKYRL_VENV)/.stamps/dev: pyproject.toml
-	@python=$$($(PYTHON_312)); \
-	if test "$$python"; then skyrl="$(SKYRL_0_4)" needs="$(SKYRL_0_4_NEEDS)"; else \
-		python=$(PYTHON) skyrl="$(SKYRL_0_3)" needs="$(SKYRL_0_3_NEEDS)"; \
-		echo "SkyRL 0.4 needs Python 3.12 or 3.13, which is not here: SkyRL 0.3 is installed and tested instead"; fi; \
-	echo "Installing $(TORCH), $$skyrl, OpenRLHF and what their tests need into $(SKYRL_VENV) with $$("$$python" --version)"; \
-	$(NEW_VENV) $(SKYRL_VENV) "$$python" && \
-	$(INSTALL) $(SKYRL_VENV) --editable . $(TEST_TOOLS) $$needs peft==0.18.1 accelerate cloudpathlib datasets \
-		func_timeout jaxtyping loguru polars pylatexenc sympy tensordict torchdata && \
-	$(INSTALL) $(SKYRL_VENV) --no-deps openrlhf==0.11.2 $$skyrl
+	@echo "Installing $(TORCH), SkyRL, OpenRLHF and what their tests need into $(SKYRL_VENV)"
+	@$(NEW_VENV) $(SKYRL_VENV)
+	@$(INSTALL) $(SKYRL_VENV) --editable . $(TEST_TOOLS) \
+		transformers==5.16.1 "ray[default]==2.57.0" hydra-core==1.3.4 pybase64 peft==0.18.1 accelerate cloudpathlib \
+		datasets func_timeout jaxtyping loguru polars pylatexenc sympy tensordict torchdata
+	@$(SKYRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+		openrlhf==0.11.2 skyrl==0.4.0 skyrl-gym==0.4.0
 	@mkdir -p $(@D) && touch $@
 
 # Without torch, and with only what NeMo Gym's agent servers and its client import. Without Python 3.12 there is no stamp.

@@ -478,7 +478,7 @@ class Trainer:
     def __init__(self, seed: int, prompts: int) -> None:
         self.draw = random.Random(seed)
         self.service = Unreliable(self.draw, slots=self.draw.choice([8, 24, 64]))
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "target": self.draw.choice([1, 3, 5]),
             "surplus": self.draw.choice(["carry", "cancel"]),
             "refill": self.draw.choice(["asynchronous", "asynchronous", "synchronous"]),

@@ -84,8 +84,8 @@ def demo(
     if train:
         from outrider.cli.training import train_policy
 
-        found = train_policy(terminal, policy, runtime, out, seeds)
-        raise Exit(INTERRUPTED if found.interrupted else SUCCESS if found.good else FAILURE)
+        trained = train_policy(terminal, policy, runtime, out, seeds)
+        raise Exit(INTERRUPTED if trained.interrupted else SUCCESS if trained.good else FAILURE)
     _make(out)
     with session_progress(terminal, "starting a service, and loading the model") as watch:
         rollouts = run_service(run_demo(runtime, watch, data=keep, policy=policy))

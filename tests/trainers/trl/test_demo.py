@@ -39,6 +39,8 @@ def test_the_reward_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     run = training.train(0, POLICY, runtime, tmp_path / "trained", seen.append)
     assert tuple(seen) == run.steps
     assert [step.stats.version for step in run.steps] == list(range(2, STEPS + 2))
+    assert run.first_reward is not None
+    assert run.last_reward is not None
     assert run.first_reward < training.STARTS_BELOW
     assert run.last_reward > run.first_reward + RISE
     assert run.drift_tokens == run.errors == 0
