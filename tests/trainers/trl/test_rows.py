@@ -165,7 +165,7 @@ def test_rows_are_left_out_only_where_that_was_chosen_and_counted() -> None:
             self._published_at = 0
 
         def _next_batch(self, n: int, target: int) -> Any:
-            return SimpleNamespace(groups=[view], counts=Counts(), waited=0.0)
+            return SimpleNamespace(groups=[view], counts=Counts(), waited=0.0, held=0.0)
 
     trainer = Trainer(parameters(), n=2)
     with pytest.raises(InvalidField, match="1 rows of the batch, with 2 trained tokens") as raised:
