@@ -37,7 +37,7 @@ class Given(Rollouts):
 
     def _next_batch(self, n: int, target: int) -> Any:
         rows = [row(0, 0, LENGTHS[0]), row(0, 1, 5), row(1, 0, LENGTHS[1])]
-        return SimpleNamespace(groups=[group([1.0, 0.0], rows)], counts=Counts(), waited=0.0)
+        return SimpleNamespace(groups=[group([1.0, 0.0], rows)], counts=Counts(), waited=0.0, held=0.0)
 
 
 def pulls(folder: Path, loss_type: str) -> list[list[float]]:
