@@ -126,6 +126,12 @@ def test_an_address_without_a_port_is_named_if_nothing_answers(
     assert hint.endswith(f"such as {url}:8700")
 
 
+def test_a_password_in_the_address_is_not_shown(cli: Cli) -> None:
+    ran = cli.run("status", "--url", UNREACHABLE.replace("://", "://me:geheim@"))
+    assert ran.code == 1
+    assert ran.err.startswith(f"error: cannot reach the service at {UNREACHABLE}: Connection refused")
+
+
 def test_a_program_gets_the_error_as_json(cli: Cli) -> None:
     ran = cli.run("status", "--url", UNREACHABLE, "--json")
     assert ran.code == 1

@@ -106,10 +106,12 @@ class ControlRouter:
         errors: tuple[type[OutriderError], ...] = (),
         status: int = 200,
         also: Mapping[int | str, dict[str, Any]] = {},
+        forms: Mapping[str, dict[str, Any]] = {},
         response_class: type[Response] = Response,
     ) -> Callable[[H], H]:
         """Return a decorator that adds a route. `errors` are the errors that the OpenAPI description cannot derive from
-        the route's path, parameters and body. `also` are descriptions of further replies, by status."""
+        the route's path, parameters and body. `also` are descriptions of further replies, by status; `forms` are those
+        of the same reply in other media types."""
 
         def register(handler: H) -> H:
             self.roles[f"{method} {self.routes.prefix}{path}"] = role
@@ -122,6 +124,7 @@ class ControlRouter:
             answer, kind = {}, _body_of(handler)
             if reply is not None:
                 answer[status] = json_answer(reply)
+                answer[status]["content"] |= forms
                 self.replies.append(reply)
             if kind is not None:
                 self.requests.append(kind)

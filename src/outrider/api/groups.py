@@ -46,9 +46,7 @@ async def wants_columns(
 
 Columns = Annotated[bool, Depends(wants_columns)]
 """Whether the client takes samples as an Arrow stream."""
-ARROW_REPLY: dict[int | str, dict[str, Any]] = {
-    200: {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
-}
+ARROW_REPLY = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
 ROUTES = ControlRouter()
@@ -79,7 +77,7 @@ async def groups(
     return GroupList(groups=tuple(map(group_summary, rows)))
 
 
-@ROUTES.get("/groups/{group_id}", "read", GroupView, also=ARROW_REPLY)
+@ROUTES.get("/groups/{group_id}", "read", GroupView, forms=ARROW_REPLY)
 async def group(
     service: Serving,
     caller: Caller,
@@ -113,7 +111,7 @@ async def regrade(
     return group
 
 
-@ROUTES.get("/results", "read", ResultsPage, errors=(Conflict,), also=ARROW_REPLY)
+@ROUTES.get("/results", "read", ResultsPage, errors=(Conflict,), forms=ARROW_REPLY)
 async def results(
     service: Serving,
     caller: Caller,
@@ -202,7 +200,7 @@ async def turns(service: Serving, caller: Caller, session_id: str) -> Response:
     return long_reply(await service.reader.encoded(view))
 
 
-@ROUTES.get("/sessions/{session_id}/samples", "read", SampleList, also=ARROW_REPLY)
+@ROUTES.get("/sessions/{session_id}/samples", "read", SampleList, forms=ARROW_REPLY)
 async def samples(service: Serving, caller: Caller, session_id: str, columns: Columns = False) -> Response:
     """List the session's training rows, once the session is done."""
     view = SampleList(samples=await service.reader.samples(session_id, tenant=caller.sees))

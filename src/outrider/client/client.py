@@ -143,6 +143,8 @@ class AsyncClient:
         except ValueError as error:
             raise InvalidField(f"the address of the service, {url!r}, is not valid: {error}", field="url") from error
         self.url = url.rstrip("/")
+        self._shown = address._replace(netloc=address.netloc.rpartition("@")[2]).geturl().rstrip("/")
+        """The address without a user's name and password, for messages."""
         self._headers = {"User-Agent": "outrider"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -447,7 +449,7 @@ class AsyncClient:
         reply = await self._fetch("GET", path, query=query, accept=MEDIA_TYPE)
         if reply.media_type != MEDIA_TYPE:
             raise ServiceError(
-                f"the service at {self.url} sent samples as {reply.media_type}, not as {MEDIA_TYPE}",
+                f"the service at {self._shown} sent samples as {reply.media_type}, not as {MEDIA_TYPE}",
                 hint="the service may be older than this client: compare `outrider --version` on both machines",
             )
         decoded = decode(reply.data)
@@ -519,13 +521,13 @@ class AsyncClient:
 
             if isinstance(error, ssl.SSLCertVerificationError):
                 return ServiceError(
-                    f"the service at {self.url} cannot be trusted: {error}",
+                    f"the service at {self._shown} cannot be trusted: {error}",
                     hint="name the certificate's authority with --ca or OUTRIDER_CA; "
                     "use a host name in the certificate",
                 )
             if isinstance(error, ssl.SSLError):
                 return ServiceError(
-                    f"no TLS connection to the service at {self.url}: {error}",
+                    f"no TLS connection to the service at {self._shown}: {error}",
                     hint="a service without a certificate has an address that begins with http://",
                 )
         # The numbers of an unknown host name are negative, and only their error has their text.
@@ -536,12 +538,13 @@ class AsyncClient:
         if address.port is None and number >= 0:  # with an unknown name no port was tried
             tried, usual = 443 if address.scheme == "https" else 80, urlsplit(DEFAULT_URL).port
             return ServiceError(
-                f"cannot reach the service at {self.url}: {reason}; the address has no port, so port {tried} was tried",
+                f"cannot reach the service at {self._shown}: {reason}; the address has no port, so port {tried} was"
+                " tried",
                 hint=f"a service listens on port {usual} unless its settings name another: name the port with --url or"
                 f" OUTRIDER_URL, such as {address.scheme}://{address.netloc.rpartition('@')[2]}:{usual}",
             )
         return ServiceError(
-            f"cannot reach the service at {self.url}: {reason}",
+            f"cannot reach the service at {self._shown}: {reason}",
             hint="start one with `outrider serve`, or name its address with --url",
         )
 
