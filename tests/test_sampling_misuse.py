@@ -246,7 +246,7 @@ def test_nothing_runs_on_after_a_batch_whose_last_submissions_were_slow() -> Non
             assert batch is not None
             submitted = len(service.submitted)
             await asyncio.sleep(0.5)
-            assert len(service.submitted) <= submitted + 1  # the one that was under way
+            assert len(service.submitted) <= submitted + 1  # one submission was under way
             assert all(group.cursor is not None for group in service._groups.values())
             given = [*batch.prompts, *[prompt async for later in sampler for prompt in later.prompts]]
         assert sorted(given) == list(range(40))

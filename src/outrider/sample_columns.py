@@ -5,9 +5,10 @@ A row is a `trajectory.Sample` in its short form: `ids` has all ids of the row, 
 only the ids that train. `COLUMNS` lists the columns, and docs/api.md documents them for other readers. The rest of a
 reply, such as the sessions of a group, is JSON in the metadata of the schema, under `REPLY`.
 
-Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. The cost is per column and batch,
-so many rows belong into one batch. nanoarrow is used because it is a fiftieth of pyarrow's size and imports in a tenth
-of its time; it is imported with the first call, because most commands read no samples.
+Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. Most of the time is spent for each
+column of a batch, and not for each row, so the rows of a whole page are one batch. The package nanoarrow has a fortieth
+of pyarrow's size and is imported ten times as fast. Functions import nanoarrow when they are called, because most
+commands read no samples.
 """
 
 from __future__ import annotations
@@ -255,6 +256,7 @@ def decode(data: bytes) -> Decoded:
     from nanoarrow.ipc import InputStream
 
     samples: list[Sample] = []
+    fields = [column.of for column in COLUMNS]
     try:
         with InputStream.from_readable(data) as stream, nanoarrow.c_array_stream(stream) as arrays:
             schema = arrays.get_schema()
@@ -264,8 +266,7 @@ def decode(data: bytes) -> Decoded:
             for batch in arrays:
                 view = batch.view()
                 columns = [column.decode(view.child(at)) for column, at in zip(COLUMNS, places, strict=True)]
-                names_of = [column.of for column in COLUMNS]
-                samples += (Sample(**dict(zip(names_of, row, strict=True))) for row in zip(*columns, strict=True))
+                samples += (Sample(**dict(zip(fields, row, strict=True))) for row in zip(*columns, strict=True))
     except (RuntimeError, ValueError, KeyError) as error:  # nanoarrow raises RuntimeError
         raise ServiceError(
             f"the samples in the service's reply cannot be read: {error}",

@@ -244,7 +244,7 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What `Sample` and `JsonSample` have in common: all of a training row but its tokens.
+    """The fields of a training row, except its tokens: the common part of `Sample` and `JsonSample`.
 
     row, rows: the number of this row, from 0, and the number of the session's rows.
     prompt_length: ids before the first sampled one.

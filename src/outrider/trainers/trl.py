@@ -478,8 +478,8 @@ def sampler_state(checkpoint: Path | str) -> SamplerState:
 
 
 def async_row_class() -> Callable[..., Any]:
-    """Return TRL's class for a row of AsyncGRPOTrainer (`RolloutSample`). Raises InvalidField if the installed TRL has
-    no place for the rollouts of another program, whatever its version."""
+    """Return TRL's class for a row of AsyncGRPOTrainer (`RolloutSample`). Raises InvalidField if the installed TRL
+    takes no rollouts of another program."""
     places = ("trl.experimental.async_grpo.async_rollout_worker", "trl.trainer.async_grpo_trainer")
     row: Callable[..., Any] | None = _first("RolloutSample", places)
     trainer = _first("AsyncGRPOTrainer", ("trl", "trl.experimental.async_grpo"))

@@ -245,8 +245,8 @@ def pulls(cfg: Any, kind: type, ranks: int = 1) -> list[list[float]]:
 
 @pytest.mark.parametrize(("mini_batch", "rollouts", "ranks"), [(2, 4, 1), (1, 2, 1), (2, 4, 8)])
 def test_each_rollout_has_the_same_weight_in_the_loss(mini_batch: int, rollouts: int, ranks: int) -> None:
-    """By hand: two rewards 1 and 0 have the advantages 2**-0.5 and -2**-0.5; a token's weight is 1 / (R T). For several
-    ranks SkyRL adds rows that do not train."""
+    """The expected numbers by hand: rewards of 1 and 0 give advantages of 2**-0.5 and -2**-0.5, and the weight of a
+    token is 1 / (R T). For several ranks SkyRL adds rows that do not train."""
     cfg = config(step_wise_trajectories=True)
     cfg.trainer.policy_mini_batch_size = mini_batch
     given = pulls(cfg, Trainer, ranks)

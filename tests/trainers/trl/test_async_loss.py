@@ -85,8 +85,8 @@ def pulls(kind: Any, folder: Path, rows: int = ROWS_IN_ALL) -> list[list[float]]
 
 
 def test_each_rollout_has_the_same_weight(tmp_path: Path) -> None:
-    """By hand: two rewards 1 and 0 have the advantages 1 and -1 (over their standard deviation, with 1e-4 added to it);
-    a token's weight is 1 / (R T)."""
+    """The expected numbers by hand: rewards of 1 and 0 give advantages of 1 and -1, apart from the 1e-4 that is added
+    to the standard deviation, and the weight of a token is 1 / (R T)."""
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
     class Trainer(AsyncLossPerRollout, AsyncGRPOTrainer):  # type: ignore[misc]

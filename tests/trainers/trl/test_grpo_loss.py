@@ -82,8 +82,9 @@ def pulls(folder: Path, loss_type: str) -> list[list[float]]:
 
 @pytest.mark.parametrize(("loss_type", "tokens"), [("grpo", (14, 4)), ("dapo", (9, 9))])
 def test_the_weight_of_a_token(tmp_path: Path, loss_type: str, tokens: tuple[int, int]) -> None:
-    """By hand: TRL divides by the sample standard deviation, 2**-0.5, with 1e-4 added to it. With `grpo` a token's
-    weight is 1 / (R T), so each rollout has the same; with `dapo`, TRL's default, it is 1 / 9 for each token."""
+    """The expected numbers by hand: TRL divides by the sample standard deviation, 2**-0.5, plus 1e-4. With `grpo` the
+    weight of a token is 1 / (R T), and so each rollout has the same weight. With `dapo`, TRL's default, the weight of
+    each token is 1 / 9."""
     one = 0.5 / (2**-0.5 + 1e-4)
     first, second = pulls(tmp_path, loss_type)
     assert first == pytest.approx([-one / tokens[0]] * LENGTHS[0], rel=1e-4)

@@ -205,7 +205,7 @@ def test_verls_own_grpo_counts_the_rows_or_the_tokens(mode: str, ratio: float) -
     ],
 )
 def test_members_of_a_group(estimator: str, expected: tuple[float, float]) -> None:
-    """Of verl's own, only GRPO has rollouts as members."""
+    """Of the estimators of verl, only GRPO compares rollouts; the others compare rows."""
     rows = [sample(key, REWARDS) for key in KEYS]
     _, returns = estimate(rows) if estimator in ESTIMATORS else (None, advantages(rows, KEYS, estimator))
     found = of_rows(returns)
