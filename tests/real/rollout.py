@@ -238,7 +238,7 @@ class Rollout:
             context, places = [*one.prompt.tolist(), *one.sampled], set(range(start, end))
             found = [at for at, row in enumerate(rows) if left[at] >= places and row.ids[:end].tolist() == context]
             assert len(found) == 1
-            assert rows[found[0]].logprobs[start:end] == one.logprobs
+            assert rows[found[0]].logprobs[start:end].tolist() == one.logprobs
             left[found[0]] -= places
         assert not any(left)
 
