@@ -6,21 +6,19 @@ only the ids that train. `COLUMNS` lists the columns, and docs/api.md documents 
 reply, such as the sessions of a group, is JSON in the metadata of the schema, under `REPLY`.
 
 Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. Most of the time is spent for each
-column of a batch, and not for each row, so the rows of a whole page are one batch. The package nanoarrow has a fortieth
+column of a batch, and not for each row, so the rows of a group are one batch. The package nanoarrow has a fortieth
 of pyarrow's size and is imported ten times as fast. Functions import nanoarrow when they are called, because most
 commands read no samples.
 """
 
 from __future__ import annotations
 
-import io
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -211,42 +209,69 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-class SampleStream:
-    """Writes an Arrow IPC stream to a file, with one batch for each call of `write`. `reply` is the JSON of a reply
-    without its samples. A stream without a batch has the columns, too."""
-
-    def __init__(self, file: BinaryIO, reply: bytes = b"{}") -> None:
-        from nanoarrow import ipc
-
-        self._schema = _schema().modify(metadata={REPLY: reply})
-        self._writer = ipc.StreamWriter.from_writable(file)
-        self._batches = 0
-
-    def write(self, samples: Sequence[Sample]) -> None:
-        # nanoarrow writes the schema before the first batch.
-        self._writer.write_stream(self._batch(samples), write_schema=not self._batches)
-        self._batches += 1
-
-    def close(self) -> None:
-        if not self._batches:
-            self.write(())
-        self._writer.close()
-
-    def _batch(self, samples: Sequence[Sample]) -> CArray:
-        arrays = [
-            column.encode([getattr(sample, column.of) for sample in samples], self._schema.child(at))
-            for at, column in enumerate(COLUMNS)
-        ]
-        return _array(self._schema, len(samples), [None], arrays)
+END = b"\xff\xff\xff\xff\0\0\0\0"
+"""The end of a stream."""
+BATCH_BYTES = 2 << 20
+"""Bytes of ids at which a batch ends. Larger buffers make the allocator return memory to the kernel and fetch other
+memory for each batch, which takes longer than the encoding itself."""
 
 
 def encode(samples: Sequence[Sample], reply: bytes) -> bytes:
-    """Return an Arrow IPC stream with the samples in one batch. `reply` is the JSON of the reply without its
-    samples."""
-    out = io.BytesIO()
-    with closing(SampleStream(out, reply)) as writer:
-        writer.write(samples)
-    return out.getvalue()
+    """Return an Arrow IPC stream with the samples. `reply` is the JSON of the reply without its samples."""
+    return b"".join([head(reply), *batches(samples), END])
+
+
+def head(reply: bytes) -> bytes:
+    """Return the beginning of a stream, which batches and `END` follow. It has the columns, and `reply`, which is the
+    JSON of the reply without its samples."""
+    none = _arrow().c_array_stream([], _schema().modify(metadata={REPLY: reply}))
+    return _written(none, write_schema=True)[0]  # an empty batch follows the schema
+
+
+def batches(samples: Sequence[Sample]) -> Iterator[bytes]:
+    """Yield the batches of a stream with the samples, in pieces of any size, which are not joined, because that
+    would copy them."""
+    some: list[Sample] = []
+    size = 0
+    for sample in samples:
+        some.append(sample)
+        size += len(sample.packed_ids)
+        if size >= BATCH_BYTES:
+            yield from _batch(some)
+            some, size = [], 0
+    if some:
+        yield from _batch(some)
+
+
+def _batch(samples: Sequence[Sample]) -> list[bytes]:
+    schema = _schema()
+    arrays = [
+        column.encode([getattr(sample, column.of) for sample in samples], schema.child(at))
+        for at, column in enumerate(COLUMNS)
+    ]
+    return _written(_array(schema, len(samples), [None], arrays), write_schema=False)
+
+
+def _written(content: Any, *, write_schema: bool) -> list[bytes]:
+    """Return the messages that nanoarrow writes for an array or a stream of arrays, in pieces."""
+    from nanoarrow.ipc import StreamWriter
+
+    pieces = _Pieces()
+    writer = StreamWriter.from_writable(pieces)
+    writer.write_stream(content, write_schema=write_schema)
+    writer.release()  # `close` would also write the end of the stream
+    return pieces.written
+
+
+class _Pieces:
+    """A file for nanoarrow that keeps each piece that is written."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, piece: Any) -> int:
+        self.written.append(bytes(piece))  # a copy, because nanoarrow's memory is only valid during the call
+        return len(self.written[-1])
 
 
 def decode(data: bytes) -> Decoded:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 from fastapi import Request, Response
@@ -20,18 +20,20 @@ RETRY_AFTER = 10.0
 """Default of Retry-After in seconds. The actual wait is unknown: sessions take from seconds to hours."""
 
 
-def long_reply(body: bytes, media_type: str = "application/json") -> Response:
-    """Return a reply of any length. A long reply is sent in pieces, because one write of megabytes would block the
-    event loop."""
-    if len(body) <= PIECE:
-        return Response(body, media_type=media_type)
+def long_reply(body: Sequence[bytes], media_type: str = "application/json") -> Response:
+    """Return a reply of any length, whose body is given in pieces. A long reply is sent in pieces of at most PIECE
+    bytes, because one write of megabytes would block the event loop."""
+    size = sum(map(len, body))
+    if size <= PIECE:
+        return Response(b"".join(body), media_type=media_type)
 
     async def pieces() -> AsyncIterator[memoryview]:  # Starlette would read an ordinary iterator in a thread
-        view = memoryview(body)  # the slices of a view are not copies
-        for start in range(0, len(body), PIECE):
-            yield view[start : start + PIECE]
+        for piece in body:
+            view = memoryview(piece)  # the slices of a view are not copies
+            for start in range(0, len(view), PIECE):
+                yield view[start : start + PIECE]
 
-    return StreamingResponse(pieces(), media_type=media_type, headers={"Content-Length": str(len(body))})
+    return StreamingResponse(pieces(), media_type=media_type, headers={"Content-Length": str(size)})
 
 
 def json_reply(value: msgspec.Struct, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -124,8 +124,8 @@ async def results(
     samples: Samples = False,
     columns: Columns = False,
 ) -> Response:
-    """List done groups after a cursor, in the order they finished: up to `limit` groups and up to 8 MiB, but at
-    least one. Repeat the request with `after` set to the reply's `cursor` until a reply has no groups.
+    """List done groups after a cursor, in the order they finished: up to `limit` groups, and no more once the reply
+    has 8 MiB. Repeat the request with `after` set to the reply's `cursor` until a reply has no groups.
 
     A `consumer` continues from the position that it has acknowledged. A new consumer begins at `after`. Groups that a
     consumer has not acknowledged are kept, so reading as a consumer requires a token that may submit.
@@ -142,9 +142,7 @@ async def results(
         start = position if after is None else after
     columns = columns and samples
     page = await service.results(after=start, wait=wait, limit=limit, samples=samples, columns=columns, caller=caller)
-    if columns:
-        return long_reply(await service.reader.columns(page), MEDIA_TYPE)
-    return long_reply(page.json())
+    return long_reply(page.pieces(), MEDIA_TYPE) if columns else long_reply(page.pieces())
 
 
 @ROUTES.get("/events", "read", errors=(Conflict,), response_class=StreamingResponse)
@@ -197,7 +195,7 @@ async def regrade_session(
 async def turns(service: Serving, caller: Caller, session_id: str) -> Response:
     """List the model calls of the session's newest attempt, as text."""
     view = TurnList(turns=await service.reader.turns(session_id, tenant=caller.sees))
-    return long_reply(await service.reader.encoded(view))
+    return long_reply([await service.reader.encoded(view)])
 
 
 @ROUTES.get("/sessions/{session_id}/samples", "read", SampleList, forms=ARROW_REPLY)
@@ -211,13 +209,13 @@ async def samples(service: Serving, caller: Caller, session_id: str, columns: Co
 async def chat_rows(service: Serving, caller: Caller, session_id: str) -> Response:
     """List the session's training rows as conversations, once the session is done."""
     view = ChatList(rows=await service.reader.chat_rows(session_id, tenant=caller.sees))
-    return long_reply(await service.reader.encoded(view))
+    return long_reply([await service.reader.encoded(view)])
 
 
 async def _reply(service: Service, view: GroupView | SampleList, *, columns: bool) -> Response:
     if columns:
         return long_reply(await service.reader.columns(view), MEDIA_TYPE)
-    return long_reply(await service.reader.encoded(view))
+    return long_reply([await service.reader.encoded(view)])
 
 
 async def _events(service: Service, after: int, caller: Principal) -> AsyncIterator[bytes]:

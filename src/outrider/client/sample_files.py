@@ -106,16 +106,17 @@ class Parquet:
 
 
 class ArrowStream:
-    """An Arrow IPC stream with the columns of `sample_columns.py`, and one batch for each call of `write`."""
+    """An Arrow IPC stream with the columns of `sample_columns.py`."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._writer = sample_columns.SampleStream(file)
+        self._file = file
+        self._file.write(sample_columns.head(b"{}"))
 
     def write(self, samples: Sequence[Row | Trajectory]) -> None:
-        self._writer.write([sample for sample in samples if isinstance(sample, Sample)])
+        self._file.writelines(sample_columns.batches([sample for sample in samples if isinstance(sample, Sample)]))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.write(sample_columns.END)
 
 
 SampleWriter = JsonLines | Parquet | ArrowStream

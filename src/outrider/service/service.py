@@ -286,8 +286,8 @@ class Service:
         caller: Principal = LOCAL,
     ) -> Page:
         """Return a page of the groups whose cursor is greater than `after`. Waits up to `wait` seconds for the first
-        group. A page has at most `limit` groups and PAGE_BYTES; a larger group is a page of its own. `columns` for a
-        page that is sent as an Arrow stream."""
+        group. A page ends after `limit` groups, and with the group that reaches PAGE_BYTES. `columns` for a page that
+        is sent as an Arrow stream."""
         page = Page(after, columns=columns)
         # Clients take an empty page as the end of the results. So if all groups of a page were removed after they were
         # listed, the next groups are read instead.
@@ -298,9 +298,9 @@ class Service:
         ):
             for row in rows:
                 with suppress(NotFound):
-                    view = await self.reader.view(row, samples=samples)
-                    if not await page.add(view, self.reader):
-                        break
+                    await page.add(await self.reader.view(row, samples=samples), self.reader)
+                if page.full:
+                    break
         return page
 
     async def _wait_until(self, seconds: float, look: Callable[[], Awaitable[T]]) -> T:

@@ -1,6 +1,6 @@
 """Makes views of the store's rows for the control API: groups, sessions, turns, samples, pages of results.
 
-Invariant: the cursor of a page is the cursor of its last group, so the groups that did not fit are on the next page.
+Invariant: the cursor of a page is the cursor of its last group, so the next page begins with the next group.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from heapq import merge
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -35,6 +36,8 @@ from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples
 from outrider.trajectory import ChatRow, Sample, SessionResult, Turn, sample_json, unpack_ids
 
+S = TypeVar("S", bound=GroupView | SampleList)
+
 BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
 
@@ -45,7 +48,8 @@ branches are trained, and turns of frozen models never are."""
 SESSIONS_AT_ONCE = 16
 """Maximum number of sessions whose turns are in memory at once while rows are built."""
 PAGE_BYTES = 8 << 20
-"""Maximum bytes of a page of results, unless its first group is larger."""
+"""Bytes at which a page of results ends. The last group may exceed this size, because the bytes of a group are only
+known once its rows are built, and rows that did not fit would be built twice."""
 
 
 class ViewReader:
@@ -79,11 +83,14 @@ class ViewReader:
         """Encode the view as JSON. A large view is encoded in a thread."""
         return await self._offload.run_steps(encoding(view))
 
-    async def columns(self, view: GroupView | SampleList | Page) -> bytes:
-        """Encode the view as an Arrow IPC stream (`sample_columns.py`)."""
-        samples = view.samples or ()
-        reply = view.json() if isinstance(view, Page) else await self.encoded(without_samples(view))
-        return await self._offload.run(lambda: sample_columns.encode(samples, reply))
+    async def columns(self, view: GroupView | SampleList) -> list[bytes]:
+        """Encode the view as an Arrow IPC stream (`sample_columns.py`), and return the stream in pieces."""
+        reply = await self.encoded(without_samples(view))
+        return [sample_columns.head(reply), *await self.batches(view.samples or ()), sample_columns.END]
+
+    async def batches(self, samples: Sequence[Sample]) -> list[bytes]:
+        """Encode samples as batches of an Arrow IPC stream, in pieces."""
+        return await self._offload.run(lambda: [*sample_columns.batches(samples)])
 
     async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:
         return reply_of(SessionView, await self._store.session(session_id, tenant=tenant))
@@ -187,45 +194,47 @@ def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]
     return msgspec.json.encode(msgspec.structs.replace(view, **{field: rows}))
 
 
-def without_samples(view: GroupView | SampleList) -> GroupView | SampleList:
+def without_samples(view: S) -> S:
     """Return a view without its samples. In an Arrow stream, the samples are in the batches."""
     return msgspec.structs.replace(view, samples=() if view.samples else view.samples)
 
 
 class Page:
-    """A page of results. Groups are added in encoded form, so that the size of the page in memory is known while the
-    page grows.
+    """A page of results. Groups are encoded when they are added, so the size of the page is known while it grows.
 
-    `groups` are in the order of their addition. `json()` encodes the page as a `schemas.ResultsPage`. With `columns`,
-    the JSON has no samples, because the page is sent as an Arrow stream.
+    `groups` are in the order of their addition. The page is `full` once it has PAGE_BYTES. `cursor` is the cursor of
+    the last group, or `after` without a group. With `columns`, the samples are batches of an Arrow stream, and neither
+    in the JSON nor in `groups`.
     """
 
     def __init__(self, after: int, *, columns: bool = False) -> None:
         self.groups: list[GroupView] = []
         self.cursor = after
-        self.columns = columns
+        self._columns = columns
         self._bodies: list[bytes] = []
+        self._batches: list[bytes] = []
         self._size = 0
 
     @property
-    def samples(self) -> list[Sample]:
-        return [sample for group in self.groups for sample in group.samples or ()]
+    def full(self) -> bool:
+        return self._size >= PAGE_BYTES
 
-    async def add(self, group: GroupView, reader: ViewReader) -> bool:
-        """Add a group, unless the page would exceed PAGE_BYTES. Returns True if the group was added. The first group is
-        always added, because otherwise a consumer could never get past a large group."""
-        body = await reader.encoded(without_samples(group) if self.columns else group)
-        size = len(body) + (sum(len(sample.packed_ids) for sample in group.samples or ()) if self.columns else 0)
-        if self.groups and self._size + size > PAGE_BYTES:
-            return False
+    async def add(self, group: GroupView, reader: ViewReader) -> None:
+        batches: list[bytes] = []
+        if self._columns:
+            batches = await reader.batches(group.samples or ())
+            group = without_samples(group)
+        body = await reader.encoded(group)
         self.groups.append(group)
         self._bodies.append(body)
-        self._size += size
+        self._batches += batches
+        self._size += len(body) + sum(map(len, batches))
         self.cursor = group.cursor or self.cursor
-        return True
 
-    def json(self) -> bytes:
-        return b'{"groups":[%s],"cursor":%d}' % (b",".join(self._bodies), self.cursor)
+    def pieces(self) -> list[bytes]:
+        """Return the page as a `schemas.ResultsPage` in JSON, or as an Arrow stream, in pieces."""
+        reply = b'{"groups":[%s],"cursor":%d}' % (b",".join(self._bodies), self.cursor)
+        return [sample_columns.head(reply), *self._batches, sample_columns.END] if self._columns else [reply]
 
 
 def group_summary(row: GroupRow) -> GroupSummary:
