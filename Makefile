@@ -55,7 +55,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl test-gym fuzz campaign bench policy clean
+.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl test-gym check-latest fuzz campaign bench policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ test-gym: $(GYM_VENV)/.stamps/dev
 	@test -x $(GYM_VENV)/bin/pytest || echo "NeMo Gym needs Python 3.12, which is not here: its tests are skipped"
 	test ! -x $(GYM_VENV)/bin/pytest || \
 		$(ONE_THREAD) $(GYM_VENV)/bin/pytest -W default -m trainers tests/trainers/nemo_gym $(ARGS)
+
+check-latest: $(STAMPS)/dev ## try the bridges with the newest versions of the trainers: ARGS="trl --json"
+	$(BIN)/python scripts/check_latest.py $(ARGS)
 
 fuzz: $(STAMPS)/dev ## 100,000 odd and broken requests at the gateway in each dialect (minutes a dialect)
 	$(foreach dialect,chat responses messages gemini,\
