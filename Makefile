@@ -199,13 +199,15 @@ $(SKYRL_VENV)/.stamps/dev: pyproject.toml
 		openrlhf==0.11.2 skyrl==0.4.0 skyrl-gym==0.4.0
 	@mkdir -p $(@D) && touch $@
 
-# Without torch, and with only what NeMo Gym's agent servers and its client import. Without Python 3.12 there is no stamp.
+# Without torch, and with only what NeMo Gym's agent servers and its client import. NeMo Gym 0.7 asks for Python 3.13.14;
+# what the tests import also works on Python 3.12. Without Python 3.12 there is no stamp.
 $(GYM_VENV)/.stamps/dev: pyproject.toml
 	@python=$$($(PYTHON_312)); test -n "$$python" || exit 0; \
 	echo "Installing NeMo Gym and what its tests need into $(GYM_VENV)"; \
 	test -x $(GYM_VENV)/bin/python || "$$python" -m venv $(GYM_VENV) || exit 1; \
 	$(GYM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile uv || exit 1; \
-	($(INSTALL) $(GYM_VENV) --editable . $(TEST_TOOLS) "openai<=2.7.2" ray==2.56.0 gprof2dot hydra-core==1.3.2 \
-		itsdangerous pandas psutil pydot python-multipart requests tqdm wandb yappi) || exit 1; \
-	($(INSTALL) $(GYM_VENV) --no-deps nemo-gym==0.4.0) || exit 1; \
+	($(INSTALL) $(GYM_VENV) --editable . $(TEST_TOOLS) anthropic==0.109.2 openai==2.44.0 ray==2.58.0 gprof2dot \
+		hydra-core==1.3.2 itsdangerous pandas psutil pydot python-multipart requests scipy tqdm wandb yappi) || exit 1; \
+	$(GYM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+		nemo-gym==0.7.0 || exit 1; \
 	mkdir -p $(@D) && touch $@

@@ -1,4 +1,4 @@
-"""The agent server behind NeMo Gym 0.4's own client: replies, statuses, clients that leave, many rows at once."""
+"""The agent server behind NeMo Gym 0.7's own client: replies, statuses, clients that leave, many rows at once."""
 
 from __future__ import annotations
 

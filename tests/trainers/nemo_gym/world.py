@@ -1,4 +1,4 @@
-"""NeMo Gym's head server and our agent server, and NeMo Gym's own client of both."""
+"""NeMo Gym's head server, its environment server that passes rows on to our agent server, and NeMo Gym's own client."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
+from environment_servers.legacy_agent.app import LegacyAgentEnvironmentServer
 from nemo_gym import global_config, server_utils
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.global_config import GlobalConfigDictParserConfig
@@ -19,6 +20,8 @@ from omegaconf import OmegaConf
 
 from outrider.trainers.nemo_gym import agent_class
 from trainers.gym_world import AGENT
+
+RELAY = "outrider_environment_server"
 
 
 class Gym:
@@ -41,15 +44,19 @@ class Gym:
 @asynccontextmanager
 async def running_gym(settings: dict[str, Any]) -> AsyncIterator[Gym]:
     """NeMo Gym's servers, with the agent server's settings under `outrider`."""
-    with socket.socket() as own, socket.socket() as heads:
-        own.bind(("127.0.0.1", 0))
-        heads.bind(("127.0.0.1", 0))
-        port, head_port = own.getsockname()[1], heads.getsockname()[1]
+    with socket.socket() as own, socket.socket() as relays, socket.socket() as heads:
+        for one in (own, relays, heads):
+            one.bind(("127.0.0.1", 0))
+        port, relay_port, head_port = (one.getsockname()[1] for one in (own, relays, heads))
         inner = {"entrypoint": "app.py", "host": "127.0.0.1", "port": port, "outrider": settings}
+        agent_server = {"type": "responses_api_agents", "name": AGENT}
+        relay_inner = {"entrypoint": "app.py", "host": "127.0.0.1", "port": relay_port, "agent_server": agent_server}
         config = OmegaConf.create(
             {
                 AGENT: {"responses_api_agents": {"outrider": inner}},
+                RELAY: {"environment_servers": {"legacy_agent": relay_inner}},
                 "head_server": {"host": "127.0.0.1", "port": head_port},
+                "error_on_agent_without_environment_server": True,
             }
         )
         parsed = GlobalConfigDictParserConfig(
@@ -63,6 +70,7 @@ async def running_gym(settings: dict[str, Any]) -> AsyncIterator[Gym]:
         app = agent.setup_webserver()
         agent.setup_liveness(app)
         agent.setup_exception_middleware(app)
+        relay = LegacyAgentEnvironmentServer(config={**relay_inner, "name": RELAY}, server_client=client)
         ended = asyncio.Event()
 
         async def noticing(scope: Any, receive: Any, send: Any) -> None:
@@ -70,19 +78,24 @@ async def running_gym(settings: dict[str, Any]) -> AsyncIterator[Gym]:
             if scope["type"] == "http":
                 ended.set()
 
-        server = uvicorn.Server(uvicorn.Config(noticing, log_level="warning", timeout_graceful_shutdown=1))
-        heads_server = uvicorn.Server(uvicorn.Config(HeadServer(config=head).setup_webserver(), log_level="warning"))
+        def server_of(app: Any) -> uvicorn.Server:
+            return uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+
+        server, relay_server = server_of(noticing), server_of(relay.setup_webserver())
+        heads_server = server_of(HeadServer(config=head).setup_webserver())
         thread = threading.Thread(target=heads_server.run, kwargs={"sockets": [heads]})
         thread.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(server.serve(sockets=[own]))
-                while not (server.started and heads_server.started):  # noqa: ASYNC110  # uvicorn has no event for it
+                tasks.create_task(relay_server.serve(sockets=[relays]))
+                # uvicorn has no event for it
+                while not (server.started and relay_server.started and heads_server.started):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 try:
                     yield Gym(head, port, ended)
                 finally:
-                    server.should_exit = True
+                    server.should_exit = relay_server.should_exit = True
                     if server_utils.is_global_aiohttp_client_setup():
                         await server_utils.get_global_aiohttp_client().close()
                         server_utils._GLOBAL_AIOHTTP_CLIENT = None
