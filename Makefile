@@ -166,6 +166,7 @@ $(STAMPS)/real: $(STAMPS)/dev
 	@$(INSTALL) $(VENV) $(CONSTRAINT) --no-deps $(MINIWOB)
 	@$(INSTALL) $(VENV) $(CONSTRAINT) --editable ".[reasoning-gym]" || \
 		echo "reasoning-gym cannot be installed here (see above; pycosat may need a C compiler): its tests are skipped"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # the tests would take warnings of the compiler for errors
 	@touch $@
 
 $(TRL_VENV)/.stamps/train: pyproject.toml
