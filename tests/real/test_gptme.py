@@ -42,7 +42,11 @@ def test_gptme_is_certified(folder: Path, tmp_path: Path, capsys: pytest.Capture
     made = json.loads(capsys.readouterr().out)
     told = {row["row"]: (row["verdict"], row["reason"]) for row in made["rows"]}
     assert (code, made["ok"]) == (0, True), told
-    assert told.pop("sub-agent") == ("not tried", "it shows the model no tool that starts a sub-agent")
+    assert told.pop("sub-agent") == (
+        "not tried",
+        "no tool started a sub-agent; not called, because it takes no free text: complete; "
+        "not called, because its use is known from its declaration: shell",
+    )
     assert {verdict for verdict, _ in told.values()} == {"holds"}
     assert {name for name, (_, reason) in told.items() if reason} == {"reasoning"}
     assert {row["drift_tokens"] for row in made["rows"]} == {0}
