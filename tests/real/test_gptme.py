@@ -47,6 +47,7 @@ def test_gptme_is_certified(folder: Path, tmp_path: Path, capsys: pytest.Capture
         "no tool started a sub-agent; not called, because it takes no free text: complete; "
         "not called, because its use is known from its declaration: shell",
     )
+    assert told.pop("image")[0] == "not tried"  # it has no tool that looks at an image
     assert {verdict for verdict, _ in told.values()} == {"holds"}
     assert {name for name, (_, reason) in told.items() if reason} == {"reasoning"}
     assert {row["drift_tokens"] for row in made["rows"]} == {0}
