@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from outrider import sample_columns
-from outrider.errors import ServiceError
+from outrider.errors import ServiceError, ServiceUnusable
 from outrider.lifecycle import StopReason
 from outrider.sample_columns import decode, encode
 from outrider.trajectory import BranchKind, JsonSample, LogprobKind, Sample, SampleImage, TokenMode, sample_json
@@ -128,13 +129,70 @@ def test_other_data_is_refused(data: Any) -> None:
     assert "versions" in (caught.value.hint or "")
 
 
+def test_no_beginning_of_a_stream_is_a_stream() -> None:
+    whole = encode([ROW, EMPTY], b"{}")
+    for size in range(0, len(whole), 4):
+        with pytest.raises(ServiceError, match="cannot be read") as caught:
+            decode(whole[:size])
+        assert caught.value.retryable, size  # the next reply may be whole
+
+
+def stream_of(table: pa.Table) -> bytes:
+    out = pa.BufferOutputStream()
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+    data: bytes = out.getvalue().to_pybytes()
+    return data
+
+
 def test_a_column_that_is_missing_is_named() -> None:
     table = pa.ipc.open_stream(stream()).read_all()
-    out = pa.BufferOutputStream()
-    with pa.ipc.new_stream(out, table.drop_columns(["reward"]).schema) as writer:
-        writer.write_table(table.drop_columns(["reward"]))
-    with pytest.raises(ServiceError, match="'reward'"):
-        decode(out.getvalue().to_pybytes())
+    with pytest.raises(ServiceUnusable, match="'reward' is missing"):
+        decode(stream_of(table.drop_columns(["reward"])))
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("ids", pa.list_(pa.int64())),
+        ("ids", pa.large_list(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("attempt", pa.int64()),
+        ("reward", pa.float32()),
+        ("label", pa.large_string()),
+        ("kind", pa.dictionary(pa.int32(), pa.string())),
+    ],
+)
+def test_a_column_of_another_type_is_named(name: str, other: pa.DataType) -> None:
+    table = pa.ipc.open_stream(stream()).read_all()
+    at = table.schema.get_field_index(name)
+    changed = table.set_column(at, pa.field(name, other), table[name].cast(other))
+    with pytest.raises(ServiceUnusable, match=f"'{name}' has another type"):
+        decode(stream_of(changed.replace_schema_metadata(table.schema.metadata)))
+
+
+def test_columns_may_be_in_another_order_and_among_others() -> None:
+    table = pa.ipc.open_stream(encode([ROW, EMPTY], b'{"cursor":3}')).read_all()
+    mixed = table.select([*reversed(table.column_names)]).append_column("new", pa.array([1, 2]))
+    assert decode(stream_of(mixed)) == (b'{"cursor":3}', [ROW, EMPTY])
+
+
+def test_a_batch_ends_with_the_row_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [ROW, EMPTY, ROW, EMPTY, EMPTY]
+    for size, rows in ((1, [1, 2, 2]), (len(ROW.packed_ids) + 1, [3, 2]), (1 << 20, [5])):
+        monkeypatch.setattr(sample_columns, "BATCH_BYTES", size)
+        data = encode(samples, b"{}")
+        assert [batch.num_rows for batch in pa.ipc.open_stream(data) if batch.num_rows] == rows
+        assert decode(data) == (b"{}", samples)
+
+
+def test_the_time_for_rewards_of_turns_is_proportional_to_their_number() -> None:
+    count = 1_000_000
+    row = changed_sample(ROW, turns=(), turn_spans=(), turn_rewards=(0.5, None) * (count // 2))
+    begun = time.thread_time()
+    [found] = decode(encode([row], b"{}")).samples
+    assert time.thread_time() - begun < 5.0  # 0.2 s; shifts of one large number took 23 s
+    assert found.turn_rewards == row.turn_rewards
 
 
 def test_a_stream_may_have_several_batches() -> None:

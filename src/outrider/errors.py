@@ -23,6 +23,7 @@
     ├── EvaluatorError                evaluator   500   yes
     ├── UnreadableTask                service     409   no      a stored task cannot be read, or not with this key
     └── ServiceError                  service     500   yes
+        ├── ServiceUnusable           service     500   no      the address, a proxy or the version is wrong
         ├── ServiceStopping           service     503   yes
         ├── StoreUnavailable          service     503   yes
         └── Busy                      service     429   yes     come back later: the caller has too much under way
@@ -303,6 +304,14 @@ class UnreadableTask(OutriderError):
 class ServiceError(OutriderError):
     code = "service_error"
     retryable = True
+
+
+class ServiceUnusable(ServiceError):
+    """A client cannot use the service, and another try does not help: the address, a proxy in front of the service, a
+    certificate or a version is wrong."""
+
+    code = "service_unusable"
+    retryable = False
 
 
 class ServiceStopping(ServiceError):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from outrider.errors import ServiceError
+from outrider.errors import ServiceError, ServiceUnusable
 from outrider.lifecycle import StopReason
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SampleImage, TokenMode, VersionSpan
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 REPLY = "outrider.reply"
 """The key in the schema's metadata with the reply in JSON, without its samples."""
+UNREADABLE = "the samples in the service's reply cannot be read"
+VERSIONS = "the client and the service may be of different versions"
 
 CArray = Any
 """nanoarrow's class `CArray`, whose module has no types."""
@@ -210,7 +212,7 @@ COLUMNS: tuple[Column, ...] = (
 
 
 END = b"\xff\xff\xff\xff\0\0\0\0"
-"""The end of a stream."""
+"""The end of a stream. A stream without it was cut off, perhaps between two batches."""
 BATCH_BYTES = 2 << 20
 """Bytes of ids at which a batch ends. Larger buffers make the allocator return memory to the kernel and fetch other
 memory for each batch, which takes longer than the encoding itself."""
@@ -275,8 +277,8 @@ class _Pieces:
 
 
 def decode(data: bytes) -> Decoded:
-    """Return the content of a stream from `encode`. Raises ServiceError for other data, and for a stream that is cut
-    off."""
+    """Return the content of a stream from `encode`. Raises ServiceUnusable for other columns, and ServiceError for
+    other data and for a stream that is cut off."""
     import nanoarrow
     from nanoarrow.ipc import InputStream
 
@@ -285,18 +287,16 @@ def decode(data: bytes) -> Decoded:
     try:
         with InputStream.from_readable(data) as stream, nanoarrow.c_array_stream(stream) as arrays:
             schema = arrays.get_schema()
-            names = [child.name for child in schema.children]
-            places = [names.index(column.name) for column in COLUMNS]
+            places = _places(schema)
+            if not data.endswith(END):
+                raise ValueError("the stream is cut off")
             reply = dict(schema.metadata.items())[REPLY.encode()]
             for batch in arrays:
                 view = batch.view()
                 columns = [column.decode(view.child(at)) for column, at in zip(COLUMNS, places, strict=True)]
                 samples += (Sample(**dict(zip(fields, row, strict=True))) for row in zip(*columns, strict=True))
     except (RuntimeError, ValueError, KeyError) as error:  # nanoarrow raises RuntimeError
-        raise ServiceError(
-            f"the samples in the service's reply cannot be read: {error}",
-            hint="the client and the service may be of different versions",
-        ) from error
+        raise ServiceError(f"{UNREADABLE}: {error}", hint=VERSIONS) from error
     return Decoded(reply, samples)
 
 
@@ -305,6 +305,18 @@ class Decoded(NamedTuple):
 
     reply: bytes
     samples: list[Sample]
+
+
+def _places(schema: Any) -> list[int]:
+    """Return the place of each of COLUMNS in a stream. Raises ServiceUnusable for a column that is missing or has
+    another type. The buffers of another type would be read as wrong numbers."""
+    places = {child.name: place for place, child in enumerate(schema.children)}
+    for at, column in enumerate(COLUMNS):
+        place = places.get(column.name)
+        if place is None or not schema.child(place).type_equals(_schema().child(at)):
+            what = "is missing" if place is None else "has another type"
+            raise ServiceUnusable(f"{UNREADABLE}: the column {column.name!r} {what}", hint=VERSIONS)
+    return [places[column.name] for column in COLUMNS]
 
 
 @cache
@@ -331,16 +343,18 @@ def _validity(values: Sequence[Any]) -> bytes | None:
     """Return the bitmap of the values that are not None; None if no value is None."""
     if None not in values:
         return None
-    bits = sum((value is not None) << at for at, value in enumerate(values))
-    return bits.to_bytes((len(values) + 7) // 8, "little")
+    # The time for a conversion in base 2 is proportional to the number of digits. Shifts of one large number would take
+    # seconds for the turns of a page.
+    digits = "".join("0" if value is None else "1" for value in reversed(values))
+    return int(digits, 2).to_bytes((len(values) + 7) // 8, "little")
 
 
 def _with_nulls(column: View, values: list[Any]) -> list[Any]:
     bitmap = bytes(memoryview(column.buffer(0)))
     if not bitmap:
         return values
-    bits = int.from_bytes(bitmap, "little")
-    return [value if bits >> at & 1 else None for at, value in enumerate(values)]
+    digits = f"{int.from_bytes(bitmap, 'little'):0{len(values)}b}"
+    return [value if digit == "1" else None for value, digit in zip(values, reversed(digits), strict=False)]
 
 
 def _numbers(buffer: Any) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from outrider.client.client import AsyncClient
-from outrider.errors import ServiceError
+from outrider.errors import ServiceError, ServiceUnusable
 from outrider.sample_columns import MEDIA_TYPE
 from outrider.schemas import GroupView, JsonGroupView
 from outrider.service import views
@@ -24,6 +26,8 @@ from outrider.trajectory import JsonSample, sample_json
 from support.samples import changed_sample
 from support.scribe import scribe_task
 from support.service import running_service, say
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 TASK = {"instruction": "say hello"} | scribe_task("both forms", rewards=[0.5], rewrites=[1], fails=[2])
 
@@ -37,7 +41,23 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
 async def fetched(url: str, path: str, *accept: str) -> tuple[str, bytes]:
     headers = [("Accept", each) for each in accept]
     async with aiohttp.ClientSession() as http, http.get(f"{url}{path}", headers=headers) as reply:
+        assert reply.headers["Vary"] == "Accept"
         return reply.content_type, await reply.read()
+
+
+@asynccontextmanager
+async def answering(path: str, handler: Handler) -> AsyncIterator[str]:
+    """Run a server with one route, in place of a service. Yields the server's URL."""
+    app = web.Application()
+    app.router.add_get(path, handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        sockets: Any = runner.addresses
+        yield f"http://127.0.0.1:{sockets[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 async def in_json(url: str, group_id: str) -> GroupView:
@@ -80,6 +100,15 @@ async def test_both_forms_hold_the_same_samples(url: str) -> None:
         ("?samples=true", [f"{MEDIA_TYPE}, application/json;q=0.5"], MEDIA_TYPE),
         ("?samples=true", ["*/*"], "application/json"),
         ("?samples=true", ["application/json"], "application/json"),
+        ("?samples=true", [f"text/html, */*;q=0.1, {MEDIA_TYPE.upper()}; q=0.9"], MEDIA_TYPE),
+        ("?samples=true", [f"*/*, application/json;q=0.2, {MEDIA_TYPE};q=0.3"], MEDIA_TYPE),
+        ("?samples=true", [f"{MEDIA_TYPE};q=0"], "application/json"),
+        ("?samples=true", [f"{MEDIA_TYPE};q=nan, {MEDIA_TYPE}2"], "application/json"),
+        ("?samples=true", [f"{MEDIA_TYPE};q=high"], "application/json"),
+        ("?samples=true", [f"application/json, {MEDIA_TYPE};q=0.5"], "application/json"),
+        ("?samples=true", [f"application/*;q=0.6, {MEDIA_TYPE};q=0.5"], "application/json"),
+        ("?samples=true", [f"{MEDIA_TYPE}.other"], "application/json"),
+        ("?samples=true", [";;q=,,;q", ""], "application/json"),
         ("", [MEDIA_TYPE], "application/json"),
     ],
 )
@@ -119,21 +148,38 @@ async def test_a_group_that_runs_has_no_samples_yet_and_one_without_rows_has_non
         assert (await client.group(done.id, samples=True)).samples == (await in_json(url, done.id)).samples
 
 
+@pytest.mark.parametrize("form", ["gzip", "deflate", "broken"])
+async def test_a_proxy_may_compress_a_reply(url: str, form: str) -> None:
+    async with AsyncClient(url) as client:
+        submitted = await client.submit({"task": TASK})
+        [done] = await client.wait([submitted.id])
+        group = await client.group(done.id, samples=True)
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.headers["Accept-Encoding"] == "gzip"
+        _, body = await fetched(url, str(request.rel_url), MEDIA_TYPE)
+        if form == "broken":
+            return web.Response(
+                body=gzip.compress(body)[:-9], content_type=MEDIA_TYPE, headers={"Content-Encoding": "gzip"}
+            )
+        reply = web.Response(body=body, content_type=MEDIA_TYPE)
+        reply.enable_compression(web.ContentCoding(form))
+        return reply
+
+    async with answering("/v1/groups/{id}", answer) as proxy, AsyncClient(proxy) as client:
+        if form == "gzip":
+            assert await client.group(done.id, samples=True) == group
+            return
+        with pytest.raises(ServiceError, match="compressed") as caught:
+            await client.group(done.id, samples=True)
+        assert caught.value.retryable == (form == "broken")
+
+
 async def test_a_service_that_knows_only_json_is_named() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"samples": []})
 
-    app = web.Application()
-    app.router.add_get("/v1/sessions/{id}/samples", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    sockets: Any = runner.addresses
-    try:
-        async with AsyncClient(f"http://127.0.0.1:{sockets[0][1]}") as client:
-            with pytest.raises(ServiceError, match="sent samples as application/json") as caught:
-                await client.samples("s-1")
-    finally:
-        await runner.cleanup()
+    async with answering("/v1/sessions/{id}/samples", answer) as url, AsyncClient(url) as client:
+        with pytest.raises(ServiceUnusable, match="sent samples as application/json") as caught:
+            await client.samples("s-1")
     assert "older" in (caught.value.hint or "")

@@ -13,7 +13,7 @@ import pytest
 
 from outrider.client.client import AsyncClient
 from outrider.config import TlsConfig
-from outrider.errors import InvalidField, ServiceError
+from outrider.errors import InvalidField, ServiceError, ServiceUnusable
 from outrider.lifecycle import StopReason
 from outrider.relay import Worker
 from outrider.wire.tls import presenting
@@ -88,11 +88,11 @@ async def test_a_client_refuses_a_service_that_it_cannot_verify(tmp_path: Path) 
     async with running_service(tmp_path=tmp_path, tls=TlsConfig(**pair._asdict())) as (_, url):
         for ca in (None, str(other.certificate)):
             async with AsyncClient(url, ca=ca) as client:
-                with pytest.raises(ServiceError, match="cannot be trusted"):
+                with pytest.raises(ServiceUnusable, match="cannot be trusted"):
                     await client.status()
         elsewhere = url.replace("127.0.0.1", "localhost")  # which the certificate does not name
         async with AsyncClient(elsewhere, ca=str(pair.certificate)) as client:
-            with pytest.raises(ServiceError, match="cannot be trusted"):
+            with pytest.raises(ServiceUnusable, match="cannot be trusted"):
                 await client.status()
         async with AsyncClient(url.replace("https", "http")) as client:
             with pytest.raises(ServiceError):

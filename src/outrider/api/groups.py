@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -41,9 +41,25 @@ Samples = Annotated[bool, Query(description="include the training rows")]
 async def wants_columns(
     accept: Annotated[list[str] | None, Header(description=f"{MEDIA_TYPE}: samples as an Arrow stream")] = None,
 ) -> bool:
-    return any(MEDIA_TYPE in each for each in accept or ())
+    """Return whether the client names the stream, and does not prefer JSON."""
+    qualities = dict(_quality(each) for line in accept or () for each in line.split(","))
+    stream = qualities.get(MEDIA_TYPE, 0.0)
+    in_json = next((qualities[name] for name in JSON_NAMES if name in qualities), 0.0)
+    return stream > 0 and stream >= in_json
 
 
+def _quality(accepted: str) -> tuple[str, float]:
+    """Return a media type of an Accept header, and its quality. A quality that is not a number counts as 0."""
+    media_type, *parameters = (part.strip().lower() for part in accepted.split(";"))
+    given = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+    try:
+        return media_type, float(given)
+    except ValueError:
+        return media_type, 0.0
+
+
+JSON_NAMES = ("application/json", "application/*", "*/*")
+"""Media types of an Accept header that include JSON. The first that is present decides its quality (RFC 9110)."""
 Columns = Annotated[bool, Depends(wants_columns)]
 """Whether the client takes samples as an Arrow stream."""
 ARROW_REPLY = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
@@ -142,7 +158,7 @@ async def results(
         start = position if after is None else after
     columns = columns and samples
     page = await service.results(after=start, wait=wait, limit=limit, samples=samples, columns=columns, caller=caller)
-    return long_reply(page.pieces(), MEDIA_TYPE) if columns else long_reply(page.pieces())
+    return _in_form(page.pieces(), columns=columns)
 
 
 @ROUTES.get("/events", "read", errors=(Conflict,), response_class=StreamingResponse)
@@ -213,9 +229,14 @@ async def chat_rows(service: Serving, caller: Caller, session_id: str) -> Respon
 
 
 async def _reply(service: Service, view: GroupView | SampleList, *, columns: bool) -> Response:
-    if columns:
-        return long_reply(await service.reader.columns(view), MEDIA_TYPE)
-    return long_reply([await service.reader.encoded(view)])
+    pieces = await service.reader.columns(view) if columns else [await service.reader.encoded(view)]
+    return _in_form(pieces, columns=columns)
+
+
+def _in_form(pieces: Sequence[bytes], *, columns: bool) -> Response:
+    reply = long_reply(pieces, MEDIA_TYPE) if columns else long_reply(pieces)
+    reply.headers["Vary"] = "Accept"  # for caches
+    return reply
 
 
 async def _events(service: Service, after: int, caller: Principal) -> AsyncIterator[bytes]:

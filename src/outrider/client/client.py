@@ -18,18 +18,30 @@ import json
 import logging
 import os
 import random
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, suppress
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from urllib.parse import quote, unquote, urlencode, urlsplit
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from outrider.concurrency.loop_thread import LoopThread
 from outrider.concurrency.retries import RetryPolicy
 from outrider.environment import DEFAULT_URL
-from outrider.errors import Busy, ErrorRecord, InvalidField, NotFound, OutriderError, ServiceError, error_from
+from outrider.errors import (
+    UNREADABLE,
+    Busy,
+    ErrorRecord,
+    InvalidField,
+    NotFound,
+    OutriderError,
+    ServiceError,
+    ServiceUnusable,
+    error_from,
+)
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
 from outrider.sample_columns import MEDIA_TYPE, decode
@@ -104,8 +116,16 @@ RETRIES = RetryPolicy(first=0.25, longest=10.0)
 PATIENCE = 300.0
 """Seconds for which `patiently` retries while the service is busy or cannot be reached, for example during a restart.
 `submit` retries for the same time, but only while the service is busy."""
+REPORT_AFTER = 5.0
+"""Seconds after which `patiently` logs a warning with the reason for its retries."""
+REPORT_EVERY = 30.0
+"""Minimum seconds between two such warnings of an event loop, however many calls are retried."""
+LATER = frozenset({408, 425, 429})
+"""The statuses below 500 after which another try may help, also if a proxy sent them."""
 UNAVAILABLE = frozenset({502, 503, 504})
 """The statuses with which a proxy replies while the service behind the proxy restarts."""
+GZIP = 31
+"""zlib's number for data with the header of gzip."""
 SPREAD = 1.25
 """A client multiplies the wait that a busy service requests by a random factor from 1 to SPREAD, so that refused
 clients do not all retry at the same time."""
@@ -448,12 +468,12 @@ class AsyncClient:
         """Return a reply without its samples, and the samples."""
         reply = await self._fetch("GET", path, query=query, accept=MEDIA_TYPE)
         if reply.media_type != MEDIA_TYPE:
-            raise ServiceError(
+            raise ServiceUnusable(
                 f"the service at {self._shown} sent samples as {reply.media_type}, not as {MEDIA_TYPE}",
                 hint="the service may be older than this client: compare `outrider --version` on both machines",
             )
         decoded = decode(reply.data)
-        return msgspec.json.decode(decoded.reply, type=shape), decoded.samples
+        return self._read(decoded.reply, shape), decoded.samples
 
     async def _call(
         self,
@@ -466,7 +486,16 @@ class AsyncClient:
         seconds: float | None = TOTAL_SECONDS,
     ) -> T:
         reply = await self._fetch(method, path, query=query, body=body, seconds=seconds)
-        return msgspec.json.decode(reply.data, type=shape)
+        return self._read(reply.data, shape)
+
+    def _read(self, data: bytes, shape: type[T]) -> T:
+        try:
+            return msgspec.json.decode(data, type=shape)
+        except UNREADABLE as error:
+            raise ServiceUnusable(
+                f"the reply from {self._shown} cannot be read: {error}",
+                hint="another program may listen at this address, or the service is of another version",
+            ) from error
 
     async def _fetch(
         self,
@@ -481,7 +510,7 @@ class AsyncClient:
         try:
             target = _with_query(path, query or {})
             async with asyncio.timeout(seconds), self._reply(method, target, body, accept=accept) as reply:
-                data = await reply.whole()
+                data = _unpacked(await reply.whole(), reply)
                 if reply.status >= 300:
                     raise _refusal(data, reply)
                 media_type = (reply.header(b"content-type") or b"").decode("latin-1")
@@ -506,7 +535,8 @@ class AsyncClient:
         sent = () if body is None else (body,)
         headers = {} if body is None else {"Content-Type": "application/json"}
         if accept is not None:
-            headers["Accept"] = accept
+            # The service does not compress its replies, but a proxy in front of the service may.
+            headers |= {"Accept": accept, "Accept-Encoding": "gzip"}
         async with self._places:
             async with asyncio.timeout(seconds):
                 reply = await self._connections.request(method, target, sent, headers, repeatable=method != "POST")
@@ -520,7 +550,7 @@ class AsyncClient:
             import ssl  # see wire/tls.py
 
             if isinstance(error, ssl.SSLCertVerificationError):
-                return ServiceError(
+                return ServiceUnusable(
                     f"the service at {self._shown} cannot be trusted: {error}",
                     hint="name the certificate's authority with --ca or OUTRIDER_CA; "
                     "use a host name in the certificate",
@@ -566,24 +596,56 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
     """Call the service. While the service is busy or, unless `unreachable` is False, cannot be reached, retry after a
     wait, for up to `patience` seconds. A call that is repeated when the service cannot be reached must be repeatable: a
     read, or a submission with an idempotency key. A submission that has already waited that long for a busy service is
-    not repeated."""
+    not repeated. Nothing is retried after an error that another try does not change, such as ServiceUnusable.
+
+    If the retries take REPORT_AFTER seconds or more, the reason is logged as a warning."""
     clock = asyncio.get_running_loop().time
-    give_up_at = clock() + patience
+    started = clock()
+    give_up_at = started + patience
     tries = 0
+    reported = False
     while True:
         try:
-            return await call()
+            result = await call()
         except Busy as busy:
             wait = busy.retry_after * random.uniform(1.0, SPREAD)
             if clock() + wait > give_up_at:
                 raise
-            log.info("the service is asked again in %.0f s: %s", wait, busy.message)
-            await asyncio.sleep(wait)
+            reason = busy.message
         except ServiceError as error:
             if not unreachable or not error.retryable or clock() >= give_up_at:
                 raise
-            await asyncio.sleep(RETRIES.wait(tries))
+            wait = RETRIES.wait(tries)
             tries += 1
+            reason = error.message
+        else:
+            if reported:
+                log.warning("the service replies again, after %.0f s", clock() - started)
+            return result
+        now = clock()
+        if now + wait - started >= REPORT_AFTER and _Reports.due():
+            reported = True
+            log.warning(
+                "retrying for %.0f s already, and for up to %.0f s more: %s", now - started, give_up_at - now, reason
+            )
+        await asyncio.sleep(wait)
+
+
+class _Reports:
+    """The time of the newest warning about retries, for each event loop. Hundreds of calls may be retried at once, and
+    for the same reason."""
+
+    _newest: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, float]] = WeakKeyDictionary()
+
+    @classmethod
+    def due(cls) -> bool:
+        """Return whether a warning may be logged now. The caller then logs one."""
+        loop = asyncio.get_running_loop()
+        newest = cls._newest.get(loop)
+        if newest is not None and loop.time() - newest < REPORT_EVERY:
+            return False
+        cls._newest[loop] = loop.time()
+        return True
 
 
 async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: str) -> GroupView:
@@ -712,7 +774,7 @@ class Client:
 
 def _not_open() -> ServiceError:
     hint = "open it first: `with Client(url) as client:` or `async with AsyncClient(url) as client:`"
-    return ServiceError("the client is not open", hint=hint)
+    return ServiceUnusable("the client is not open", hint=hint)
 
 
 def _path(*segments: str) -> str:
@@ -739,16 +801,37 @@ def _encoded(body: Spec | Mapping[str, Any]) -> bytes:
         raise InvalidField(f"the body cannot be written as JSON: {error}") from error
 
 
+def _unpacked(body: bytes, reply: Response) -> bytes:
+    """Return the body of a reply, without the compression by a proxy. Raises ServiceUnusable for other compressions."""
+    coding = (reply.header(b"content-encoding") or b"identity").decode("latin-1").strip().lower()
+    if coding == "identity":
+        return body
+    if coding != "gzip":
+        raise ServiceUnusable(f"the reply is compressed with {coding}, but the client accepts only gzip")
+    try:
+        return zlib.decompress(body, wbits=GZIP)
+    except zlib.error as error:
+        raise ServiceError(f"the compressed reply cannot be read: {error}") from error
+
+
 def _refusal(body: bytes, reply: Response) -> OutriderError:
     """Return the error for a reply with a status of 300 or more."""
     if reply.status < 400:
         place = (reply.header(b"location") or b"another address").decode("latin-1")
-        return ServiceError(f"the service answered {reply.status}, and refers to {place}", hint="use that address")
+        return ServiceUnusable(f"the service answered {reply.status}, and refers to {place}", hint="use that address")
+    lasting = reply.status < 500 and reply.status not in LATER
     try:
-        error = error_from(msgspec.json.decode(body, type=ErrorRecord))
+        record = msgspec.json.decode(body, type=ErrorRecord)
     except msgspec.DecodeError:
         shown = body[:200].decode(errors="replace")
-        return ServiceError(f"the service answered {reply.status}: {shown}")
+        text = f"the service answered {reply.status}: {shown}"
+        if not lasting:
+            return ServiceError(text)
+        hint = "the reply is not from Outrider: see whether the address is right, and what a proxy in front refuses"
+        return ServiceUnusable(text, hint=hint)
+    error = error_from(record)
+    if lasting and type(error) is ServiceError and not record.retryable:  # a code of another version
+        error = ServiceUnusable(error.message, hint=error.hint, field=error.field, log_tail=error.log_tail)
     if isinstance(error, Busy):
         with suppress(ValueError):  # the header may have no number, because a proxy may write a date
             error.retry_after = max(error.retry_after, float(reply.header(b"retry-after") or b""))

@@ -1,0 +1,150 @@
+"""Which errors `patiently` retries, and what is logged meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from outrider.client import client as module
+from outrider.client.client import AsyncClient, patiently
+from outrider.errors import Boundary, Busy, ErrorRecord, NotFound, OutriderError, ServiceError, ServiceUnusable
+
+Answer = Callable[[], web.Response]
+
+
+@asynccontextmanager
+async def answering(answer: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
+    """Run a server that answers all requests with `answer`. Yields its URL."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        sockets: Any = runner.addresses
+        yield f"http://127.0.0.1:{sockets[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def tries(answer: Answer) -> tuple[int, OutriderError]:
+    """Return how often a call is tried in 0.5 s, and its error."""
+    count = 0
+
+    async def counted(request: web.Request) -> web.Response:
+        nonlocal count
+        count += 1
+        return answer()
+
+    async with answering(counted) as url, AsyncClient(url) as client:
+        with pytest.raises(OutriderError) as caught:
+            await patiently(client.status, patience=0.5)
+    return count, caught.value
+
+
+def record(status: int, code: str, *, retryable: bool) -> web.Response:
+    body = ErrorRecord(boundary=Boundary.SERVICE, code=code, message="no", hint="why", retryable=retryable)
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: web.Response(text="<h1>Authorization Required</h1>", status=401),
+        lambda: web.Response(text="404 page not found", status=404),
+        lambda: web.Response(text="Request Entity Too Large", status=413),
+        lambda: web.json_response({"detail": "Not Found"}, status=404),
+        lambda: web.Response(status=302, headers={"Location": "https://login.example.org/"}),
+        lambda: web.Response(text="<html>Jupyter</html>"),
+        lambda: web.json_response({"unknown": 1}),
+        lambda: record(410, "code_of_another_version", retryable=False),
+    ],
+    ids=["401", "404", "413", "other program", "redirect", "html", "json", "newer"],
+)
+async def test_what_another_try_cannot_change_is_not_retried(answer: Answer) -> None:
+    count, error = await tries(answer)
+    assert (count, type(error)) == (1, ServiceUnusable)
+    assert error.hint
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: web.Response(text="Bad Gateway", status=502),
+        lambda: web.Response(text="Service Unavailable", status=503),
+        lambda: web.Response(text="slow down", status=429),
+        lambda: web.Response(text="Internal Server Error", status=500),
+        lambda: record(500, "internal_error", retryable=True),
+        lambda: record(503, "store_unavailable", retryable=True),
+        lambda: record(409, "code_of_another_version", retryable=True),
+    ],
+    ids=["502", "503", "429", "500", "bug", "store", "newer"],
+)
+async def test_what_may_pass_is_retried(answer: Answer) -> None:
+    count, error = await tries(answer)
+    assert count > 1
+    assert error.retryable
+
+
+async def test_the_services_own_refusals_are_not_retried() -> None:
+    count, error = await tries(lambda: record(404, "not_found", retryable=False))
+    assert (count, type(error)) == (1, NotFound)
+
+
+async def test_a_client_that_is_not_open_is_not_retried() -> None:
+    client = AsyncClient("http://127.0.0.1:1")
+    with pytest.raises(ServiceUnusable, match="not open"):
+        await asyncio.wait_for(patiently(client.status), 5)
+
+
+async def test_long_retries_are_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "REPORT_AFTER", 0.05)
+    errors: list[ServiceError] = [ServiceError("a bug")] * 12 + [Busy("the queue is full", retry_after=0.1)] * 2
+
+    async def call() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "done"
+
+    monkeypatch.setattr(module, "REPORT_EVERY", 0.0)
+    monkeypatch.setattr(module, "RETRIES", module.RetryPolicy(first=0.02, longest=0.02))
+    with caplog.at_level(logging.WARNING):
+        assert await patiently(call) == "done"
+    lines = [line.message for line in caplog.records]
+    assert any(line.startswith("retrying for 0 s already, and for up to 300 s more: a bug") for line in lines)
+    assert any("the queue is full" in line for line in lines)
+    assert lines[-1] == "the service replies again, after 0 s"
+
+
+async def test_short_retries_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    errors = [ServiceError("away")] * 2
+
+    async def call() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "done"
+
+    with caplog.at_level(logging.WARNING):
+        assert await patiently(call) == "done"
+    assert not caplog.records
+
+
+async def test_many_calls_that_are_retried_make_one_report(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "REPORT_AFTER", 0.0)
+
+    async def call() -> str:
+        raise ServiceError("away")
+
+    with caplog.at_level(logging.WARNING):
+        outcomes = await asyncio.gather(*(patiently(call, 0.3) for _ in range(50)), return_exceptions=True)
+    assert {str(outcome) for outcome in outcomes} == {"away"}
+    assert len(caplog.records) == 1
