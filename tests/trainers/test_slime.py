@@ -209,6 +209,30 @@ def test_rows_with_rewards_of_their_own_do_not_move_the_groups_mean() -> None:
     assert slime.post_process_rewards(args, samples)[1] == [0.5, 4.5, -0.5]
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_a_row_with_a_reward_of_its_own_among_equal_rollouts(estimator: str) -> None:
+    args = slime_args("", advantage_estimator=estimator, grpo_std_normalization=True)
+    rewards = {0: [0.5, 1.0], 1: [0.5], 2: [0.5]}
+    samples = [
+        Sample(group_index=0, index=at, rollout_id=at, reward=reward, tokens=[1, 2], response_length=1, loss_mask=[1])
+        for at, own in rewards.items()
+        for reward in own
+    ]
+    _, normalised = slime.post_process_rewards(args, samples)
+    assert normalised == [0.0, 0.5 if estimator == "rloo" else 0.0, 0.0, 0.0]
+
+
+def test_a_row_is_compared_with_the_other_rollouts_by_rloo() -> None:
+    args = slime_args("", advantage_estimator="rloo")
+    rewards = {0: [1.0, 4.0], 1: [0.0], 2: [-1.0]}
+    samples = [
+        Sample(group_index=0, index=at, rollout_id=at, reward=reward, tokens=[1, 2], response_length=1, loss_mask=[1])
+        for at, own in rewards.items()
+        for reward in own
+    ]
+    assert slime.post_process_rewards(args, samples)[1] == pytest.approx([1.5, 4.5, 0.0, -1.5])
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo", "ppo"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_plain_rollouts_are_normalised_as_slime_does(estimator: str, scaled: bool) -> None:

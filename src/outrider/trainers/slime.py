@@ -172,7 +172,8 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     A rollout counts once, however many samples it has, and a rollout with `remove_sample` does not count. (slime's own
     normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt.) The
     standard deviation is the sample standard deviation, as in torch. If only one rollout of a group counts, the
-    normalised rewards of the group are 0.
+    normalised rewards of the group are 0. So are those that would be divided by a standard deviation of 0: a row with a
+    reward of its own would get a million times the difference.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
@@ -191,9 +192,11 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
             continue
         value = reward - fmean(group)
         if args.advantage_estimator in SCALED and args.grpo_std_normalization:
-            value /= stdev(group) + 1e-6
+            spread = stdev(group)
+            value = value / (spread + 1e-6) if spread else 0.0
         if args.advantage_estimator == "rloo":
-            value *= len(group) / (len(group) - 1)
+            own = counted[sample.group_index][_rollout_id(sample)]
+            value = reward - (sum(group) - own) / (len(group) - 1)  # the mean of the other rollouts
         normalised.append(value)
     return rewards, normalised
 

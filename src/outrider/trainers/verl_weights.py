@@ -106,7 +106,9 @@ def check_loop(settings: VerlSettings) -> None:
 
 def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config: Any) -> Any:
     """Return the advantage of each row: its reward minus the mean of its group's rollouts, divided by their standard
-    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is that of its main row."""
+    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is that of its main row. If all rollouts
+    have the same reward, a division gives 0, also for a row with a reward of its own, which would get a million times
+    the difference."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:
@@ -120,9 +122,10 @@ def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config
         if key is None or len(rewards[key[0]]) < 2:  # a single rollout has no group to be compared with
             continue
         of_group = rewards[key[0]]
-        advantage[place] = scores[place] - of_group.mean()
-        if by_std:
-            advantage[place] /= of_group.std() + EPSILON
+        if not by_std:
+            advantage[place] = scores[place] - of_group.mean()
+        elif of_group.min() != of_group.max():  # rounding gives equal rewards a deviation of 1e-8
+            advantage[place] = (scores[place] - of_group.mean()) / (of_group.std() + EPSILON)
     return advantage
 
 
