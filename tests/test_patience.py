@@ -14,6 +14,7 @@ from aiohttp import web
 
 from outrider.client import client as module
 from outrider.client.client import AsyncClient, patiently
+from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Boundary, Busy, ErrorRecord, NotFound, OutriderError, ServiceError, ServiceUnusable
 
 Answer = Callable[[], web.Response]
@@ -114,7 +115,7 @@ async def test_long_retries_are_reported(monkeypatch: pytest.MonkeyPatch, caplog
         return "done"
 
     monkeypatch.setattr(module, "REPORT_EVERY", 0.0)
-    monkeypatch.setattr(module, "RETRIES", module.RetryPolicy(first=0.02, longest=0.02))
+    monkeypatch.setattr(module, "RETRIES", RetryPolicy(first=0.02, longest=0.02))
     with caplog.at_level(logging.WARNING):
         assert await patiently(call) == "done"
     lines = [line.message for line in caplog.records]

@@ -17,8 +17,8 @@ from outrider.messages import Message, Role
 
 class Scribe:
     """An agent that makes two model calls. Sessions in `fails` raise. Sessions in `rewrites` make a third call with
-    another first reply in the history, which gives them a second row. `seconds` is how long each of the first sessions
-    takes."""
+    another first reply in the history, which gives them a second row. Sessions in `titles` ask for a title, which no
+    later call shows. `seconds` is how long each of the first sessions takes."""
 
     started: ClassVar[Counter[str]] = Counter()
 
@@ -42,6 +42,9 @@ class Scribe:
         if number in self._options["rewrites"]:
             other = Message(role=Role.ASSISTANT, content="something else")
             await context.model.chat([asked, other, Message(role=Role.USER, content="and then?")])
+        if number in self._options["titles"]:
+            wanted = Message(role=Role.SYSTEM, content="Write a title for the conversation.")
+            await context.model.chat([wanted, asked])
         return HarnessOutcome(answer=str(number))
 
 
@@ -64,12 +67,14 @@ def scribe_task(
     rewards: Sequence[float] = (1.0,),
     fails: Sequence[int] = (),
     rewrites: Sequence[int] = (),
+    titles: Sequence[int] = (),
     seconds: Sequence[float] = (),
     turns: Mapping[str, float] | None = None,
     rows: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """A task for `Scribe`. The name must be the test's own. A session that fails is not retried."""
-    options = {"name": name, "fails": list(fails), "rewrites": list(rewrites), "seconds": list(seconds)}
+    sessions = {"fails": list(fails), "rewrites": list(rewrites), "titles": list(titles)}
+    options = {"name": name, **sessions, "seconds": list(seconds)}
     return {
         "harness": {"agent": "support.scribe:Scribe", "options": options},
         "runtime": {"kind": "memory"},

@@ -92,6 +92,10 @@ async def test_rows_that_cannot_be_tasks_are_refused_at_once(tmp_path: Path) -> 
         json.dumps(gym_row(task, temperature="hot")).encode(): "temperature='hot' is no number",
         json.dumps(gym_row(task, metadata={"extra_body": "{"})).encode(): "extra_body is not JSON",
         json.dumps(gym_row(task, metadata=[1])).encode(): "metadata is a list",
+        json.dumps(gym_row(task, metadata={"extra_body": [1]})).encode(): "extra_body is a list",
+        json.dumps(gym_row(task, metadata={"extra_body": {"stop": ["x"]}})).encode(): "stop=.* cannot be passed",
+        json.dumps(gym_row(task, metadata={"chat_template_kwargs": '{"date": 1}'})).encode(): "date=1 cannot be",
+        json.dumps(gym_row(task, metadata={"chat_template_kwargs": {"enable_thinking": "no"}})).encode(): "true or",
         json.dumps(gym_row(task, input=[{"role": "user", "content": [image]}])).encode(): "has images",
         json.dumps(gym_row(task | {"colour": "red"})).encode(): "colour",
     }
@@ -112,13 +116,24 @@ async def test_sampling_of_the_row_and_of_its_extra_body(tmp_path: Path) -> None
         "model": "m",
         "reasoning": None,
     }
-    row = gym_row(scribe_task("gym sampling"), **harmless, metadata={"extra_body": '{"seed": 5}'})
+    extra = {"extra_body": '{"seed": 5}', "chat_template_kwargs": '{"enable_thinking": false}', "source": "x"}
+    row = gym_row(scribe_task("gym sampling"), **harmless, metadata=extra)
+    other = gym_row(
+        scribe_task("gym objects"),
+        metadata={
+            "extra_body": {"min_p": 0.25, "chat_template_kwargs": {"thinking": True}},
+            "chat_template_kwargs": "",
+        },
+    )
     async with running_service(tmp_path=tmp_path) as (_, url), AsyncClient(url) as client:
         async with GymRollouts(NemoGymSettings(url=url)) as rollouts:
             reply = await asked(rollouts, row)
+            objects = await asked(rollouts, other)
         [sampling, _] = [turn.sampling for turn in await client.turns(reply["response"]["id"])]
+        [given, _] = [turn.sampling for turn in await client.turns(objects["response"]["id"])]
     assert (sampling["temperature"], sampling["top_p"], sampling["max_tokens"]) == (0.5, 1.0, 64)
     assert sampling["seed"] is not None
+    assert (sampling["thinking"], given["thinking"], given["min_p"]) == (False, True, 0.25)
 
 
 async def test_a_session_of_two_rows_is_refused_or_its_main_row(tmp_path: Path) -> None:
@@ -131,6 +146,17 @@ async def test_a_session_of_two_rows_is_refused_or_its_main_row(tmp_path: Path) 
     assert reply["outrider_rows_left_out"] == 1.0
     assert reply["outrider_cut_tokens"] > 0
     assert sum(len(ids) for _, ids, _ in message_log(reply)) <= 30
+
+
+async def test_rows_that_would_not_train_are_not_left_out(tmp_path: Path) -> None:
+    """A kind of branch that is masked has a row, and nothing of the row could be trained on."""
+    task = scribe_task("gym masked", titles=[0]) | {"branches": {"auxiliary": "mask"}}
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        async with GymRollouts(NemoGymSettings(url=url)) as rollouts:
+            reply = await asked(rollouts, gym_row(task))
+        [group] = await ended(service, 1)
+    assert [sample.reward for sample in group.samples] == [1.0, None]
+    assert reply["outrider_rows_left_out"] == 0.0
 
 
 async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,3 +281,39 @@ async def test_servers_that_cannot_be_attached_or_refuse_the_sampling_are_failur
                 await asked(rollouts, gym_row(scribe_task("gym hot"), temperature=0.9))
     assert away.value.http_status >= 500
     assert refused.value.http_status >= 500
+
+
+async def test_a_rollout_with_attached_servers_waits_for_a_service_that_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.trainers.nemo_gym.LOOK_SECONDS", 0.0)
+    server = NemoRLServer(Tokenizer.load(write_tokenizer(tmp_path / "tokenizer")))
+    row = gym_row(scribe_task("gym restarted"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with serving(server) as engine:
+        settings = NemoGymSettings(url=f"http://127.0.0.1:{port}", engines=[f"{engine}/v1"], model="m")
+        async with GymRollouts(settings) as rollouts:
+            async with running_service(tmp_path=tmp_path, engines=(), port=port):
+                first = await asked(rollouts, row)
+            waiting = asyncio.create_task(asked(rollouts, row))
+            await asyncio.wait([waiting], timeout=0.3)  # the service is down
+            assert not waiting.done()
+            async with running_service(tmp_path=tmp_path, engines=(), port=port):
+                second = await waiting
+    assert first["response"]["id"] != second["response"]["id"]
+
+
+async def test_rollouts_that_wait_for_the_first_look_fail_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.trainers.nemo_gym.FIRST_PATIENCE", 0.5)
+    settings = NemoGymSettings(url="http://127.0.0.1:9", engines=["http://127.0.0.1:9/v1"], model="m")
+    async with GymRollouts(settings) as rollouts:
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        rows = [gym_row(scribe_task("gym down"), number) for number in range(20)]
+        outcomes = await asyncio.gather(*(asked(rollouts, row) for row in rows), return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {ServiceError}
+        assert clock() - begun < 5.0

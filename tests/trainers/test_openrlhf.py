@@ -83,11 +83,14 @@ async def test_a_call_is_a_session_token_for_token(tmp_path: Path) -> None:
 
 
 async def test_a_session_of_several_rows_is_refused_until_the_settings_choose_one(tmp_path: Path) -> None:
-    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (_, url):
+    async with running_service(tmp_path=tmp_path) as (service, url):
         task = scribe_task("openrlhf rows", rewrites=[0])
         with pytest.raises(InvalidField, match="has 2 rows that train, and OpenRLHF takes one") as caught:
             await execute(executor_for(url, task))
-        one = await execute(executor_for(url, task | {"branches": {"compaction": "mask", "auxiliary": "mask"}}))
+        masked = scribe_task("openrlhf masked", titles=[0]) | {"branches": {"auxiliary": "mask"}}
+        one = await execute(executor_for(url, masked))
+        _, group = await the_groups(service)
+    assert [sample.reward for sample in group.samples or ()] == [1.0, None]
     assert "set rows to main" in (caught.value.hint or "")
     assert one["extra_logs"]["outrider_rows_left_out"] == 0.0
 

@@ -297,6 +297,7 @@ class ForwardedEngine:
     def apply_state(self, state: EngineState) -> None:
         """Apply a newer state of the engine from the service. The state of a relay changes when workers connect."""
         self.logprob_kind, self.constraints, self._health = state.logprob_kind, state.constraints, state.health
+        self.capabilities = state.capabilities
 
     async def start(self) -> None:
         pass

@@ -29,11 +29,12 @@ import orjson
 from fastapi import Request, Response
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from outrider.client.client import PATIENCE, patiently
 from outrider.errors import InvalidField, OutriderError, ServiceStopping, TooLarge
 from outrider.sessions.calls.limits import MAX_BODY
 from outrider.spec import Name
 from outrider.trainers.exports import nemo_gym_reply
-from outrider.trainers.shared_client import SharedClient, run_group, shared_client
+from outrider.trainers.shared_client import FIRST_PATIENCE, SharedClient, shared_client
 from outrider.trainers.shared_settings import (
     BridgeSettings,
     group_of,
@@ -42,7 +43,7 @@ from outrider.trainers.shared_settings import (
     refuse_images,
     task_for,
 )
-from outrider.trainers.trajectories import Trajectory, chosen_metrics
+from outrider.trainers.trajectories import Trajectory, chosen_metrics, left_out_of, trajectories_of
 
 T = TypeVar("T")
 
@@ -58,6 +59,8 @@ WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "par
 """Fields of `responses_create_params` that are read elsewhere, or change nothing that an agent samples."""
 NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream": (False,), "background": (False,)}
 """Fields of which the values listed here have no effect. Other values are refused."""
+TEMPLATE = "chat_template_kwargs"
+"""The name of the variables for chat templates. NeMo Gym's model servers take them from the row's metadata."""
 PLAIN_SAMPLING = {
     "top_k": -1,
     "min_p": 0.0,
@@ -106,6 +109,8 @@ class GymRollouts:
         """The rollouts whose clients have left, by the digest of their requests."""
         self._looking = asyncio.Lock()
         self._looked: float | None = None
+        self._not_attached: OutriderError | None = None
+        """The error of the newest look that failed."""
 
     async def __aenter__(self) -> GymRollouts:
         async with AsyncExitStack() as held:
@@ -188,39 +193,47 @@ class GymRollouts:
     async def _outcome(self, row: Mapping[str, Any], group: Mapping[str, Any]) -> _Outcome:
         try:
             await self._attach()
-            [trajectory] = await run_group(self._settings, group, logprobs=True)
-            return reply_of(trajectory, row, self._settings)
+            done = await self._shared.run(group)
+            [trajectory] = trajectories_of(done, self._settings, logprobs=True)
+            return reply_of(trajectory, row, self._settings, rows_left_out=len(left_out_of(done, trajectory)))
         except Exception as error:  # the client's request raises the error; here the error would end all rollouts
             return error
 
     async def _attach(self) -> None:
         """Attach NeMo RL's servers to the service, unless they are attached. A service that was restarted has lost
-        them. Raises the service's error, for example while the servers still load the model."""
+        them. Waits for a service that restarts. Raises the service's error, for example while the servers still load
+        the model."""
+        if not self._settings.engines:
+            return
+        failed_before = self._not_attached
         async with self._looking:
-            now = asyncio.get_running_loop().time()
-            if not self._settings.engines or (self._looked is not None and now - self._looked < LOOK_SECONDS):
+            if self._not_attached is not None and self._not_attached is not failed_before:
+                raise self._not_attached  # otherwise each waiting rollout would wait for a reply in turn
+            clock = asyncio.get_running_loop().time
+            if self._looked is not None and clock() - self._looked < LOOK_SECONDS:
                 return
-            client = self._shared.client
-            names = {f"nemo-rl-{number}": url for number, url in enumerate(self._settings.engines)}
-            attached = {engine.name: engine.url for engine in await client.engines()}
-            for name in attached.keys() - names.keys() if self._looked is None else ():
-                if name.startswith("nemo-rl-"):  # an earlier training's
-                    await client.remove_engine(name)
-            for name, url in names.items():
-                base = url.rstrip("/").removesuffix("/v1")
-                if attached.get(name) == base:
-                    continue
-                if name in attached:
-                    await client.remove_engine(name)
-                engine = {
-                    "kind": "openai",
-                    "name": name,
-                    "url": base,
-                    "model": self._settings.model,
-                    "options": ENGINE,
-                }
-                await client.add_engine(engine)
-            self._looked = now
+            try:
+                await patiently(self._attach_missing, FIRST_PATIENCE if self._looked is None else PATIENCE)
+            except OutriderError as error:
+                self._not_attached = error
+                raise
+            self._looked = clock()
+
+    async def _attach_missing(self) -> None:
+        client = self._shared.client
+        names = {f"nemo-rl-{number}": url for number, url in enumerate(self._settings.engines)}
+        attached = {engine.name: engine.url for engine in await client.engines()}
+        for name in attached.keys() - names.keys() if self._looked is None else ():
+            if name.startswith("nemo-rl-"):  # an earlier training's
+                await client.remove_engine(name)
+        for name, url in names.items():
+            base = url.rstrip("/").removesuffix("/v1")
+            if attached.get(name) == base:
+                continue
+            if name in attached:
+                await client.remove_engine(name)
+            engine = {"kind": "openai", "name": name, "url": base, "model": self._settings.model, "options": ENGINE}
+            await client.add_engine(engine)
 
 
 _Outcome = dict[str, Any] | Exception
@@ -234,9 +247,12 @@ class _LeftRollout:
     end: asyncio.TimerHandle
 
 
-def reply_of(trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSettings) -> dict[str, Any]:
-    """Return NeMo Gym's reply to the request `row` from its finished session. Raises the session's error, and
-    InvalidField for a session with several rows that train, unless the setting `rows` is "main"."""
+def reply_of(
+    trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSettings, *, rows_left_out: int
+) -> dict[str, Any]:
+    """Return NeMo Gym's reply to the request `row` from its finished session. `rows_left_out` is the number of the
+    session's other rows that would train. Raises the session's error, and InvalidField for a session with several rows
+    that train, unless the setting `rows` is "main"."""
     if trajectory.error is not None:
         raise trajectory.error
     if len(trajectory.rows) > 1:
@@ -252,7 +268,7 @@ def reply_of(trajectory: Trajectory, row: Mapping[str, Any], settings: NemoGymSe
         "outrider_turns": float(trajectory.result.turns),
         "outrider_agent_seconds": trajectory.seconds,
         "outrider_truncated": float(trajectory.truncated),
-        "outrider_rows_left_out": float(trajectory.result.samples - 1),
+        "outrider_rows_left_out": float(rows_left_out),
         "outrider_cut_tokens": float(trained.cut),
         "outrider_version_min": float(trained.sample.min_version),
         "outrider_version_max": float(trained.sample.max_version),
@@ -373,9 +389,13 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     metadata = params.get("metadata") or {}
     if not isinstance(metadata, Mapping):
         raise InvalidField(f"{PARAMS}.metadata is a {type(metadata).__name__}", field=f"{PARAMS}.metadata")
-    extra = metadata.get("extra_body")
-    if isinstance(extra, str):
-        found |= json_object(extra, f"{PARAMS}.metadata.extra_body")
+    found |= _object(metadata.get("extra_body"), f"{PARAMS}.metadata.extra_body")
+    template = _object(found.pop(TEMPLATE, None), f"{PARAMS}.metadata.extra_body.{TEMPLATE}")
+    template |= _object(metadata.get(TEMPLATE), f"{PARAMS}.metadata.{TEMPLATE}")
+    # any other variable is no field of `task.sampling`, and is refused there
+    found |= {"thinking" if name == "enable_thinking" else name: value for name, value in template.items()}
+    if not isinstance(found.get("thinking"), bool | None):
+        raise InvalidField(f"enable_thinking is {found['thinking']!r}; it must be true or false", field=PARAMS)
     if found.get("tools"):
         raise InvalidField(
             f"{PARAMS}.tools names tools that Outrider's agent does not have",
@@ -383,6 +403,15 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
             hint="leave tools out of the row: task.harness decides which tools the agent has",
         )
     return found
+
+
+def _object(value: Any, source: str) -> dict[str, Any]:
+    """Return an object that may be JSON text, as NeMo Gym's metadata is, or missing. Raises InvalidField."""
+    if isinstance(value, str):
+        return json_object(value, source) if value else {}
+    if not isinstance(value, Mapping | None):
+        raise InvalidField(f"{source} is a {type(value).__name__}; it must be an object or JSON", field=source)
+    return dict(value or {})
 
 
 def _images(messages: Any) -> Iterator[Mapping[str, Any]]:

@@ -106,9 +106,9 @@ def check_loop(settings: VerlSettings) -> None:
 
 def _advantages(scores: Any, keys: Sequence[tuple[str, str, int] | None], config: Any) -> Any:
     """Return the advantage of each row: its reward minus the mean of its group's rollouts, divided by their standard
-    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is that of its main row. If all rollouts
-    have the same reward, a division gives 0, also for a row with a reward of its own, which would get a million times
-    the difference."""
+    deviation unless `norm_adv_by_std_in_grpo` is false. The reward of a rollout is that of its main row. The advantages
+    that would be divided are 0 if all rollouts have the same reward: a row with a reward of its own would get a million
+    times the difference."""
     main: dict[str, dict[str, tuple[int, int]]] = {}
     for place, key in enumerate(keys):
         if key is not None:

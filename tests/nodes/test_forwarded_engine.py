@@ -1,0 +1,69 @@
+"""A node's proxy for an engine that only the service can reach: its description, and the ids that it should keep."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import cast
+
+import msgspec
+
+from outrider.constraint import ConstraintKind
+from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHealth, SamplingParams
+from outrider.engines.pool.leader import pool_state
+from outrider.engines.pool.placement import EngineState, serving
+from outrider.engines.pool.pool import EnginePool
+from outrider.messages import Message, Role
+from outrider.nodes.messages import GenerateChat
+from outrider.nodes.service_proxy import ForwardedEngine
+from outrider.trajectory import FinishReason, LogprobKind, TokenMode
+
+from .test_calls import both
+
+
+class Keeps:
+    """A chat engine that keeps the ids which it is given."""
+
+    name = "keeps"
+    mode = TokenMode.CAPTURE
+    logprob_kind = LogprobKind.RAW
+    constraints = frozenset[ConstraintKind]()
+    capabilities = frozenset({Capability.KEEPS_IDS})
+
+    async def start(self) -> None:
+        """Nothing to open."""
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(ok=True)
+
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        yield ChatChunk(finish=FinishReason.STOP, prompt_ids=request.known_ids)
+
+
+async def test_a_node_gives_an_engine_of_the_service_the_ids_to_keep() -> None:
+    request = ChatRequest(
+        request_id="r",
+        session_key="k",
+        messages=(Message(role=Role.USER, content="go on"),),
+        tools=(),
+        sampling=SamplingParams(max_tokens=8),
+        known_ids=[1, 2, (1 << 31) - 1],
+    )
+
+    async def generate_chat(call: GenerateChat) -> AsyncGenerator[object, None]:
+        async for chunk in Keeps().chat(call.request):
+            yield chunk
+
+    async with EnginePool() as leader, EnginePool() as node, both(GenerateChat=generate_chat) as ends:
+        await leader.add_engine(Keeps())
+        [state] = pool_state(leader).engines
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=EngineState)  # as over a link
+        await node.adopt(received, ForwardedEngine(ends.caller, None, received))
+        assert serving(node.members["keeps"]).keeps_ids
+        engine = cast(ForwardedEngine, node.engine("keeps"))
+        assert [chunk.prompt_ids async for chunk in engine.chat(request)] == [[1, 2, (1 << 31) - 1]]
+        # an engine of the same name and kind, which does not keep ids, has taken its place
+        engine.apply_state(msgspec.structs.replace(received, capabilities=frozenset()))
+        assert not serving(node.members["keeps"]).keeps_ids
