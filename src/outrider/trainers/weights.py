@@ -137,15 +137,17 @@ class PolicyWeights:
         self.version = max(self.version, version)
         self._written.append(version)
         while len(self._written) > self._keep:
-            shutil.rmtree(self.folder(self._written.pop(0)))
+            # Another program may have removed the folder. The service has the new version, so nothing must fail here.
+            shutil.rmtree(self.folder(self._written.pop(0)), ignore_errors=True)
 
     def read(self, version: int) -> Mapping[str, Tensor] | None:
         """Return the parameters of a version that this object published; None if they are no longer on disk."""
         from safetensors.torch import load_file
 
-        if version not in self._written:
+        file = self.folder(version) / WEIGHTS
+        if version not in self._written or not file.exists():
             return None
-        tensors: Mapping[str, Tensor] = load_file(self.folder(version) / WEIGHTS)
+        tensors: Mapping[str, Tensor] = load_file(file)
         return tensors
 
     def folder(self, version: int) -> Path:
