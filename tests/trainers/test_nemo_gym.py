@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Request
+from starlette.types import Message
 
 from outrider.client.client import AsyncClient
 from outrider.errors import EngineError, EngineUnavailable, HarnessError, InvalidField, ServiceError, ServiceStopping
@@ -21,7 +23,7 @@ from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.trainers.nemo_gym import GymRollouts, NemoGymSettings
+from outrider.trainers.nemo_gym import GymRollouts, NemoGymSettings, _answer
 from support.nemo_rl_server import NemoRLServer
 from support.scribe import Scribe, scribe_task
 from support.service import running_service, say, scripted_engine
@@ -106,6 +108,20 @@ async def test_rows_that_cannot_be_tasks_are_refused_at_once(tmp_path: Path) -> 
                     await rollouts.run(body, stays)
                 assert 400 <= refused.value.http_status < 500
         assert not (await service.results(after=0, wait=0, limit=10, samples=False)).groups
+
+
+async def test_a_client_that_leaves_before_its_row_has_come_is_no_failure_of_the_server() -> None:
+    messages: list[Message] = [
+        {"type": "http.request", "body": b'{"responses', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    request = Request({"type": "http", "method": "POST", "path": "/run", "headers": []}, receive)
+    reply = await _answer(GymRollouts(NemoGymSettings()), request)
+    assert reply.status_code == 503
 
 
 async def test_sampling_of_the_row_and_of_its_extra_body(tmp_path: Path) -> None:

@@ -289,6 +289,8 @@ class Service:
         group. A page ends after `limit` groups, and with the group that reaches PAGE_BYTES. `columns` for a page that
         is sent as an Arrow stream."""
         page = Page(after, columns=columns)
+        if columns:
+            await self.reader.prepare_columns()
         # Clients take an empty page as the end of the results. So if all groups of a page were removed after they were
         # listed, the next groups are read instead.
         while not page.groups and (

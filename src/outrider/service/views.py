@@ -85,8 +85,13 @@ class ViewReader:
 
     async def columns(self, view: GroupView | SampleList) -> list[bytes]:
         """Encode the view as an Arrow IPC stream (`sample_columns.py`), and return the stream in pieces."""
+        await self.prepare_columns()
         reply = await self.encoded(without_samples(view))
         return [sample_columns.head(reply), *await self.batches(view.samples or ()), sample_columns.END]
+
+    async def prepare_columns(self) -> None:
+        """Import what an Arrow stream needs. The event loop, which makes the head of a stream, must not wait for it."""
+        await self._offload.run(sample_columns.prepare)
 
     async def batches(self, samples: Sequence[Sample]) -> list[bytes]:
         """Encode samples as batches of an Arrow IPC stream, in pieces."""

@@ -28,6 +28,7 @@ import msgspec
 import orjson
 from fastapi import Request, Response
 from pydantic import BeforeValidator, Field, PrivateAttr
+from starlette.requests import ClientDisconnect
 
 from outrider.client.client import PATIENCE, patiently
 from outrider.errors import InvalidField, OutriderError, ServiceStopping, TooLarge
@@ -334,6 +335,8 @@ async def _answer(rollouts: GymRollouts, request: Request, *, bare: bool = False
         if bare:
             body = orjson.dumps({PARAMS: _json_of(body)})
         reply = await rollouts.run(body, left)
+    except ClientDisconnect:
+        reply = None
     except OutriderError as error:
         content = orjson.dumps({"error": msgspec.to_builtins(error.record())})
         return Response(content, error.http_status, media_type="application/json")
