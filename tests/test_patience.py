@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -119,9 +120,27 @@ async def test_long_retries_are_reported(monkeypatch: pytest.MonkeyPatch, caplog
     with caplog.at_level(logging.WARNING):
         assert await patiently(call) == "done"
     lines = [line.message for line in caplog.records]
-    assert any(line.startswith("retrying for 0 s already, and for up to 300 s more: a bug") for line in lines)
+    assert any(line.startswith("retrying since 0 s, and for up to 300 s more: a bug") for line in lines)
     assert any("the queue is full" in line for line in lines)
     assert lines[-1] == "the service replies again, after 0 s"
+
+
+async def test_a_wait_without_end_for_a_full_queue_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "REPORT_AFTER", 0.0)
+    replies: list[Busy | str] = [Busy("the queue is full", retry_after=0.01)] * 3 + ["done"]
+
+    async def call() -> str:
+        match replies.pop(0):
+            case Busy() as busy:
+                raise busy
+            case str(reply):
+                return reply
+
+    with caplog.at_level(logging.INFO):
+        assert await patiently(call, math.inf, unreachable=False) == "done"
+    assert {line.levelname for line in caplog.records} == {"INFO"}
 
 
 async def test_short_retries_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:

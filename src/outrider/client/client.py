@@ -16,6 +16,7 @@ import asyncio
 import base64
 import json
 import logging
+import math
 import os
 import random
 import zlib
@@ -607,26 +608,29 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
     while True:
         try:
             result = await call()
-        except Busy as busy:
-            wait = busy.retry_after * random.uniform(1.0, SPREAD)
-            if clock() + wait > give_up_at:
-                raise
-            reason = busy.message
         except ServiceError as error:
-            if not unreachable or not error.retryable or clock() >= give_up_at:
-                raise
-            wait = RETRIES.wait(tries)
-            tries += 1
-            reason = error.message
+            failed = error
         else:
             if reported:
                 log.warning("the service replies again, after %.0f s", clock() - started)
             return result
         now = clock()
-        if now + wait - started >= REPORT_AFTER and _Reports.due():
+        if isinstance(failed, Busy):
+            wait = failed.retry_after * random.uniform(1.0, SPREAD)
+            if now + wait > give_up_at:
+                raise failed
+        else:
+            wait = RETRIES.wait(tries)
+            tries += 1
+            if not unreachable or not failed.retryable or now >= give_up_at:
+                raise failed
+        if isinstance(failed, Busy) and patience == math.inf:
+            # a caller that waits for ever expects the wait
+            log.info("the service is asked again in %.0f s: %s", wait, failed.message)
+        elif now + wait - started >= REPORT_AFTER and _Reports.due():
             reported = True
             log.warning(
-                "retrying for %.0f s already, and for up to %.0f s more: %s", now - started, give_up_at - now, reason
+                "retrying since %.0f s, and for up to %.0f s more: %s", now - started, give_up_at - now, failed.message
             )
         await asyncio.sleep(wait)
 
