@@ -120,7 +120,7 @@ async def test_long_retries_are_reported(monkeypatch: pytest.MonkeyPatch, caplog
     with caplog.at_level(logging.WARNING):
         assert await patiently(call) == "done"
     lines = [line.message for line in caplog.records]
-    assert any(line.startswith("retrying since 0 s, and for up to 300 s more: a bug") for line in lines)
+    assert any(line.startswith("retrying for 0 s now, and for up to 300 s more: a bug") for line in lines)
     assert any("the queue is full" in line for line in lines)
     assert lines[-1] == "the service replies again, after 0 s"
 
