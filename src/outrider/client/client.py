@@ -630,7 +630,10 @@ async def patiently(call: Callable[[], Awaitable[T]], patience: float = PATIENCE
         elif now + wait - started >= REPORT_AFTER and _Reports.due():
             reported = True
             log.warning(
-                "retrying for %.0f s now, and for up to %.0f s more: %s", now - started, give_up_at - now, failed.message
+                "retrying for %.0f s now, and for up to %.0f s more: %s",
+                now - started,
+                give_up_at - now,
+                failed.message,
             )
         await asyncio.sleep(wait)
 
