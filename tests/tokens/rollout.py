@@ -16,6 +16,7 @@ import msgspec
 
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
+from outrider.sample_columns import decode, encode
 from outrider.tokens.branches.classify import is_one_conversation, lineages, lineages_by_rules
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
@@ -29,6 +30,7 @@ from outrider.trajectory import (
     FinishReason,
     ForkCause,
     JoinKind,
+    JsonSample,
     LogprobKind,
     Sample,
     SessionResult,
@@ -38,6 +40,7 @@ from outrider.trajectory import (
     VersionSpan,
     pack_ids,
     pack_logprobs,
+    sample_json,
 )
 from support.steps import run_inline
 
@@ -283,6 +286,9 @@ class Rollout:
         assert counts.dropped == sum(len(gave) for index, gave in enumerate(self.gave) if index not in held)
         assert [sample.row for sample in samples] == list(range(len(samples)))
         assert all(sample.rows == len(samples) for sample in samples)
+        assert decode(encode(samples, b"{}")).samples == samples
+        in_json = [msgspec.json.decode(sample_json(sample), type=JsonSample) for sample in samples]
+        assert [sample.sample() for sample in in_json] == samples
         return samples
 
     def _check_lineages(self) -> None:

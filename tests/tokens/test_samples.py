@@ -191,3 +191,14 @@ def test_every_token_keeps_the_version_that_sampled_it() -> None:
     sample = sample_of(rollout, versions=spans, output_ids=pack_ids([300, 301, 302, 303]))
     assert sample.versions[-4:].tolist() == [7, 9, 9, 9]
     assert (sample.min_version, sample.max_version) == (7, 9)
+
+
+def test_a_version_that_sampled_nothing_is_not_a_rows_oldest() -> None:
+    """A server whose weights were replaced before it sampled reports an empty span of the old version. Samplers would
+    take the row for too old."""
+    rollout = begin()
+    rollout.answer(rollout.join([FIRST]), [300, 301])
+    spans = (VersionSpan(3, 0, 0), VersionSpan(9, 0, 2), VersionSpan(11, 2, 2))
+    sample = sample_of(rollout, versions=spans, output_ids=pack_ids([300, 301]))
+    assert [span.version for span in sample.version_spans] == [9]
+    assert (sample.min_version, sample.max_version) == (9, 9)

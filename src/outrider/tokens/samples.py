@@ -298,7 +298,8 @@ class _Columns:
             self.trained.append((start, start + count))
         self.logprobs.append(turn.logprobs or bytes(8 * count))
         for span in turn.versions or (VersionSpan(0, 0, count),):
-            self._add_version(VersionSpan(span.version, start + span.start, start + span.end))
+            if span.end > span.start:  # an engine may report a version that sampled nothing before it was replaced
+                self._add_version(VersionSpan(span.version, start + span.start, start + span.end))
 
     def _add_version(self, span: VersionSpan) -> None:
         last = self.versions[-1] if self.versions else None
