@@ -240,19 +240,26 @@ def head(reply: bytes) -> bytes:
 def batches(samples: Sequence[Sample]) -> Iterator[bytes]:
     """Yield the batches of a stream with the samples, in pieces of any size, which are not joined, because that
     would copy them."""
+    for some in rows_of_batches(samples):
+        yield from batch(some)
+
+
+def rows_of_batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Yield the samples of each batch."""
     some: list[Sample] = []
     size = 0
     for sample in samples:
         some.append(sample)
         size += len(sample.packed_ids)
         if size >= BATCH_BYTES:
-            yield from _batch(some)
+            yield some
             some, size = [], 0
     if some:
-        yield from _batch(some)
+        yield some
 
 
-def _batch(samples: Sequence[Sample]) -> list[bytes]:
+def batch(samples: Sequence[Sample]) -> list[bytes]:
+    """Return a batch with the samples, in pieces."""
     schema = _schema()
     arrays = [
         column.encode([getattr(sample, column.of) for sample in samples], schema.child(at))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +16,9 @@ import pyarrow as pa
 import pytest
 from aiohttp import web
 
+from outrider import sample_columns
 from outrider.client.client import AsyncClient
+from outrider.concurrency.cancellation import OffloadThread
 from outrider.errors import ServiceError, ServiceUnusable
 from outrider.sample_columns import MEDIA_TYPE
 from outrider.schemas import GroupView, JsonGroupView
@@ -146,6 +149,25 @@ async def test_a_group_that_runs_has_no_samples_yet_and_one_without_rows_has_non
         assert begun.samples == ()
         [done] = await client.wait([failed.id])
         assert (await client.group(done.id, samples=True)).samples == (await in_json(url, done.id)).samples
+
+
+async def test_the_stream_of_a_large_group_does_not_hold_other_computations_up(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncClient(url) as client:
+        submitted = await client.submit({"task": TASK})
+        [done] = await client.wait([submitted.id])
+        [row] = (await client.group(done.id, samples=True)).samples or ()
+    monkeypatch.setattr(sample_columns, "BATCH_BYTES", 1)
+    offload = OffloadThread()
+    reader = views.ViewReader(None, None, offload)  # type: ignore[arg-type]  # it reads nothing from the store
+    encoding = asyncio.create_task(reader.batches([row] * 100))
+    await asyncio.sleep(0)
+    await offload.run(lambda: None)
+    assert not encoding.done()
+    stream = b"".join([sample_columns.head(b"{}"), *await encoding, sample_columns.END])
+    assert sample_columns.decode(stream).samples == [row] * 100
+    await offload.close()
 
 
 @pytest.mark.parametrize("form", ["gzip", "deflate", "broken"])

@@ -94,8 +94,11 @@ class ViewReader:
         await self._offload.run(sample_columns.prepare)
 
     async def batches(self, samples: Sequence[Sample]) -> list[bytes]:
-        """Encode samples as batches of an Arrow IPC stream, in pieces."""
-        return await self._offload.run(lambda: [*sample_columns.batches(samples)])
+        """Encode samples as batches of an Arrow IPC stream, in pieces. Other computations run between two batches."""
+        pieces: list[bytes] = []
+        for rows in sample_columns.rows_of_batches(samples):
+            pieces += await self._offload.run(partial(sample_columns.batch, rows))
+        return pieces
 
     async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:
         return reply_of(SessionView, await self._store.session(session_id, tenant=tenant))
