@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from outrider.client import client as module
 from outrider.client.client import AsyncClient, patiently
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Boundary, Busy, ErrorRecord, NotFound, OutriderError, ServiceError, ServiceUnusable
+from outrider.lifecycle import GroupState
 
 Answer = Callable[[], web.Response]
 
@@ -168,3 +170,28 @@ async def test_many_calls_that_are_retried_make_one_report(
         outcomes = await asyncio.gather(*(patiently(call, 0.3) for _ in range(50)), return_exceptions=True)
     assert {str(outcome) for outcome in outcomes} == {"away"}
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("watched", [False, True])
+async def test_the_wait_for_groups_outlasts_a_restart_of_the_service(
+    watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRIES", RetryPolicy(first=0.01, longest=0.01))
+    monkeypatch.setattr(module, "WATCH_PAUSE", 0.01)
+    away = [False, True, True, True, False, False]
+    client = AsyncClient("http://127.0.0.1:1")
+
+    async def group(group_id: str, *, wait: float = 0.0) -> SimpleNamespace:
+        if away and away.pop(0):
+            raise ServiceError("the service cannot be reached")
+        return SimpleNamespace(id=group_id, state=GroupState.ACTIVE if away else GroupState.DONE)
+
+    monkeypatch.setattr(client, "group", group)
+    found = await client.wait(["g-1"], (lambda groups: None) if watched else None)
+    assert [(view.id, view.state) for view in found] == [("g-1", GroupState.DONE)]
+
+
+async def test_a_wait_for_a_service_that_is_not_there_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with AsyncClient("http://127.0.0.1:1") as client:
+        with pytest.raises(ServiceError):
+            await asyncio.wait_for(client.wait(["g-1"]), 5)

@@ -317,7 +317,8 @@ class AsyncClient:
 
     async def wait(self, group_ids: Iterable[str], watch: Watch | None = None) -> list[GroupView]:
         """Return the groups in the order of `group_ids`, once all are done. `watch` is called with all groups at first,
-        at the end, and about every 0.2 seconds in between (less often for more than ten groups)."""
+        at the end, and about every 0.2 seconds in between (less often for more than ten groups). Once all groups were
+        read, the service may restart meanwhile (see `patiently`)."""
         groups = {group_id: await self.group(group_id) for group_id in group_ids}
         while True:
             if watch is not None:
@@ -326,9 +327,9 @@ class AsyncClient:
             if not active:
                 return list(groups.values())
             patience = LONG_POLL if watch is None else max(WATCH_PAUSE, WATCH_PAUSE_EACH * len(active))
-            groups[active[0]] = await self.group(active[0], wait=patience)
+            groups[active[0]] = await patiently(partial(self.group, active[0], wait=patience))
             for group_id in active[1:] if watch is not None else ():
-                groups[group_id] = await self.group(group_id)
+                groups[group_id] = await patiently(partial(self.group, group_id))
 
     async def events(self, *, after: int = 0) -> AsyncIterator[EventView]:
         """Yield every event after a cursor, without end. If the connection is lost, the client connects again, also if
