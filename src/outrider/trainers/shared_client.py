@@ -9,7 +9,7 @@ for finished groups, however many rollouts wait; and cancelling a rollout cancel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -53,9 +53,12 @@ class SharedClient:
         self._following = False
         self._changed = Broadcast()
 
-    async def run(self, group: Mapping[str, Any]) -> GroupView:
+    async def run(
+        self, group: Mapping[str, Any], *, submitted: Callable[[GroupView], object] | None = None
+    ) -> GroupView:
         """Submit a group, wait until the group is done, and return the group with its samples. `group` needs an
-        idempotency key, because the submission is repeated if no reply arrives."""
+        idempotency key, because the submission is repeated if no reply arrives. `submitted` is called with the reply to
+        the submission."""
         failed_before = self._no_answer
         async with self._first:
             if self._no_answer is not None and self._no_answer is not failed_before:
@@ -66,16 +69,19 @@ class SharedClient:
                 except OutriderError as error:
                     self._no_answer = error
                     raise
-        submitted: list[str] = []
+        ids: list[str] = []
 
         async def submit() -> None:
-            submitted.append((await patiently(partial(self.client.submit, group))).id)
+            view = await patiently(partial(self.client.submit, group))
+            ids.append(view.id)
+            if submitted is not None:
+                submitted(view)
 
         try:
             await shielded(submit)  # shielded, because a group whose id was not read could not be cancelled
-            return await self._result(submitted[0])
+            return await self._result(ids[0])
         except asyncio.CancelledError:
-            for group_id in submitted:
+            for group_id in ids:
                 with suppress(OutriderError):
                     await shielded(partial(self.client.cancel, group_id))
             raise

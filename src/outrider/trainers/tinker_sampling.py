@@ -1,0 +1,218 @@
+"""Generates for a service with Tinker's sampling clients, and keeps the id of each sampled sequence.
+
+A relay worker in a thread of the trainer's process receives the model calls of the sessions. The calls of a group are
+sampled with the client that the trainer gave for the group, also while the trainer has newer clients. Each new client
+is a new policy version. The module needs `tinker` (0.38), not tinker-cookbook. Invariant: the tokens of a generation
+have the version of the client that sampled them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import tinker
+import xxhash
+
+from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
+from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable
+from outrider.relay import FunctionEngine, Worker
+from outrider.schemas import GroupView
+from outrider.trainers.relay_thread import RelayThread
+from outrider.trajectory import FinishReason, LogprobKind, VersionSpan
+
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+UNKNOWN_TO_TINKER = {
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "constraint": None,
+}
+"""Sampling parameters that Tinker does not have, with the only value that is accepted."""
+REFUSALS = frozenset({400, 413, 422})
+"""HTTP statuses of requests that would be refused again."""
+
+SamplingClient = Any
+"""`tinker.SamplingClient`, or an object with its method `sample`."""
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """A sequence that Tinker sampled: its tokens, Tinker's id, and the number of prompt tokens from the cache."""
+
+    ids: tuple[int, ...]
+    sequence_id: str
+    cached_tokens: int
+
+
+class SampledSequences:
+    """The sequences of one session, by their prompts."""
+
+    def __init__(self) -> None:
+        self._by_prompt: dict[int, list[SampledSequence]] = {}
+
+    def add(self, prompt: Sequence[int] | np.ndarray, sequence: SampledSequence) -> None:
+        self._by_prompt.setdefault(_digest(prompt), []).append(sequence)
+
+    def find(self, ids: Sequence[int], start: int, end: int) -> tuple[SampledSequence, int] | None:
+        """Return the sequence that begins at position `start` of a row's ids, and the position in the row at which the
+        sequence, or the span [start, end) before it, ends. Returns None if no sequence has this prompt and these
+        tokens. The longest such sequence is taken."""
+        best: tuple[SampledSequence, int] | None = None
+        for sequence in self._by_prompt.get(_digest(ids[:start]), ()):
+            stop = min(end, start + len(sequence.ids))
+            fits = stop > start and tuple(ids[start:stop]) == sequence.ids[: stop - start]
+            if fits and (best is None or stop > best[1]):
+                best = sequence, stop
+        return best
+
+
+class SampledGroup:
+    """A group that runs: its client, the client's version, and the sequences of its sessions by session id."""
+
+    def __init__(self, client: SamplingClient, version: int, by_session: dict[str, SampledGroup]) -> None:
+        self.client = client
+        self.version = version
+        self.sessions: dict[str, SampledSequences] = {}
+        self.announced: Future[None] = Future()
+        self._by_session = by_session
+
+    def announce(self, view: GroupView) -> None:
+        """Note the sessions of the group, which has been submitted."""
+        self.sessions = {session.id: SampledSequences() for session in view.sessions}
+        self._by_session.update(dict.fromkeys(self.sessions, self))
+        self.announced.set_result(None)
+
+    def close(self) -> None:
+        for session in self.sessions:
+            del self._by_session[session]
+        if not self.announced.done():
+            self.announced.set_result(None)
+
+
+class TinkerSampler:
+    """The relay worker of a trainer's process. `version` is the newest policy version; the first client gets the next
+    one. `url`, `token` and `relay` are the service's address and token, and the name of the relay engine."""
+
+    def __init__(self, url: str, token: str | None, relay: str, *, version: int) -> None:
+        self.version = version
+        self._newest: SamplingClient | None = None
+        self._versions: WeakKeyDictionary[SamplingClient, int] = WeakKeyDictionary()
+        self._groups: set[SampledGroup] = set()
+        self._by_session: dict[str, SampledGroup] = {}
+        # Log-probabilities are raw in SkyRL's server. Under the cookbook's own default, a temperature of 1, they are
+        # those of the sampling distribution as well.
+        self._engine = FunctionEngine(self._generate, logprob_kind=LogprobKind.RAW, version=version)
+        self._thread = RelayThread(lambda: Worker(url, self._engine, engine=relay, token=token, name="tinker"))
+        atexit.register(self.close)
+
+    async def attach(self) -> None:
+        """Return while the worker is attached. Raises the errors of `Worker.in_thread`."""
+        await asyncio.to_thread(self._thread.attach)
+
+    def close(self) -> None:
+        """Detach the worker from the service. This also happens when the process exits."""
+        self._thread.close()
+        atexit.unregister(self.close)
+
+    @contextmanager
+    def group(self, client: SamplingClient, *, evaluating: bool) -> Iterator[SampledGroup]:
+        """Sample the group that is submitted in the block with `client`. A client that was not seen before is a new
+        version, unless it is for an evaluation, whose client may be older than the newest."""
+        if client not in self._versions:
+            if not evaluating or self._newest is None:
+                self.version += 1
+                self._newest = client
+                if self._thread.worker is not None:
+                    self._thread.worker.set_version(self.version)
+                else:
+                    self._engine.version = self.version
+            self._versions[client] = self.version
+        group = SampledGroup(client, self._versions[client], self._by_session)
+        self._groups.add(group)
+        try:
+            yield group
+        finally:
+            self._groups.remove(group)
+            group.close()
+
+    async def _generate(self, request: GenerateRequest) -> Chunk:
+        """Sample one reply. Raises EngineRejected for a request that Tinker does not take, EngineUnavailable and
+        EngineMisbehaved for failures of Tinker."""
+        params = sampling_params(request.sampling)
+        group, sequences = await self._group_of(request.session_key)
+        client = group.client if group is not None else self._newest
+        if client is None:
+            raise EngineUnavailable("the trainer has no sampling client yet")
+        version = group.version if group is not None else self.version
+        prompt = tinker.ModelInput.from_ints(request.input_ids.tolist())
+        try:
+            reply = await client.sample(prompt=prompt, num_samples=1, sampling_params=params)
+        except tinker.TinkerError as error:
+            status = getattr(error, "status_code", None)
+            kind = EngineRejected if status in REFUSALS else EngineUnavailable
+            raise kind(f"Tinker did not sample: {type(error).__name__}: {error}") from error
+        [sampled] = reply.sequences
+        ids = list(sampled.tokens)
+        if sampled.logprobs is None or sampled.stop_reason not in FINISH:
+            raise EngineMisbehaved(f"Tinker's reply has no log-probabilities, or ended with {sampled.stop_reason!r}")
+        if sequences is not None and sampled.sequence_id is not None:
+            found = SampledSequence(tuple(ids), sampled.sequence_id, reply.prompt_cache_hit_tokens)
+            sequences.add(request.input_ids, found)
+        stopped = ids[-1:] if sampled.stop_reason == "stop" else []
+        return Chunk(
+            ids=ids,
+            logprobs=list(sampled.logprobs),
+            finish=FINISH[sampled.stop_reason],
+            stop_match=stopped[0] if stopped and stopped[0] in request.sampling.stop_token_ids else None,
+            versions=(VersionSpan(version, 0, len(ids)),) if ids else (),
+            cached_tokens=reply.prompt_cache_hit_tokens,
+        )
+
+    async def _group_of(self, session_key: str) -> tuple[SampledGroup, SampledSequences] | tuple[None, None]:
+        """Return the group of a session, and the session's sequences; None for a session of another client of the
+        service. A session's first call may arrive before the reply to the submission of its group."""
+        waiting = {asyncio.wrap_future(group.announced) for group in self._groups.copy() if not group.announced.done()}
+        while True:
+            session = session_key
+            while session:  # the key of a session's calls is the session's id and more, after a hyphen
+                session = session.rpartition("-")[0]
+                if (group := self._by_session.get(session)) is not None:
+                    return group, group.sessions[session]
+            if not waiting:
+                return None, None
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+
+
+def sampling_params(asked: SamplingParams) -> tinker.SamplingParams:
+    """Return Tinker's sampling parameters. Raises EngineRejected for parameters that Tinker does not have."""
+    for name, neutral in UNKNOWN_TO_TINKER.items():
+        if getattr(asked, name) != neutral:
+            raise EngineRejected(f"Tinker does not support {name}", hint="leave it out of the agent's requests")
+    if asked.stop and asked.stop_token_ids:
+        raise EngineRejected(
+            "Tinker takes stop strings or stop tokens, and the model's turns end with stop tokens",
+            hint="leave stop strings out of the agent's requests",
+        )
+    return tinker.SamplingParams(
+        max_tokens=asked.max_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        seed=asked.seed,
+        stop=list(asked.stop) or list(asked.stop_token_ids),
+    )
+
+
+def _digest(ids: Sequence[int] | np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(np.asarray(ids, dtype="<i4").tobytes())
