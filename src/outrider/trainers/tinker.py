@@ -195,9 +195,7 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
             )
         if self._sampler is None:
             version = (await patiently(client.client.policy, FIRST_PATIENCE)).version
-            if self._sampler is None:  # another group may have made the sampler meanwhile
-                url, token = self._settings.url, self._settings.token
-                self._sampler = TinkerSampler(url, token, relay, version=version)
+            self._sampler = TinkerSampler.open(self._settings.url, self._settings.token, relay, version=version)
         await self._sampler.attach()
         return self._sampler
 
@@ -211,7 +209,15 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
             if trajectory.error is not None:
                 errors.append(trajectory.error)
                 continue
-            trajectories.append(trajectory_of(trajectory, sequences.get(trajectory.session.id, SampledSequences())))
+            own = sequences.get(trajectory.session.id, SampledSequences())
+            if self._settings.relay is not None and not own:
+                raise InvalidField(
+                    f"session {trajectory.session.id} was sampled, but not with this trainer's clients: another worker"
+                    f" is attached to the relay engine {self._settings.relay!r}",
+                    field="relay",
+                    hint="give each training run a relay engine of its own",
+                )
+            trajectories.append(trajectory_of(trajectory, own))
             rollouts.append(FinishedRollout(trajectory.rows[0].reward, _metrics_of(trajectory, settings)))
         fewest = 1 if evaluating else min(2, view.n)
         least = view.n if self._settings.complete == "all" else fewest

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -51,7 +51,7 @@ class SampledSequence:
     """A sequence that Tinker sampled: its tokens, Tinker's id, and the number of prompt tokens from the cache."""
 
     ids: tuple[int, ...]
-    sequence_id: str
+    sequence_id: str | None
     cached_tokens: int
 
 
@@ -60,6 +60,9 @@ class SampledSequences:
 
     def __init__(self) -> None:
         self._by_prompt: dict[int, list[SampledSequence]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_prompt)
 
     def add(self, prompt: Sequence[int] | np.ndarray, sequence: SampledSequence) -> None:
         self._by_prompt.setdefault(_digest(prompt), []).append(sequence)
@@ -101,11 +104,25 @@ class SampledGroup:
 
 
 class TinkerSampler:
-    """The relay worker of a trainer's process. `version` is the newest policy version; the first client gets the next
-    one. `url`, `token` and `relay` are the service's address and token, and the name of the relay engine."""
+    """The relay worker of a trainer's process for the relay engine `relay` of the service at `url`. `version` is the
+    newest policy version; the first client gets the next one.
+
+    `open` makes at most one sampler for an engine, because an engine divides its work among its workers, and a second
+    sampler would not have the clients of the first.
+    """
+
+    _open: ClassVar[dict[tuple[str, str], TinkerSampler]] = {}
+
+    @classmethod
+    def open(cls, url: str, token: str | None, relay: str, *, version: int) -> TinkerSampler:
+        """Return this process's sampler for an engine."""
+        if (url, relay) not in cls._open:
+            cls._open[url, relay] = cls(url, token, relay, version=version)
+        return cls._open[url, relay]
 
     def __init__(self, url: str, token: str | None, relay: str, *, version: int) -> None:
         self.version = version
+        self._key = url, relay
         self._newest: SamplingClient | None = None
         self._versions: WeakKeyDictionary[SamplingClient, int] = WeakKeyDictionary()
         self._groups: set[SampledGroup] = set()
@@ -122,6 +139,7 @@ class TinkerSampler:
 
     def close(self) -> None:
         """Detach the worker from the service. This also happens when the process exits."""
+        self._open.pop(self._key, None)
         self._thread.close()
         atexit.unregister(self.close)
 
@@ -166,7 +184,7 @@ class TinkerSampler:
         ids = list(sampled.tokens)
         if sampled.logprobs is None or sampled.stop_reason not in FINISH:
             raise EngineMisbehaved(f"Tinker's reply has no log-probabilities, or ended with {sampled.stop_reason!r}")
-        if sequences is not None and sampled.sequence_id is not None:
+        if sequences is not None:
             found = SampledSequence(tuple(ids), sampled.sequence_id, reply.prompt_cache_hit_tokens)
             sequences.add(request.input_ids, found)
         stopped = ids[-1:] if sampled.stop_reason == "stop" else []
