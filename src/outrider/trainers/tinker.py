@@ -175,7 +175,7 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
                 view = await client.run(group)
             else:
                 sampler = await self._attached(client, settings.relay)
-                with sampler.group(_sampling_client(policy), evaluating=builder.evaluating) as sampled:
+                with sampler.group(_sampling_client(policy)) as sampled:
                     view = await client.run(group, submitted=sampled.announce)
                     sequences = sampled.sessions
         return self._result(view, sequences, evaluating=builder.evaluating)

@@ -144,18 +144,15 @@ class TinkerSampler:
         atexit.unregister(self.close)
 
     @contextmanager
-    def group(self, client: SamplingClient, *, evaluating: bool) -> Iterator[SampledGroup]:
+    def group(self, client: SamplingClient) -> Iterator[SampledGroup]:
         """Sample the group that is submitted in the block with `client`. A client that was not seen before is a new
-        version, unless it is for an evaluation, whose client may be older than the newest."""
+        version."""
         if client not in self._versions:
-            if not evaluating or self._newest is None:
-                self.version += 1
-                self._newest = client
-                if self._thread.worker is not None:
-                    self._thread.worker.set_version(self.version)
-                else:
-                    self._engine.version = self.version
+            self.version += 1
+            self._newest = client
             self._versions[client] = self.version
+            if self._thread.worker is not None:
+                self._thread.worker.set_version(self.version)
         group = SampledGroup(client, self._versions[client], self._by_session)
         self._groups.add(group)
         try:
@@ -177,8 +174,8 @@ class TinkerSampler:
         try:
             reply = await client.sample(prompt=prompt, num_samples=1, sampling_params=params)
         except tinker.TinkerError as error:
-            status = getattr(error, "status_code", None)
-            kind = EngineRejected if status in REFUSALS else EngineUnavailable
+            refused = getattr(error, "status_code", None) in REFUSALS or getattr(error, "category", None) == "user"
+            kind = EngineRejected if refused else EngineUnavailable
             raise kind(f"Tinker did not sample: {type(error).__name__}: {error}") from error
         [sampled] = reply.sequences
         ids = list(sampled.tokens)
