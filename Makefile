@@ -23,6 +23,7 @@ VERL_VENV ?= .venv-verl
 # For SkyRL and OpenRLHF, whose packages for GPUs are left out.
 SKYRL_VENV ?= .venv-skyrl
 GYM_VENV ?= .venv-gym
+TINKER_VENV ?= .venv-tinker
 
 # Where test-real keeps the agent programs that it installs.
 PROGRAMS ?= $(CURDIR)/.cache/outrider
@@ -55,7 +56,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl test-gym check-latest fuzz campaign bench policy clean
+.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl test-gym test-tinker check-latest fuzz campaign bench policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,12 +94,12 @@ test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, age
 		--durations 25 --durations-min 5 tests/runtimes tests/sandboxes tests/bench tests/evaluators tests/rootfs tests/deploy tests/real $(ARGS)
 
 # Each trainer has packages of its own, and an environment of its own.
-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev $(GYM_VENV)/.stamps/dev
+trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev $(GYM_VENV)/.stamps/dev $(TINKER_VENV)/.stamps/dev
 
 # Two trainers at a time: most of their tests keep one core busy.
 TRAINERS_AT_ONCE ?= 2
 test-trainers: trainers ## tests with the packages of real trainers (installs them)
-	$(MAKE) --no-print-directory --jobs $(TRAINERS_AT_ONCE) --output-sync test-verl test-trl test-skyrl test-gym
+	$(MAKE) --no-print-directory --jobs $(TRAINERS_AT_ONCE) --output-sync test-verl test-trl test-skyrl test-gym test-tinker
 
 # The imports of verl and of the last two warn of much that is not ours.
 test-verl: $(VERL_VENV)/.stamps/dev
@@ -120,6 +121,10 @@ test-gym: $(GYM_VENV)/.stamps/dev
 	test ! -x $(GYM_VENV)/bin/pytest || \
 		$(ONE_THREAD) $(GYM_VENV)/bin/pytest -W default -m trainers tests/trainers/nemo_gym $(ARGS)
 
+# Training runs on SkyRL's server of Tinker's interface, in which JAX must see no other device than the processor.
+test-tinker: $(TINKER_VENV)/.stamps/dev
+	$(ONE_THREAD) JAX_PLATFORMS=cpu $(TINKER_VENV)/bin/pytest -W default -m trainers tests/trainers/tinker $(ARGS)
+
 check-latest: $(STAMPS)/dev ## try the bridges with the newest versions of the trainers: ARGS="trl --json"
 	$(BIN)/python scripts/check_latest.py $(ARGS)
 
@@ -137,7 +142,7 @@ policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
 clean: ## remove all that these commands installed or cached
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) $(GYM_VENV) .venv-routers .venv-harbor .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) $(GYM_VENV) $(TINKER_VENV) .venv-routers .venv-harbor .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from, so that make knows when there is nothing to install.
@@ -212,3 +217,16 @@ $(GYM_VENV)/.stamps/dev: pyproject.toml
 	$(GYM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
 		nemo-gym==0.7.0 || exit 1; \
 	mkdir -p $(@D) && touch $@
+
+# The cookbook asks for a package of renderers for one family of models, which nothing here imports and which may not be
+# there. SkyRL's server is needed without SkyRL's trainers, and asks for an older tinker than the cookbook.
+$(TINKER_VENV)/.stamps/dev: pyproject.toml
+	@echo "Installing $(TORCH), tinker-cookbook and SkyRL's server into $(TINKER_VENV)"
+	@$(NEW_VENV) $(TINKER_VENV)
+	@$(INSTALL) $(TINKER_VENV) --editable . $(TEST_TOOLS) tinker==0.38.0 transformers==5.24.0 \
+		aiohttp aiosqlite blobfile chz cloudpathlib cloudpickle datasets fastapi flax==0.12.8 hydra-core jax==0.10.2 loguru \
+		omegaconf optax peft==0.18.1 psutil pyrage ray==2.57.0 requests rich safetensors "sqlalchemy[asyncio]" sqlmodel termcolor \
+		tiktoken tqdm typer zstandard
+	@$(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+		tinker-cookbook==0.6.1 skyrl==0.4.0
+	@mkdir -p $(@D) && touch $@

@@ -58,6 +58,7 @@ TRAINERS = (
     Trainer("SkyRL", ("skyrl", "skyrl-gym"), "SKYRL_VENV", "test-skyrl"),
     Trainer("OpenRLHF", ("openrlhf",), "SKYRL_VENV", "test-skyrl"),
     Trainer("NeMo Gym", ("nemo-gym",), "GYM_VENV", "test-gym"),
+    Trainer("tinker-cookbook", ("tinker-cookbook",), "TINKER_VENV", "test-tinker"),
 )
 
 
