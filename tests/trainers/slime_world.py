@@ -309,12 +309,12 @@ class FullyAsyncWorker:
 
 
 @contextmanager
-def slime_modules() -> Iterator[None]:
-    """The modules that the bridge imports by name."""
-    base_types, data = ModuleType("slime.rollout.base_types"), ModuleType("slime.utils.data")
+def slime_modules(package: str = "slime") -> Iterator[None]:
+    """The modules that the bridge imports by name, of slime or of a fork of it."""
+    base_types, data = ModuleType(f"{package}.rollout.base_types"), ModuleType(f"{package}.utils.data")
     vars(base_types).update(RolloutFnTrainOutput=RolloutFnTrainOutput, RolloutFnEvalOutput=RolloutFnEvalOutput)
     vars(data).update(Dataset=Dataset)
-    names = ("slime", "slime.rollout", "slime.utils")
+    names = (package, f"{package}.rollout", f"{package}.utils")
     modules = {name: ModuleType(name) for name in names} | {each.__name__: each for each in (base_types, data)}
     with patch.dict(sys.modules, modules):
         yield

@@ -1,12 +1,13 @@
-"""The bridge to slime: rollout functions that run sessions of a service.
+"""The bridge to slime and to miles, its fork: rollout functions that run sessions of a service.
 
     --rollout-function-path outrider.trainers.slime.generate_rollout
     --rollout-function-path outrider.trainers.slime.generate_rollout_async   groups run on between the rollouts
     --custom-generate-function-path outrider.trainers.slime.custom_generate  slime's own loop, a session for each sample
     --custom-reward-post-process-path outrider.trainers.slime.post_process_rewards
 
-The bridge is written for slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`). slime is
-imported only when a function is called. Invariants: the samples of the data source are never changed, only copied; in
+The bridge is written for slime of August 2026 (`slime/rollout/sglang_rollout.py`, `slime/ray/rollout.py`) and miles of
+the same month (`miles/rollout/base_types.py`), which calls functions with slime's arguments. Neither is imported before
+a function is called. Invariants: the samples of the data source are never changed, only copied; in
 the rollout functions, the n samples of a prompt come from one group; and the tokens, mask and log-probabilities of a
 sample are aligned, and equal those of the service's row.
 """
@@ -18,6 +19,7 @@ import atexit
 import copy
 import importlib
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -50,10 +52,12 @@ SCALED = frozenset({"grpo", "gspo", "cispo"})
 set."""
 UNSUPPORTED: Mapping[str, str] = {
     "use_rollout_routing_replay": "the routed experts of tokens are not recorded",
+    "use_rollout_indexer_replay": "the indexer's choices are not recorded",
+    "multi_lora": "the service has one policy, not one for each adapter",
     "apply_chat_template": "the agents get the prompt, not a rendered text: unset --apply-chat-template",
     "group_rm": "the reward is that of the task's evaluator: unset --group-rm",
 }
-"""Options of slime that no function of this module supports, each with the reason."""
+"""Options of slime and miles that no function of this module supports, each with the reason."""
 OWN_LOOP_ONLY: Mapping[str, str] = {
     "rollout_all_samples_process_path": "samples of groups that were filtered out are not fetched",
 }
@@ -70,9 +74,9 @@ class SlimeSettings(BridgeSettings):
     logprobs: whether samples have `rollout_log_probs`. complete: with "all", a group is used only if all its samples
     were graded. With "any", at least two graded samples are enough, and ungraded samples get `remove_sample`. max_age:
     the maximum number of policy versions by which a trained token may be older than the engines' version
-    (`generate_rollout_async`). on_failure: what `custom_generate` does with a session that cannot be trained on.
-    "raise" raises the error. "abort" returns the sample as ABORTED; slime's fully asynchronous rollout then repeats the
-    sample. "remove" returns the sample as FAILED with `remove_sample`.
+    (`generate_rollout_async`); None takes miles' `--max-weight-staleness`. on_failure: what `custom_generate` does with
+    a session that cannot be trained on. "raise" raises the error. "abort" returns the sample as ABORTED; slime's fully
+    asynchronous rollout then repeats the sample. "remove" returns the sample as FAILED with `remove_sample`.
     """
 
     logprobs: bool = True
@@ -116,13 +120,14 @@ def generate_rollout_async(args: Any, rollout_id: int, data_source: Any, evaluat
     bridge = _Bridge.of(args, data_source)
     if evaluation:
         return bridge.client.run(_evaluate(args, bridge.settings))
+    max_age = max_age_of(args, bridge.settings)
     if bridge.resident is None:
         prompts = _Prompts(args, bridge.settings, data_source)
-        opening = _sampler(bridge, prompts, surplus="carry", max_age=bridge.settings.max_age)
+        opening = _sampler(bridge, prompts, surplus="carry", max_age=max_age)
         bridge.resident = prompts, bridge.opened.enter_context(bridge.client.open(opening))
         bridge.opened.callback(bridge.leave)
     prompts, sampler = bridge.resident
-    if bridge.settings.max_age is not None:
+    if max_age is not None:
         policy = bridge.client.policy()
         versions = [sampler.version, policy.version, *(engine.version for engine in policy.engines)]
         bridge.client.run(sampler.set_version(max(versions)))
@@ -400,7 +405,7 @@ def _train_output(args: Any, settings: SlimeSettings, prompts: _Prompts, batch: 
     metrics["rollout/outrider/rows"] = sum(len(rows) for of_group in data for rows in of_group)
     if versions:
         metrics |= {"rollout/outrider/version_min": min(versions), "rollout/outrider/version_max": max(versions)}
-    return importlib.import_module("slime.rollout.base_types").RolloutFnTrainOutput(samples=samples, metrics=metrics)
+    return _trainer_module("rollout.base_types").RolloutFnTrainOutput(samples=samples, metrics=metrics)
 
 
 async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
@@ -439,7 +444,7 @@ async def _evaluate(args: Any, settings: SlimeSettings) -> Any:
             "samples": samples,
         }
         metrics[f"eval/{config.name}/outrider_failed"] = len(errors)
-    return importlib.import_module("slime.rollout.base_types").RolloutFnEvalOutput(data=data, metrics=metrics)
+    return _trainer_module("rollout.base_types").RolloutFnEvalOutput(data=data, metrics=metrics)
 
 
 def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tuple[SlimeSample, dict[str, Any]]]:
@@ -447,7 +452,7 @@ def _evaluation_set(args: Any, settings: SlimeSettings, config: Any) -> list[tup
     without prompts or with images, and for unsupported sampling parameters."""
     images = getattr(config, "multimodal_keys", None) or getattr(args, "multimodal_keys", None)
     refuse_images(images, f"the evaluation set {config.name!r}", field="multimodal_keys")
-    dataset = importlib.import_module("slime.utils.data").Dataset(
+    dataset = _trainer_module("utils.data").Dataset(
         path=config.path,
         tokenizer=None,
         processor=None,
@@ -582,7 +587,7 @@ def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
     for option, why in unsupported.items():
         if getattr(args, option, None):
             raise InvalidField(f"--{option.replace('_', '-')} is set: {why}", field=option)
-    if getattr(args, "rollout_top_p", 1.0) != 1.0:
+    if getattr(args, "rollout_top_p", 1.0) != 1.0 and _trainer() == "slime":
         raise InvalidField(
             "slime replays the ids that top-p sampling kept, and these are not recorded",
             field="rollout_top_p",
@@ -591,6 +596,12 @@ def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
     return read_settings(
         SlimeSettings, getattr(args, "outrider", None), source="outrider in --custom-config-path", variable=VARIABLE
     )
+
+
+def max_age_of(args: Any, settings: SlimeSettings) -> int | None:
+    """Return the bound of the age of tokens for `generate_rollout_async`; None for no bound."""
+    given: int | None = getattr(args, "max_weight_staleness", None)
+    return given if settings.max_age is None else settings.max_age
 
 
 def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
@@ -606,6 +617,16 @@ def _check_normalisation(args: Any, settings: SlimeSettings) -> None:
             field="custom_reward_post_process_path",
             hint=f"add --custom-reward-post-process-path {POST_PROCESS}, or set rows to main in the bridge's settings",
         )
+
+
+def _trainer() -> str:
+    """Return the name of the trainer's package, "slime" or "miles". Its process has imported its base types before it
+    calls a rollout function."""
+    return "miles" if "miles.rollout.base_types" in sys.modules else "slime"
+
+
+def _trainer_module(name: str) -> Any:
+    return importlib.import_module(f"{_trainer()}.{name}")
 
 
 def _load_function(path: str) -> Any:

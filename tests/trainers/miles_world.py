@@ -1,0 +1,106 @@
+"""What a rollout function meets in miles, a fork of slime, where it differs from `slime_world.py`.
+
+miles is not on PyPI. So this is not its code: it has the shapes and rules of its sources, in our words, and nothing
+that the bridge does not touch. Compared with github.com/radixark/miles at 31f1ca961a94 (21 August 2026), file by file:
+
+    miles/rollout/base_types.py, miles/rollout/inference_rollout/compatibility.py
+    miles/ray/rollout/rollout_manager.py (`_get_rollout_data`, `eval`)
+    miles/ray/rollout/rollout_data_conversion.py, miles/ray/rollout/train_data_conversion.py
+    miles/utils/types.py, miles/utils/data.py, miles/utils/eval_config.py
+
+miles calls rollout functions by an adapter for the functions of slime, and gives them its own outputs' classes only if
+they return those: an output of any other class is taken for the samples themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from types import SimpleNamespace
+from typing import Any
+
+from .slime_world import (
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    Sample,
+    TrainingSide,
+    slime_args,
+    slime_modules,
+)
+
+
+@dataclass(frozen=True)
+class RolloutInput:
+    """`RolloutFnTrainInput` or `RolloutFnEvalInput`."""
+
+    rollout_id: int
+    evaluation: bool
+    weight_version: int | None = None
+
+
+class FunctionAdapter:
+    """`LegacyRolloutFnAdapter`, which `load_rollout_function` makes of a path that names no class."""
+
+    def __init__(self, args: Any, data_source: Any, function: Callable[..., Any]) -> None:
+        assert not inspect.isclass(function)
+        self._args = args
+        self._data_source = data_source
+        self._function = function
+
+    def __call__(self, given: RolloutInput) -> Any:
+        output = self._function(self._args, given.rollout_id, self._data_source, evaluation=given.evaluation)
+        if not isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
+            output = RolloutFnEvalOutput(data=output) if given.evaluation else RolloutFnTrainOutput(samples=output)
+        return output
+
+
+async def generated(function: Callable[..., Any], args: Any, sample: Sample, sampling: dict[str, Any]) -> Any:
+    """`LegacyGenerateFnAdapter`, which `load_generate_function` makes of a function of three arguments or more whose
+    first is not called `input`."""
+    names = list(inspect.signature(function).parameters)
+    assert len(names) >= 3
+    assert names[0] != "input"
+    assert not inspect.isclass(function)
+    assert "evaluation" in names
+    return await function(args, sample, sampling, evaluation=False)
+
+
+def miles_args(url: str, **options: Any) -> SimpleNamespace:
+    """The options that the bridge reads, with miles' defaults where it has some that slime has not."""
+    own = {"max_weight_staleness": None, "multi_lora": False, "use_rollout_indexer_replay": False}
+    return slime_args(url, **own | options)
+
+
+class MilesTrainingSide(TrainingSide):
+    """From the output of a rollout function to columns, as `postprocess_rollout_data` and
+    `convert_samples_to_train_data` make them."""
+
+    def rewards_by_default(self) -> list[float]:
+        """miles' own normalisation, within each `group_index`, and over rollouts, whose samples must have one reward.
+        It counts removed samples."""
+        args = self._args
+        shared: dict[Any, dict[Any, float]] = {}
+        for sample in self.samples:
+            own = shared.setdefault(sample.group_index, {})
+            reward = sample.get_reward_value(args)
+            rollout = sample.index if sample.rollout_id is None else sample.rollout_id
+            if own.setdefault(rollout, reward) != reward:
+                raise ValueError(f"all samples in rollout {rollout!r} must share one reward")
+        found = []
+        for sample in self.samples:
+            rewards = list(shared[sample.group_index].values())
+            value = sample.get_reward_value(args) - fmean(rewards)
+            scaled = args.advantage_estimator in ("grpo", "gspo") and args.grpo_std_normalization and len(rewards) > 1
+            if scaled and stdev(rewards) > 0:
+                value /= stdev(rewards) + 1e-6
+            found.append(value)
+        return found
+
+
+@contextmanager
+def miles_modules() -> Iterator[None]:
+    with slime_modules("miles"):
+        yield
