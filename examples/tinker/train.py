@@ -4,7 +4,7 @@
 
 The service must have the model's tokenizer, and a relay engine named `tinker`:
 
-    outrider serve --model Qwen/Qwen3-8B --engine relay=tinker
+    outrider serve --tokenizer models/Qwen3-8B --context 32768 --engine relay=tinker
 """
 
 import asyncio

@@ -22,6 +22,7 @@ TRAINERS: dict[str, type[BridgeSettings]] = {
     "openrlhf": OpenRLHFSettings,
     "skyrl": BridgeSettings,
     "slime": SlimeSettings,
+    "tinker": BridgeSettings,
 }
 
 

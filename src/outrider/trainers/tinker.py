@@ -169,7 +169,7 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
             labels={EVALUATION_LABEL: "tinker" if builder.evaluating else None},
         )
         group = group_of(settings, task, n=builder.n, evaluating=builder.evaluating)
-        sequences: dict[str, SampledSequences] = {}
+        sequences: Mapping[str, SampledSequences] | None = None
         async with shared_client(settings.url, settings.token) as client:
             if settings.relay is None:
                 view = await client.run(group)
@@ -199,7 +199,9 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
         await self._sampler.attach()
         return self._sampler
 
-    def _result(self, view: GroupView, sequences: Mapping[str, SampledSequences], *, evaluating: bool) -> RolloutResult:
+    def _result(
+        self, view: GroupView, sequences: Mapping[str, SampledSequences] | None, *, evaluating: bool
+    ) -> RolloutResult:
         trajectories: list[CookbookTrajectory] = []
         rollouts: list[FinishedRollout] = []
         errors: list[OutriderError] = []
@@ -209,14 +211,7 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
             if trajectory.error is not None:
                 errors.append(trajectory.error)
                 continue
-            own = sequences.get(trajectory.session.id, SampledSequences())
-            if self._settings.relay is not None and not own:
-                raise InvalidField(
-                    f"session {trajectory.session.id} was sampled, but not with this trainer's clients: another worker"
-                    f" is attached to the relay engine {self._settings.relay!r}",
-                    field="relay",
-                    hint="give each training run a relay engine of its own",
-                )
+            own = None if sequences is None else sequences.get(trajectory.session.id, SampledSequences())
             trajectories.append(trajectory_of(trajectory, own))
             rollouts.append(FinishedRollout(trajectory.rows[0].reward, _metrics_of(trajectory, settings)))
         fewest = 1 if evaluating else min(2, view.n)
@@ -235,12 +230,13 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
         return RolloutResult(trajectories=trajectories, envs=rollouts, errors=failures)
 
 
-def trajectory_of(trajectory: Trajectory, sequences: SampledSequences) -> CookbookTrajectory:
-    """Return the cookbook's trajectory of a session: a transition for each span of sampled tokens, row after row. Each
+def trajectory_of(trajectory: Trajectory, sequences: SampledSequences | None) -> CookbookTrajectory:
+    """Return the cookbook's trajectory of a session: a transition for each sampled sequence, row after row. Each
     transition has the reward of its turns. The session's reward is not included, because the cookbook has a separate
-    place for it.
+    place for it. `sequences` are those that this process sampled for the session; None if another engine sampled.
 
-    Raises InvalidField if rows have rewards of their own, because the cookbook has one advantage for a trajectory.
+    Raises InvalidField if rows have rewards of their own, because the cookbook has one advantage for a trajectory, and
+    if this process has not sampled all tokens that train.
     """
     rewards = {row.reward for row in trajectory.rows}
     if len(rewards) > 1:
@@ -261,7 +257,7 @@ def trajectory_of(trajectory: Trajectory, sequences: SampledSequences) -> Cookbo
     return CookbookTrajectory(transitions=transitions, final_ob=final, stop_reason=stop)
 
 
-def _transitions_of(row: TrainingRow, sequences: SampledSequences) -> list[Transition]:
+def _transitions_of(row: TrainingRow, sequences: SampledSequences | None) -> list[Transition]:
     """Return a transition for each sampled sequence of a row. The observation is all ids of the row before the
     sequence, so the cookbook makes one datum of the row."""
     sample = row.sample
@@ -275,7 +271,13 @@ def _transitions_of(row: TrainingRow, sequences: SampledSequences) -> list[Trans
     for span in spans_of(row.mask):
         start = span.start
         while span.trained and start < span.end:
-            known = sequences.find(row.ids, start, span.end)
+            known = None if sequences is None else sequences.find(row.ids, start, span.end)
+            if known is None and sequences is not None:
+                raise InvalidField(
+                    f"session {sample.session_id} has tokens that were not sampled with this trainer's clients",
+                    field="relay",
+                    hint="is another worker attached to the relay engine? Give each training run an engine of its own",
+                )
             end = known[1] if known is not None else span.end
             action = TokensWithLogprobs(
                 tokens=row.ids[start:end],

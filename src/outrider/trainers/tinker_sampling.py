@@ -61,9 +61,6 @@ class SampledSequences:
     def __init__(self) -> None:
         self._by_prompt: dict[int, list[SampledSequence]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._by_prompt)
-
     def add(self, prompt: Sequence[int] | np.ndarray, sequence: SampledSequence) -> None:
         self._by_prompt.setdefault(_digest(prompt), []).append(sequence)
 

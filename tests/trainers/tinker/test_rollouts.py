@@ -242,7 +242,7 @@ async def test_another_worker_of_the_relay_is_noticed(tmp_path: Path) -> None:
         engine = FunctionEngine(other, logprob_kind=LogprobKind.RAW, version=1)
         async with Worker(world.url, engine, engine="tinker") as worker:
             await worker.attached()
-            with pytest.raises(InvalidField, match="another worker is attached to the relay engine 'tinker'"):
+            with pytest.raises(InvalidField, match="not sampled with this trainer's clients"):
                 await rolled_out(client, scribe_task("tinker crowded"), strategy, n=8)
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+import tinker
 import torch
-from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages
+from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages, trajectory_to_data
 from tinker_cookbook.rl.types import TrajectoryGroup
 
+from outrider.trainers.exports import tinker_datum
 from outrider.trainers.shared_settings import BridgeSettings
 from outrider.trainers.tinker import advantages_per_rollout, trajectory_of
-from outrider.trainers.tinker_sampling import SampledSequences
 from outrider.trainers.trajectories import trajectories_of
 from outrider.trajectory import Sample
 from trainers.sample import group, row
@@ -29,13 +30,13 @@ def rollouts() -> TrajectoryGroup:
     sub-agents do."""
     trajectories = []
     for lengths in LENGTHS.values():
-        samples = [made(number, length) for number, length in enumerate(lengths)]
+        samples = [made_row(number, length) for number, length in enumerate(lengths)]
         [trajectory] = trajectories_of(group(*samples), BridgeSettings(), logprobs=True)
-        trajectories.append(trajectory_of(trajectory, SampledSequences()))
+        trajectories.append(trajectory_of(trajectory, None))
     return TrajectoryGroup(trajectories, list(LENGTHS), [{}, {}])
 
 
-def made(number: int, length: int) -> Sample:
+def made_row(number: int, length: int) -> Sample:
     return row(
         row=number,
         ids=[number + 100, *PROMPT, *range(20, 20 + length)],
@@ -75,6 +76,20 @@ def test_each_token_has_the_weight_of_the_formula(corrected: bool, weights: dict
     assert together == pytest.approx(
         {reward: float(weights[reward] * sum(lengths)) for reward, lengths in LENGTHS.items()}
     )
+
+
+def test_the_exports_datum_is_the_cookbooks() -> None:
+    """`exports.tinker_datum`, in the class of tinker 0.38."""
+    made = tinker_datum(sample := made_row(0, 3), advantage=0.5)
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(made["model_input"]), loss_fn_inputs=made["loss_fn_inputs"]
+    )
+    [trajectory] = trajectories_of(group(sample), BridgeSettings(), logprobs=True)
+    [expected] = trajectory_to_data(trajectory_of(trajectory, None), 0.5)
+    assert datum.model_input == expected.model_input
+    for name, column in datum.loss_fn_inputs.items():
+        assert column.to_torch().tolist() == expected.loss_fn_inputs[name].to_torch().tolist()
+    assert made["weights"] == expected.loss_fn_inputs["mask"].to_torch().tolist()
 
 
 def test_the_weights_of_a_batch_add_up_to_its_tokens() -> None:
