@@ -48,9 +48,10 @@ async def test_a_rollout_has_every_row_and_mixes_no_groups(tmp_path: Path, funct
         output = await called(args, DataSource(args, prompts), RolloutInput(0, False, weight_version=0), function)
         page = await service.results(after=0, wait=0, limit=100, samples=True)
     assert isinstance(output, RolloutFnTrainOutput)
+    assert output.metrics is not None
     assert output.metrics["rollout/outrider/rows"] == 5
     side = MilesTrainingSide(args, output)
-    rows = {(row.session_id, row.row): row for group in page.groups for row in group.samples or ()}
+    rows: dict[Any, Any] = {(row.session_id, row.row): row for group in page.groups for row in group.samples or ()}
     assert len(side.samples) == 5
     for sample in side.samples:
         row = rows[sample.session_id, sample.metadata["outrider"]["row"]]

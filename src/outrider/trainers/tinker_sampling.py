@@ -145,7 +145,8 @@ class TinkerSampler:
         """Sample the group that is submitted in the block with `client`. A client that was not seen before is a new
         version."""
         if client not in self._versions:
-            self.version += 1
+            # An operator may have set a higher version. A worker below it would get no work.
+            self.version = max(self.version, self._engine.version) + 1
             self._newest = client
             self._versions[client] = self.version
             if self._thread.worker is not None:
@@ -222,7 +223,7 @@ def sampling_params(asked: SamplingParams) -> tinker.SamplingParams:
         top_p=asked.top_p,
         top_k=asked.top_k,
         seed=asked.seed,
-        stop=list(asked.stop) or list(asked.stop_token_ids),
+        stop=[*asked.stop, *asked.stop_token_ids],
     )
 
 

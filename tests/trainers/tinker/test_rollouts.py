@@ -128,6 +128,18 @@ async def test_a_new_client_is_a_new_version_and_a_group_keeps_its_own(tmp_path:
     assert [engine.version for engine in policy.engines] == [2]
 
 
+async def test_versions_go_on_above_what_an_operator_has_set(tmp_path: Path) -> None:
+    async with tinker_world(tmp_path) as world:
+        strategy = world.strategy()
+        await rolled_out(world.client(), scribe_task("tinker before"), strategy, n=1)
+        async with AsyncClient(world.url) as service:
+            await service.resume_policy(7)
+            group = await rolled_out(world.client(), scribe_task("tinker after"), strategy, n=1)
+            assert [engine.version for engine in (await service.policy()).engines] == [8]
+    assert group is not None
+    assert group.metrics_G[0]["outrider/version_min"] == 8
+
+
 async def test_rewards_of_turns_are_added_once(tmp_path: Path) -> None:
     """The first turn is in both rows of the session, and trains in one."""
     async with tinker_world(tmp_path) as world:
