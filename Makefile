@@ -225,7 +225,7 @@ $(TINKER_VENV)/.stamps/dev: pyproject.toml
 	@$(NEW_VENV) $(TINKER_VENV)
 	@$(INSTALL) $(TINKER_VENV) --editable . $(TEST_TOOLS) tinker==0.38.0 transformers==5.24.0 \
 		aiohttp aiosqlite blobfile chz cloudpathlib cloudpickle datasets fastapi flax==0.12.8 hydra-core jax==0.10.2 loguru \
-		omegaconf optax peft==0.18.1 psutil pyrage ray==2.57.0 requests rich safetensors "sqlalchemy[asyncio]" sqlmodel termcolor \
+		omegaconf optax peft==0.18.1 pillow psutil pyrage ray==2.57.0 requests rich safetensors "sqlalchemy[asyncio]" sqlmodel termcolor \
 		tiktoken tqdm typer zstandard
 	@$(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
 		tinker-cookbook==0.6.1 skyrl==0.4.0
