@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -120,6 +121,7 @@ class TinkerSampler:
     def __init__(self, url: str, token: str | None, relay: str, *, version: int) -> None:
         self.version = version
         self._key = url, relay
+        self._lock = threading.Lock()  # the cookbook may run groups in several threads
         self._newest: SamplingClient | None = None
         self._versions: WeakKeyDictionary[SamplingClient, int] = WeakKeyDictionary()
         self._groups: set[SampledGroup] = set()
@@ -144,14 +146,15 @@ class TinkerSampler:
     def group(self, client: SamplingClient) -> Iterator[SampledGroup]:
         """Sample the group that is submitted in the block with `client`. A client that was not seen before is a new
         version."""
-        if client not in self._versions:
-            # An operator may have set a higher version. A worker below it would get no work.
-            self.version = max(self.version, self._engine.version) + 1
-            self._newest = client
-            self._versions[client] = self.version
-            if self._thread.worker is not None:
-                self._thread.worker.set_version(self.version)
-        group = SampledGroup(client, self._versions[client], self._by_session)
+        with self._lock:
+            if client not in self._versions:
+                # An operator may have set a higher version. A worker below it would get no work.
+                self.version = max(self.version, self._engine.version) + 1
+                self._newest = client
+                self._versions[client] = self.version
+                if self._thread.worker is not None:
+                    self._thread.worker.set_version(self.version)
+            group = SampledGroup(client, self._versions[client], self._by_session)
         self._groups.add(group)
         try:
             yield group

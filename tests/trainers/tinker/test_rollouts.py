@@ -292,6 +292,14 @@ def test_sampling_parameters() -> None:
     assert made == tinker.SamplingParams(max_tokens=5, temperature=0.5, top_k=3, top_p=1.0, seed=7, stop=[2, 9])
 
 
+async def test_other_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process pool that is given to the cookbook as its rollout executor."""
+    async with tinker_world(tmp_path) as world:
+        monkeypatch.setattr("multiprocessing.parent_process", lambda: "the trainer")
+        with pytest.raises(InvalidField, match="rollout executor"):
+            await rolled_out(world.client(), scribe_task("tinker elsewhere"), world.strategy())
+
+
 async def test_the_strategy_and_the_builder_belong_together(tmp_path: Path) -> None:
     builder = TaskGroup({"prompt": "hello"}, 2)
     with pytest.raises(InvalidField, match="needs the rollout strategy"):
