@@ -24,7 +24,7 @@ def failed(session: SessionView, boundary: Boundary, code: str) -> SessionResult
     result = result_of(session)
     assert (result.stop_reason, result.verdict) == (StopReason.ERROR, None)
     assert result.error is not None
-    assert (result.error.boundary, result.error.code) == (boundary, code)
+    assert (result.error.boundary, result.error.code) == (boundary, code), result.error
     return result
 
 
