@@ -54,9 +54,11 @@ UNCOUNTED = "does not say how many tokens of a prompt it had cached: start vLLM 
 
 
 class VLLMOptions(ServerOptions, frozen=True, kw_only=True):
-    """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports."""
+    """The options of a vLLM server. `logprobs_mode` is the server's `--logprobs-mode`, which no route reports. With
+    `control` false, the server's owner pauses it and changes its weights, and no route for these is called."""
 
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    control: bool = True
 
 
 class _Entry(msgspec.Struct):
@@ -144,6 +146,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         own = read_options(VLLMOptions, options.options)
         super().__init__(options, own, retry)
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode]
+        self._control = own.control
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
         sampling = request.sampling
@@ -202,10 +205,25 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         await self._servers.find()
 
     async def order_pause(self, mode: str) -> None:
+        self._check_control()
         await self.control(f"/pause?mode={mode}", seconds=None)
 
     async def order_resume(self) -> None:
-        await self.control("/resume")
+        if self._control:  # otherwise the server's owner may have paused it to change its weights
+            await self.control("/resume")
+
+    async def set_version(self, version: int) -> None:
+        if self._control:
+            await super().set_version(version)
+        else:
+            self.versions = self.versions.with_version(version, version)
+
+    def _check_control(self) -> None:
+        if not self._control:
+            raise EngineRejected(
+                f"engine {self.name!r} is paused and given weights by its owner alone",
+                hint="its option `control` is false",
+            )
 
     async def update_weights(self, weights: str, version: int) -> None:
         """Load weights from a folder in Hugging Face layout that the server can read, and drop all cached keys and
@@ -216,6 +234,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         folder is visible here and has no weights, because vLLM exits on such a folder. Raises EngineUnavailable if the
         server has exited, or has not dropped its cache.
         """
+        self._check_control()
         if (trouble := await asyncio.to_thread(unreadable_weights, self._servers.urls, weights)) is not None:
             raise EngineRejected(
                 f"engine {self.name!r} was not given {weights}: {trouble}",

@@ -1,0 +1,50 @@
+"""Attaches a trainer's inference servers to a service as engines, and again after a restart of the service.
+
+The module is independent of the trainer. Invariants: the engines are named after a prefix and numbered from 0; at most
+one call at a time changes the service's engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.client.client import AsyncClient
+
+LOOK_SECONDS = 5.0
+"""Minimum seconds between two looks whether the service still has the engines."""
+
+
+class AttachedEngines:
+    """The engines of a service that are named `prefix` and a number."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._looking = asyncio.Lock()
+        self._looked: float | None = None
+
+    async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]]) -> None:
+        """Attach the engines that are not attached. Each has the fields of `spec.EngineSpec` but its name, and always
+        the same place in `engines`. A service that was restarted has lost the engines, so it is asked for them at most
+        every LOOK_SECONDS. The first call also removes the engines that an earlier training has left.
+
+        Raises the service's error, for example while a server still loads its model.
+        """
+        async with self._looking:
+            now = asyncio.get_running_loop().time()
+            if not engines or (self._looked is not None and now - self._looked < LOOK_SECONDS):
+                return
+            wanted = {f"{self._prefix}-{number}": engine for number, engine in enumerate(engines)}
+            attached = {engine.name: engine.url for engine in await client.engines()}
+            for name in attached.keys() - wanted.keys() if self._looked is None else ():
+                if name.startswith(f"{self._prefix}-"):
+                    await client.remove_engine(name)
+            for name, engine in wanted.items():
+                url = engine["url"].rstrip("/").removesuffix("/v1")
+                if attached.get(name) == url:
+                    continue
+                if name in attached:
+                    await client.remove_engine(name)
+                await client.add_engine({**engine, "name": name, "url": url})
+            self._looked = now
