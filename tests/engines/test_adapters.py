@@ -420,6 +420,21 @@ async def test_vllm_outside_development_mode() -> None:
         await engine.close()
 
 
+async def test_a_server_that_its_owner_pauses_gets_no_orders() -> None:
+    async with upstream(Answer()) as (url, server):
+        engine = VLLMEngine(EngineOptions(name="e", url=url, options={"control": False}))
+        await engine.start()
+        with pytest.raises(EngineRejected, match="by its owner alone"):
+            await engine.pause("keep")
+        with pytest.raises(EngineRejected, match="by its owner alone"):
+            await engine.update_weights("/checkpoints/3", 3)
+        await engine.set_version(3)
+        await engine.resume()
+        assert engine.versions.served == 3
+        await engine.close()
+    assert server.posts == []
+
+
 def test_options_are_checked() -> None:
     options = {"logprobs_mode": "processed_logprobs"}
     engine = VLLMEngine(EngineOptions(name="e", url="http://h", options=options))

@@ -1,0 +1,356 @@
+"""The bridge to verifiers and prime-rl, as far as it does not need their packages: rows become sessions of a service,
+and sessions become the nodes and model calls of a verifiers trace.
+
+The classes of verifiers that use this module are in `verifiers_plugin`. Invariants: the ids, masks and
+log-probabilities of a trace are those of the session's rows, bit for bit; each path of a trace is one row, with a root
+of its own, so that each trained token is in one node; and a session that failed is an error, never a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field
+
+from outrider.client.client import AsyncClient, patiently
+from outrider.errors import Conflict, InvalidField
+from outrider.lifecycle import StopReason
+from outrider.schemas import TurnView
+from outrider.spec import Name
+from outrider.trainers.attached_engines import AttachedEngines
+from outrider.trainers.shared_client import shared_client
+from outrider.trainers.shared_settings import BridgeSettings, group_of, task_for
+from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics, left_out_of, trajectories_of
+from outrider.trajectory import ChatRow, FinishReason
+
+VARIABLE = "OUTRIDER_VERIFIERS"
+CACHE_SALT = "cache_salt"
+"""The sampling parameter in which prime-rl sends the version of its policy, in decimal digits."""
+WITHOUT_EFFECT = {CACHE_SALT, "return_token_ids", "stream", "stream_options"}
+PLAIN_SAMPLING = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling in training unless the task says otherwise: prime-rl computes importance weights with the temperature alone,
+so an agent's own values must not apply."""
+CLIENT_ENGINE = {"vllm": {"control": False, "logprobs_mode": "processed_logprobs"}}
+"""Options of an engine that verifiers' client names, by its kind. prime-rl starts vLLM with this mode, and pauses it
+and changes its weights itself."""
+STOPS = {
+    StopReason.MAX_TURNS: "max_turns",
+    StopReason.MAX_TOKENS: "max_output_tokens",
+    StopReason.CONTEXT_OVERFLOW: "max_total_tokens",
+}
+"""verifiers' names of the limits that make a trace truncated."""
+
+
+class VerifiersSettings(BridgeSettings):
+    """The settings of all bridges, and the following. rows: "all" makes a path of each row that trains, "main" of the
+    main conversation's row alone. engines: "service" for the engines that the service has; "client" attaches the server
+    that verifiers' client names to the service, as an engine of the kind `engine_kind` with `engine_options`."""
+
+    engines: Literal["service", "client"] = "service"
+    engine_kind: Literal["vllm", "sglang", "openai"] = "vllm"
+    engine_options: dict[Name, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelServer:
+    """The server that verifiers' client names. `trains`: the rollouts are for training, so they need tokens."""
+
+    url: str
+    model: str
+    api_key: str | None = field(repr=False)
+    trains: bool
+
+
+@dataclass(frozen=True)
+class TraceParts:
+    """What a session adds to a trace. `nodes` and `calls` have the fields of verifiers' MessageNode and ModelCall, with
+    messages and tools in the form of Chat Completions; `stop` is verifiers' stop condition; `reply` is the main conversation's
+    last reply."""
+
+    nodes: list[dict[str, Any]]
+    calls: list[dict[str, Any]]
+    metrics: dict[str, float]
+    info: dict[str, Any]
+    reply: str | None
+    stop: str | None
+    timed_out: bool
+
+
+class VerifiersRollouts:
+    """Runs rows as sessions of a service."""
+
+    def __init__(self, settings: VerifiersSettings) -> None:
+        self._settings = settings
+        self._engines = AttachedEngines("verifiers")
+        self._attached: ModelServer | None = None
+        self._version = -1
+        self._naming = asyncio.Lock()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Keep the client of the service open, so that a new rollout waits for a service that restarts."""
+        async with shared_client(self._settings.url, self._settings.token):
+            yield
+
+    async def run(
+        self,
+        row: Mapping[str, Any],
+        server: ModelServer,
+        *,
+        prompt: Any,
+        sampling: Mapping[str, Any],
+        system_prompt: str | None = None,
+        max_turns: int | None = None,
+        labels: Mapping[str, Any],
+    ) -> TraceParts:
+        """Run a row as one session, and return what its trace gets. `system_prompt` is put before the instruction.
+
+        Raises InvalidField for a row that cannot be a task, and the session's error. If the call is cancelled, the
+        session is, too.
+        """
+        given = {name: value for name, value in sampling.items() if name not in WITHOUT_EFFECT}
+        task = task_for(self._settings, row, prompt=prompt, sampling=given, labels=labels)
+        if server.trains:
+            task["sampling"] = PLAIN_SAMPLING | task["sampling"]
+        if system_prompt is not None:
+            task["instruction"] = f"{system_prompt}\n\n{task['instruction']}"
+        if max_turns is not None:
+            task["limits"] = {**(task.get("limits") or {}), "turns": max_turns}
+        # The key is new each time, and not made of the row: the same row comes again in a group and in the next epoch.
+        group = group_of(self._settings, task, evaluating=not server.trains)
+        async with shared_client(self._settings.url, self._settings.token) as shared:
+            if self._settings.engines == "client":
+                await self._attach(shared.client, server)
+                await self._name_version(shared.client, sampling.get(CACHE_SALT))
+            view = await shared.run(group)
+            [trajectory] = trajectories_of(view, self._settings, logprobs=server.trains)
+            _check(trajectory, trains=server.trains)
+            session = trajectory.session.id
+            turns = await patiently(partial(shared.client.turns, session))
+            chats = await patiently(partial(shared.client.chat_rows, session)) if trajectory.rows else ()
+        left_out = left_out_of(view, trajectory)
+        return parts_of(trajectory, turns, chats, self._settings, model=server.model, left_out=len(left_out))
+
+    async def _attach(self, client: AsyncClient, server: ModelServer) -> None:
+        """Attach the server that verifiers' client names. Raises InvalidField for a second server or model: sessions of
+        one service share its engines."""
+        known = self._attached or server
+        if (server.url, server.model) != (known.url, known.model):
+            raise InvalidField(
+                f"the client names {server.model!r} at {server.url}, and the service serves {known.model!r} at"
+                f" {known.url}",
+                field="client",
+                hint="use a service for each model",
+            )
+        kind = self._settings.engine_kind
+        options = {**CLIENT_ENGINE.get(kind, {}), **self._settings.engine_options}
+        if server.api_key is not None:
+            options = {"api_key": server.api_key, **options}
+        await self._engines.attach(client, [{"kind": kind, "url": server.url, "model": server.model, "options": options}])
+        self._attached = server
+
+    async def _name_version(self, client: AsyncClient, salt: Any) -> None:
+        """Give the service the policy version in prime-rl's cache salt, if the service has an older one. The service
+        then keeps keys and values of older weights apart."""
+        if not (isinstance(salt, str) and salt.isascii() and salt.isdecimal()):
+            return
+        async with self._naming:
+            version = int(salt)
+            if version <= self._version:
+                return
+            if (await client.policy()).version < version:
+                with suppress(Conflict):  # another process has named a higher version in the meantime
+                    await client.resume_policy(version)
+            self._version = version
+
+
+def _check(trajectory: Trajectory, *, trains: bool) -> None:
+    """Raise the session's error. For an evaluation, a session needs a grade and no tokens."""
+    result = trajectory.session.result
+    graded = result is not None and result.error is None and result.verdict is not None
+    if trajectory.error is not None and (trains or not graded):
+        raise trajectory.error
+    odd = {row.sample.row: row.reward for row in trajectory.rows if row.reward != trajectory.reward}
+    if odd and len(trajectory.rows) > 1:
+        raise InvalidField(
+            f"session {trajectory.session.id} has rewards of its own for rows {sorted(odd)}, and a trace has one reward",
+            field="rows",
+            hint='leave rewards of rows out of the verdict, or train the main conversation alone: rows = "main"',
+        )
+
+
+def parts_of(
+    trajectory: Trajectory,
+    turns: Sequence[TurnView],
+    chats: Sequence[ChatRow],
+    settings: VerifiersSettings,
+    *,
+    model: str,
+    left_out: int,
+) -> TraceParts:
+    """Return what a finished session adds to its trace. `chats` are the session's rows as conversations, none for a
+    session without rows; `left_out` is the number of its rows that train and are not in the trace."""
+    result = trajectory.result
+    verdict = result.verdict
+    assert verdict is not None
+    own = [turn for turn in turns if turn.model is None]
+    nodes: list[dict[str, Any]] = []
+    places: dict[int, int] = {}
+    if trajectory.rows:
+        by_row = {chat.row: chat for chat in chats}
+        for row in trajectory.rows:
+            _add_row(nodes, places, row, by_row[row.sample.row])
+    else:
+        _add_texts(nodes, places, own)
+    for turn in own:
+        if turn.index in places:
+            nodes[places[turn.index]]["timestamp"] = turn.timings.finished
+    replies = [node["message"] for node in nodes if node["message"]["role"] == "assistant"]
+    last = _last_reply(trajectory, by_row) if trajectory.rows else (replies[-1] if replies else None)
+    reward = trajectory.rows[0].reward if trajectory.rows else trajectory.reward
+    metrics = {
+        **chosen_metrics(trajectory, settings),
+        "outrider_agent_seconds": trajectory.seconds,
+        "outrider_queued_seconds": result.seconds.queued + result.seconds.ready,
+        "outrider_truncated": float(trajectory.truncated),
+        "outrider_rows": float(len(trajectory.rows)),
+        "outrider_rows_left_out": float(left_out),
+        "outrider_cut_tokens": float(sum(row.cut for row in trajectory.rows)),
+    }
+    if trajectory.rows:
+        metrics["outrider_version_min"] = float(min(row.sample.min_version for row in trajectory.rows))
+        metrics["outrider_version_max"] = float(max(row.sample.max_version for row in trajectory.rows))
+    info = {
+        "session": result.session_id,
+        "group": result.group_id,
+        "attempt": result.attempt,
+        "stop_reason": str(result.stop_reason),
+        "reward": reward,
+        "reason": verdict.reason,
+        "metrics": dict(verdict.metrics),
+        "turn_rewards": {str(turn): value for turn, value in verdict.turns.items()},
+        "rows": [row.sample.row for row in trajectory.rows],
+    }
+    return TraceParts(
+        nodes=nodes,
+        calls=[_call(turn, places.get(turn.index), model) for turn in own],
+        metrics=metrics,
+        info=info,
+        reply=last and last["content"],
+        stop=STOPS.get(result.stop_reason),
+        timed_out=result.stop_reason is StopReason.AGENT_TIMEOUT,
+    )
+
+
+def _add_row(nodes: list[dict[str, Any]], places: dict[int, int], row: TrainingRow, chat: ChatRow) -> None:
+    """Add the path of a row. The ids before a reply are in the node of the first message before the reply, because a
+    row does not record which id belongs to which of the messages. `places` gets the nodes of the row's turns."""
+    parent: int | None = None
+    first = len(nodes)
+    at = 0
+    for turn, (start, end), (before, reply) in zip(
+        row.sample.turns, row.sample.turn_spans, _exchanges(chat.messages), strict=False
+    ):
+        if start >= len(row.ids):
+            break
+        end = min(end, len(row.ids))
+        for message in before:
+            parent = _add(nodes, parent, message, row.ids[at:start])
+            at = start
+        trained = any(row.mask[start:end])
+        node = _add(nodes, parent, reply, row.ids[at:end])
+        if trained:
+            mask = row.mask[start:end]
+            pairs = zip(row.logprobs[start:end], mask, strict=True)
+            nodes[node] |= {
+                "sampled": True,
+                "mask": [False] * (start - at) + [bool(one) for one in mask],
+                "logprobs": [logprob for logprob, one in pairs if one],
+            }
+        if trained or turn not in places:
+            places[turn] = node
+        parent, at = node, end
+    nodes[first]["tools"] = list(chat.tools or ())
+
+
+def _add_texts(nodes: list[dict[str, Any]], places: dict[int, int], turns: Sequence[TurnView]) -> None:
+    """Add the turns of a session without rows as texts without ids."""
+    for turn in turns:
+        parent = places.get(turn.parent) if turn.parent is not None else None
+        if turn.context:
+            parent = _add(nodes, parent, {"role": "user", "content": turn.context}, [])
+        places[turn.index] = _add(nodes, parent, {"role": "assistant", "content": turn.sampled}, [])
+        nodes[places[turn.index]]["sampled"] = True
+
+
+def _add(nodes: list[dict[str, Any]], parent: int | None, message: Mapping[str, Any], ids: list[int]) -> int:
+    nodes.append(
+        {
+            "parent": parent,
+            "message": _message(message),
+            "sampled": False,
+            "token_ids": ids,
+            "mask": [False] * len(ids),
+            "logprobs": [],
+        }
+    )
+    return len(nodes) - 1
+
+
+def _exchanges(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], Mapping[str, Any]]]:
+    """Yield each reply of the model in a row's conversation, with the messages before it. A conversation whose last
+    reply nobody has seen ends with an empty reply."""
+    before: list[Mapping[str, Any]] = []
+    for message in messages:
+        if "weight" in message:
+            yield before, message
+            before = []
+        else:
+            before.append(message)
+    yield before, {"role": "assistant", "content": ""}
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in the form of Chat Completions, in which the arguments of tool calls are texts."""
+    kept = {name: value for name, value in message.items() if name != "weight"}
+    if calls := kept.get("tool_calls"):
+        kept["tool_calls"] = [{**call, "function": _text_arguments(call["function"])} for call in calls]
+    return kept
+
+
+def _text_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
+
+
+def _last_reply(trajectory: Trajectory, chats: Mapping[int, ChatRow]) -> dict[str, Any] | None:
+    replies = [message for message in chats[trajectory.rows[0].sample.row].messages if "weight" in message]
+    return _message(replies[-1]) if replies else None
+
+
+def _call(turn: TurnView, node: int | None, model: str) -> dict[str, Any]:
+    finish = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}.get(FinishReason(turn.finish))
+    return {
+        "node": node,
+        "model": model,
+        "sampling": {name: value for name, value in turn.sampling.items() if value is not None},
+        "finish_reason": "tool_calls" if turn.tool_calls and finish == "stop" else finish,
+        "usage": {
+            "prompt_tokens": turn.prompt_tokens - (turn.cached_tokens or 0),
+            "completion_tokens": turn.output_tokens,
+            "cached_input_tokens": turn.cached_tokens,
+        },
+        "time": {"start": turn.timings.received, "end": turn.timings.finished},
+    }

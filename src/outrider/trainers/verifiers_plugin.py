@@ -1,0 +1,229 @@
+"""The plugins of verifiers (0.4): a taskset of rows, a harness whose rollouts are sessions of a service, and an
+environment that pairs the two. The module `outrider_rollouts` exports them under the id `outrider-rollouts`.
+
+The taskset reads rows; the harness runs each row as a session (`verifiers.VerifiersRollouts`) and writes the session's
+tokens into the trace; the task's reward is the session's verdict. Invariant: a trace has a reward only if its session
+was graded; any failure is an error of the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+try:
+    import verifiers.v1 as vf
+    from verifiers.v1.configs.client import resolve_api_key
+    from verifiers.v1.dialects import parse_message, parse_tools
+except ImportError as error:
+    raise ImportError(f"outrider.trainers.verifiers_plugin needs verifiers 0.4: {error}") from error
+
+from pydantic import Field
+
+from outrider.errors import Boundary, InvalidField, OutriderError
+from outrider.tasks.datasets import read_rows
+from outrider.trainers.shared_settings import plain, read_settings
+from outrider.trainers.verifiers import VARIABLE, ModelServer, TraceParts, VerifiersRollouts, VerifiersSettings
+
+INFO = "outrider"
+"""The key of the session's data in `Trace.info`."""
+NO_KEY = "EMPTY"
+ERRORS: dict[Boundary, type[vf.RolloutError]] = {
+    Boundary.ENGINE: vf.ProviderError,
+    Boundary.REQUEST: vf.TaskError,
+    Boundary.RUNTIME: vf.SandboxError,
+    Boundary.HARNESS: vf.HarnessError,
+    Boundary.EVALUATOR: vf.TaskError,
+    Boundary.SERVICE: vf.InterceptionError,
+}
+"""verifiers' error types by the boundary of an error. `InterceptionError` is its type for failed communication with the
+program that the model calls pass through."""
+
+
+class OutriderRow(vf.TaskData):  # type: ignore[misc, name-defined]
+    """A row of the data set. verifiers records it on each trace."""
+
+    row: dict[str, Any] = Field(default_factory=dict)
+
+
+class OutriderTask(vf.Task[OutriderRow]):  # type: ignore[misc, name-defined]
+    """A row. Its reward is the verdict of the row's session."""
+
+    @vf.reward  # type: ignore[untyped-decorator]
+    async def outrider(self, trace: Any) -> float:
+        found = trace.info.get(INFO)
+        if found is None:
+            raise ValueError("the trace has no session of Outrider: the task needs the harness outrider-rollouts")
+        return float(found["reward"])
+
+
+class OutriderTasksetConfig(vf.TasksetConfig):  # type: ignore[misc, name-defined]
+    """rows: a file of rows (JSON Lines, JSON, Parquet, or a saved Hugging Face data set). prompt_column: the column
+    with the prompt, a text or messages, for tasks without an instruction. id_column: the column with names of the
+    rows."""
+
+    rows: Path | None = None
+    prompt_column: str = "prompt"
+    id_column: str | None = None
+
+
+class OutriderTaskset(vf.Taskset[OutriderTask, OutriderTasksetConfig]):  # type: ignore[misc, name-defined]
+    """The rows of a file."""
+
+    def load(self) -> Iterator[OutriderTask]:
+        config = self.config
+        if config.rows is None:
+            raise InvalidField("the taskset has no rows", field="rows", hint="set --env.taskset.rows FILE")
+        for number, row in enumerate(read_rows(config.rows)):
+            data = plain(row)
+            if config.id_column is not None and config.id_column not in data:
+                raise InvalidField(f"row {number} has no column {config.id_column!r}", field="id_column")
+            yield OutriderTask(
+                OutriderRow(
+                    row=data,
+                    prompt=_prompt(data.get(config.prompt_column)),
+                    id=None if config.id_column is None else str(data[config.id_column]),
+                ),
+                config.task,
+            )
+
+
+class OutriderHarnessConfig(vf.HarnessConfig):  # type: ignore[misc, name-defined]
+    """outrider: the settings of `VerifiersSettings`, overridden by $OUTRIDER_VERIFIERS. verifiers records them on each
+    trace, so a token belongs into $OUTRIDER_TOKEN."""
+
+    outrider: dict[str, Any] = Field(default_factory=dict)
+
+
+class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc, name-defined]
+    """Runs a row as a session. The agent, its sandbox and the grading are the service's; verifiers starts nothing."""
+
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    def __init__(self, config: OutriderHarnessConfig) -> None:
+        super().__init__(config)
+        settings = read_settings(VerifiersSettings, config.outrider, source="harness.outrider", variable=VARIABLE)
+        self.rollouts = VerifiersRollouts(settings)
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+    ) -> Any:
+        async with _translated():
+            row = trace.task.data
+            if not isinstance(row, OutriderRow):
+                raise InvalidField(
+                    f"the harness plays rows of the taskset outrider-rollouts, not {type(row).__name__}", field="taskset"
+                )
+            parts = await self.rollouts.run(
+                row.row,
+                _server(ctx),
+                prompt=row.model_dump(include={"prompt"})["prompt"],
+                sampling=ctx.sampling.model_dump(exclude_none=True),
+                system_prompt=row.system_prompt,
+                max_turns=_max_turns(trace.agent.config),
+                labels={"verifiers.task": row.idx, "verifiers.id": row.id, "verifiers.trace": trace.id},
+            )
+        fill(trace, parts)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+class OutriderEnvConfig(vf.EnvConfig):  # type: ignore[misc, name-defined]
+    """The agent's runtime is the local one, in which nothing runs: verifiers' default is a remote sandbox."""
+
+    agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())  # type: ignore[name-defined]
+
+
+class OutriderEnv(vf.Env[OutriderEnvConfig]):  # type: ignore[misc, name-defined]
+    """One agent that plays one row in each episode."""
+
+    async def run(self, task: Any, agents: Any) -> None:
+        await agents.agent.run(task)
+
+    async def start(self) -> None:
+        async with AsyncExitStack() as held:
+            for harness in self._harnesses.values():
+                if isinstance(harness, OutriderHarness):
+                    await held.enter_async_context(harness.rollouts.held())
+            self._held = held.pop_all()
+
+    async def stop(self) -> None:
+        if (held := getattr(self, "_held", None)) is not None:
+            await held.aclose()
+
+
+def fill(trace: Any, parts: TraceParts) -> None:
+    """Add a session to its trace."""
+    first = len(trace.nodes)
+    for node in parts.nodes:
+        parent = node["parent"]
+        made = {
+            "message": parse_message(node["message"]),
+            "parent": None if parent is None else first + parent,
+            "tools": parse_tools(node.get("tools")) or [],
+        }
+        trace.nodes.append(vf.MessageNode.model_construct(**node | made))  # unvalidated: ids are not copied
+        trace.tools += [tool for tool in made["tools"] if tool not in trace.tools]
+    for call in parts.calls:
+        node = call["node"]
+        trace.calls.append(vf.ModelCall.model_validate(call | {"node": None if node is None else first + node}))
+    trace.record_metrics(parts.metrics)
+    trace.info[INFO] = parts.info
+    trace.root_reply = parts.reply
+    if parts.timed_out:
+        trace.record_timeout("agent")
+    elif parts.stop is not None:
+        trace.stop(parts.stop)
+    trace.notify()
+
+
+@asynccontextmanager
+async def _translated() -> AsyncIterator[None]:
+    """Raise errors of Outrider as verifiers' errors of the same boundary, with the status for verifiers' retry
+    rules."""
+    try:
+        yield
+    except OutriderError as error:
+        message = f"{error.code}: {error.message}" + (f" ({error.hint})" if error.hint else "")
+        made = ERRORS[error.boundary](message)
+        made.status_code = error.http_status
+        raise made from error
+
+
+def _server(ctx: Any) -> ModelServer:
+    key = resolve_api_key(ctx.client)
+    return ModelServer(
+        url=ctx.client.base_url,
+        model=ctx.model,
+        api_key=None if key == NO_KEY else key,
+        trains=isinstance(ctx.client, vf.TrainClientConfig),
+    )
+
+
+def _max_turns(agent: Any) -> int | None:
+    """Return the agent's limit of turns. Raises InvalidField for other limits: sessions have others."""
+    for name in ("max_input_tokens", "max_total_tokens", "max_output_tokens"):
+        if getattr(agent, name) is not None:
+            raise InvalidField(
+                f"the agent's limit {name} cannot be passed to a session",
+                field=name,
+                hint="use response_tokens and the other limits of the task",
+            )
+    turns: int | None = agent.max_turns
+    return turns
+
+
+def _prompt(prompt: Any) -> Any:
+    """Return a prompt in verifiers' form, empty without one: verifiers refuses a task without any prompt."""
+    if isinstance(prompt, list):
+        return [parse_message(message) for message in prompt]
+    return prompt if isinstance(prompt, str) else ""

@@ -1,0 +1,170 @@
+"""The rollouts of verifiers against a real service, without verifiers: rows, traces, failures, the client's server.
+
+The tests in `tests/trainers/verifiers` run verifiers' own environment, evaluation and environment server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.upstream import Answer, upstream
+from outrider.engines.base import EngineOptions
+from outrider.errors import EngineError, HarnessError, InvalidField, ServiceError
+from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trainers.verifiers import ModelServer, TraceParts, VerifiersRollouts, VerifiersSettings
+from outrider.trajectory import Sample
+from support.scribe import scribe_task
+from support.service import running_service, say
+from support.tokenizer import write_tokenizer
+
+from .verifiers_world import training_samples
+
+TRAINS = ModelServer(url="http://unused", model="m", api_key=None, trains=True)
+EVALUATES = ModelServer(url="http://unused", model="m", api_key=None, trains=False)
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "logprobs": True, "max_tokens": 64}
+
+
+async def run(
+    rollouts: VerifiersRollouts, task: Any, server: ModelServer = TRAINS, sampling: Any = SAMPLING, **more: Any
+) -> TraceParts:
+    given = {"prompt": "say it", "sampling": sampling, "labels": {}} | more
+    return await rollouts.run({"task": task}, server, **given)
+
+
+async def samples_of(service: Any) -> list[Sample]:
+    page = await service.results(after=0, wait=20, limit=100, samples=True)
+    return [sample for group in page.groups for sample in group.samples or ()]
+
+
+async def test_each_row_is_a_path_and_each_trained_token_is_trained_once(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (service, url):
+        rollouts = VerifiersRollouts(VerifiersSettings(url=url, metrics=["number"]))
+        parts = await run(rollouts, scribe_task("vf rows", rewards=[0.25], rewrites=[0]))
+        rows = await samples_of(service)
+        turns = await service.reader.turns(rows[0].session_id)
+    found = training_samples(parts.nodes)
+    assert len(rows) == len(found) == 2
+    for (ids, mask, logprobs), row in zip(found, rows, strict=True):
+        assert ids == row.ids.tolist()
+        assert mask == [bool(one) for one in row.loss_mask]
+        assert logprobs == row.logprobs.tolist()
+    assert sum(sum(mask) for _, mask, _ in found) == sum(turn.output_tokens for turn in turns)
+    assert [node["message"]["content"] for node in parts.nodes if node["parent"] is None] == ["say it", "say it"]
+    assert [call["node"] is not None for call in parts.calls] == [True] * 3
+    assert Counter(call["node"] for call in parts.calls).most_common(1)[0][1] == 1
+    assert parts.reply == "two"
+    assert parts.info["reward"] == 0.25
+    assert (parts.metrics["number"], parts.metrics["outrider_rows"], parts.metrics["outrider_rows_left_out"]) == (0, 2, 0)
+
+
+async def test_the_main_row_alone_and_cut(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        rollouts = VerifiersRollouts(VerifiersSettings(url=url, rows="main", max_row_tokens=30))
+        parts = await run(rollouts, scribe_task("vf main", rewrites=[0]))
+        [main, _] = await samples_of(service)
+    [(ids, mask, logprobs)] = training_samples(parts.nodes)
+    assert ids == main.ids[: len(ids)].tolist()
+    assert mask == [bool(one) for one in main.loss_mask[: len(ids)]]
+    assert logprobs == main.logprobs[: len(ids)].tolist()
+    assert sum(mask) == main.loss_mask[:30].sum()
+    assert (parts.metrics["outrider_rows_left_out"], parts.metrics["outrider_truncated"]) == (1, 1)
+    assert parts.metrics["outrider_cut_tokens"] == main.trained_tokens - sum(mask) > 0
+
+
+async def test_rewards_of_turns_are_in_the_info_and_rewards_of_rows_are_refused(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        rollouts = VerifiersRollouts(VerifiersSettings(url=url))
+        parts = await run(rollouts, scribe_task("vf turns", turns={"1": 0.5}))
+        with pytest.raises(InvalidField, match=r"rewards of its own for rows \[1\]"):
+            await run(rollouts, scribe_task("vf row rewards", rewrites=[0], rows={"1": 3.0}))
+    assert parts.info["turn_rewards"] == {"1": 0.5}
+
+
+async def test_the_sampling_of_training_and_of_evaluation(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        rollouts = VerifiersRollouts(VerifiersSettings(url=url))
+        parts = await run(rollouts, scribe_task("vf sampling"), max_turns=2, system_prompt="Be brief.")
+        quiet = await run(rollouts, scribe_task("vf own"), EVALUATES, {})
+        with pytest.raises(InvalidField, match="reasoning_effort='high' cannot be passed"):
+            await run(rollouts, scribe_task("vf effort"), sampling={"reasoning_effort": "high"})
+        groups = (await service.results(after=0, wait=0, limit=10, samples=False)).groups
+        priorities = {group.priority for group in groups}
+    assert parts.calls[0]["sampling"].items() >= {"temperature": 1.0, "top_p": 1.0, "max_tokens": 64}.items()
+    assert parts.nodes[0]["message"]["content"] == "Be brief.\n\nsay it"
+    assert quiet.nodes[0]["message"]["content"] == "say it"
+    assert len(groups) == 2
+    assert priorities == {0, 100}
+
+
+async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.trainers.shared_client.FIRST_PATIENCE", 0.1)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        rollouts = VerifiersRollouts(VerifiersSettings(url=url))
+        for server in (TRAINS, EVALUATES):
+            with pytest.raises(HarnessError, match="the scribe fell ill"):
+                await run(rollouts, scribe_task(f"vf ill {server.trains}", fails=[0]), server)
+        with pytest.raises(InvalidField, match="colour"):
+            await run(rollouts, scribe_task("vf odd") | {"colour": "red"})
+        limited = await run(rollouts, scribe_task("vf limited") | {"limits": {"turns": 1}})
+    assert limited.stop == "max_turns"
+    with pytest.raises(ServiceError, match="cannot reach the service"):
+        await run(rollouts, scribe_task("vf away"))
+
+
+async def test_texts_of_a_hosted_model_are_enough_for_an_evaluation_alone(tmp_path: Path) -> None:
+    said = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}]}
+    pages = {"/v1/models": {"object": "list", "data": [{"id": "their-model"}]}, "/health": {}}
+    async with upstream(Answer(events=[said]), pages=pages) as (hosted, heard):
+        async with running_service(tmp_path=tmp_path, engines=()) as (_, url):
+            options = {"ids": False}
+            settings = VerifiersSettings(url=url, engines="client", engine_kind="openai", engine_options=options)
+            rollouts = VerifiersRollouts(settings)
+            server = ModelServer(url=f"{hosted}/v1", model="their-model", api_key="secret", trains=False)
+            parts = await run(rollouts, scribe_task("vf text"), server)
+            with pytest.raises(EngineError, match="no token to train on"):
+                await run(rollouts, scribe_task("vf text trains"), replace(server, trains=True))
+    assert training_samples(parts.nodes) == []
+    assert [node["sampled"] for node in parts.nodes] == [False, True, False, True]
+    assert parts.reply == "hello"
+    assert heard.headers[0][b"authorization"] == b"Bearer secret"
+    assert "secret" not in repr(server)
+
+
+async def test_the_clients_server_is_attached_and_versions_are_named_by_the_salt(tmp_path: Path) -> None:
+    """prime-rl names a new version before it pauses the server and changes the weights: the server gets no order."""
+    orders: list[str] = []
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = str(folder)
+    fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=tokenizer, options={"replies": [say("hello")]}))
+    await fake.start()
+    app = engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder), labels=False, dev_mode=True))
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        orders.append(scope["path"])
+        await app(scope, receive, send)
+
+    async with serving(noting) as engine, running_service(tmp_path=tmp_path, engines=()) as (service, url):
+        rollouts = VerifiersRollouts(VerifiersSettings(url=url, engines="client"))
+        server = ModelServer(url=f"{engine}/v1", model="policy", api_key=None, trains=True)
+        first = await run(rollouts, scribe_task("vf salt 3"), server, SAMPLING | {"cache_salt": "3"})
+        both = await asyncio.gather(
+            *(run(rollouts, scribe_task(f"vf salt {salt}"), server, SAMPLING | {"cache_salt": salt}) for salt in "54")
+        )
+        other = ModelServer(url="http://127.0.0.1:9/v1", model="policy", api_key=None, trains=True)
+        with pytest.raises(InvalidField, match="and the service serves 'policy' at"):
+            await run(rollouts, scribe_task("vf other"), other)
+        [status] = service.pool.status()
+    await fake.close()
+    assert (status.name, status.url) == ("verifiers-0", engine)
+    assert {parts.metrics["outrider_version_max"] for parts in (first, *both)} == {3, 5}
+    assert first.metrics["outrider_version_min"] == 3
+    assert "/inference/v1/generate" in orders
+    assert not {"/pause", "/resume", "/update_weight_version", "/collective_rpc"} & set(orders)

@@ -1,0 +1,45 @@
+"""prime-rl's reading of a trace, for tests with and without the packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+def paths(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """The nodes of each path from a root to a leaf, in the order of the leaves."""
+    parents = {node["parent"] for node in nodes}
+    for leaf in range(len(nodes)):
+        if leaf in parents:
+            continue
+        path, at = [], leaf
+        while at is not None:
+            path.append(nodes[at])
+            at = nodes[at]["parent"]
+        yield path[::-1]
+
+
+def training_samples(nodes: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], list[bool], list[float]]]:
+    """The ids, masks and log-probabilities that prime-rl trains on.
+
+    Written after `prime_rl.orchestrator.trajectories.trace_to_samples` and `iter_trainable_branches` (commit 559b4477,
+    21 August 2026), with `Branch.spread` of verifiers: prime-rl itself cannot be installed without CUDA.
+    """
+    found = []
+    trained: set[int] = set()
+    for path in paths(nodes):
+        ids: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        for node in path:
+            assert len(node["mask"]) == len(node["token_ids"])
+            assert len(node["logprobs"]) == sum(node["mask"])
+            ids += node["token_ids"]
+            rest = iter(node["logprobs"])
+            logprobs += [next(rest) if one else 0.0 for one in node["mask"]]
+            fresh = node["sampled"] and any(node["mask"]) and id(node) not in trained
+            mask += node["mask"] if fresh else [False] * len(node["mask"])
+            trained |= {id(node)} if fresh else set()
+        if any(mask):
+            found.append((ids, mask, logprobs))
+    return found
