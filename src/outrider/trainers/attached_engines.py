@@ -25,8 +25,8 @@ class AttachedEngines:
         self._looked: float | None = None
 
     async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]]) -> None:
-        """Attach the engines that are not attached. Each has the fields of `spec.EngineSpec` but its name, and always
-        the same place in `engines`. A service that was restarted has lost the engines, so it is asked for them at most
+        """Attach the engines that are not attached. Each has a `url`, a `model`, and any other fields of
+        `spec.EngineSpec` but its name, and always the same place in `engines`. A service that was restarted has lost the engines, so it is asked for them at most
         every LOOK_SECONDS. The first call also removes the engines that an earlier training has left.
 
         Raises the service's error, for example while a server still loads its model.
@@ -36,15 +36,15 @@ class AttachedEngines:
             if not engines or (self._looked is not None and now - self._looked < LOOK_SECONDS):
                 return
             wanted = {f"{self._prefix}-{number}": engine for number, engine in enumerate(engines)}
-            attached = {engine.name: engine.url for engine in await client.engines()}
+            attached = {engine.name: engine for engine in await client.engines()}
             for name in attached.keys() - wanted.keys() if self._looked is None else ():
                 if name.startswith(f"{self._prefix}-"):
                     await client.remove_engine(name)
             for name, engine in wanted.items():
                 url = engine["url"].rstrip("/").removesuffix("/v1")
-                if attached.get(name) == url:
-                    continue
-                if name in attached:
+                if (found := attached.get(name)) is not None:
+                    if found.url == url and found.model in (None, engine["model"]):
+                        continue
                     await client.remove_engine(name)
                 await client.add_engine({**engine, "name": name, "url": url})
             self._looked = now
