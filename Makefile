@@ -24,6 +24,7 @@ VERL_VENV ?= .venv-verl
 SKYRL_VENV ?= .venv-skyrl
 GYM_VENV ?= .venv-gym
 TINKER_VENV ?= .venv-tinker
+VERIFIERS_VENV ?= .venv-verifiers
 
 # Where test-real keeps the agent programs that it installs.
 PROGRAMS ?= $(CURDIR)/.cache/outrider
@@ -56,7 +57,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl test-gym test-tinker check-latest fuzz campaign bench policy clean
+.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl test-gym test-tinker test-verifiers check-latest fuzz campaign bench policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,12 +95,12 @@ test-real: $(STAMPS)/real ## tests with real programs: vLLM on CPU, routers, age
 		--durations 25 --durations-min 5 tests/runtimes tests/sandboxes tests/bench tests/evaluators tests/rootfs tests/deploy tests/real $(ARGS)
 
 # Each trainer has packages of its own, and an environment of its own.
-trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev $(GYM_VENV)/.stamps/dev $(TINKER_VENV)/.stamps/dev
+trainers: $(TRL_VENV)/.stamps/dev $(VERL_VENV)/.stamps/dev $(SKYRL_VENV)/.stamps/dev $(GYM_VENV)/.stamps/dev $(TINKER_VENV)/.stamps/dev $(VERIFIERS_VENV)/.stamps/dev
 
 # Two trainers at a time: most of their tests keep one core busy.
 TRAINERS_AT_ONCE ?= 2
 test-trainers: trainers ## tests with the packages of real trainers (installs them)
-	$(MAKE) --no-print-directory --jobs $(TRAINERS_AT_ONCE) --output-sync test-verl test-trl test-skyrl test-gym test-tinker
+	$(MAKE) --no-print-directory --jobs $(TRAINERS_AT_ONCE) --output-sync test-verl test-trl test-skyrl test-gym test-tinker test-verifiers
 
 # The imports of verl and of the last two warn of much that is not ours.
 test-verl: $(VERL_VENV)/.stamps/dev
@@ -125,6 +126,10 @@ test-gym: $(GYM_VENV)/.stamps/dev
 test-tinker: $(TINKER_VENV)/.stamps/dev
 	$(ONE_THREAD) JAX_PLATFORMS=cpu $(TINKER_VENV)/bin/pytest -W default -m trainers tests/trainers/tinker $(ARGS)
 
+# pydantic's warnings are not ours.
+test-verifiers: $(VERIFIERS_VENV)/.stamps/dev
+	$(ONE_THREAD) $(VERIFIERS_VENV)/bin/pytest -W default -m trainers tests/trainers/verifiers $(ARGS)
+
 check-latest: $(STAMPS)/dev ## try the bridges with the newest versions of the trainers: ARGS="trl --json"
 	$(BIN)/python scripts/check_latest.py $(ARGS)
 
@@ -142,7 +147,7 @@ policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
 clean: ## remove all that these commands installed or cached
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) $(GYM_VENV) $(TINKER_VENV) .venv-routers .venv-harbor .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SKYRL_VENV) $(GYM_VENV) $(TINKER_VENV) $(VERIFIERS_VENV) .venv-routers .venv-harbor .venv-kubernetes .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis outrider-demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from, so that make knows when there is nothing to install.
@@ -229,4 +234,12 @@ $(TINKER_VENV)/.stamps/dev: pyproject.toml
 		tiktoken tqdm typer zstandard
 	@$(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
 		tinker-cookbook==0.6.1 skyrl==0.4.0
+	@mkdir -p $(@D) && touch $@
+
+# Without torch, which only prime-rl's trainer imports, and without CONSTRAINTS: verifiers asks for an older openai.
+$(VERIFIERS_VENV)/.stamps/dev: pyproject.toml
+	@echo "Installing verifiers and the tools for its tests into $(VERIFIERS_VENV)"
+	@test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
+	@$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile uv
+	@$(INSTALL) $(VERIFIERS_VENV) --editable ".[verifiers]" $(TEST_TOOLS) verifiers==0.4.0
 	@mkdir -p $(@D) && touch $@

@@ -16,6 +16,7 @@ from outrider.trainers.nemo_gym import NemoGymSettings
 from outrider.trainers.openrlhf import OpenRLHFSettings
 from outrider.trainers.shared_settings import BridgeSettings, read_settings, task_for
 from outrider.trainers.slime import SlimeSettings
+from outrider.trainers.verifiers import VerifiersSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAINERS: dict[str, type[BridgeSettings]] = {
@@ -62,6 +63,22 @@ def test_each_row_for_nemo_gym_is_a_task() -> None:
         spec = validate_group({"task": task_for(settings, row, prompt=prompt, sampling={}, labels={})}).task
         assert spec.evaluator.run == f'[ "$(cat answer.txt)" = "{row["label"]}" ]'
         assert spec.instruction.endswith("as digits.")
+
+
+def test_each_row_for_verifiers_and_prime_rl_is_a_task() -> None:
+    folder = EXAMPLES / "verifiers"
+    environment = tomllib.loads((folder / "eval.toml").read_text())["env"]
+    [source] = tomllib.loads((folder / "prime_rl.toml").read_text())["orchestrator"]["train"]["source"]
+    rows = folder / environment["taskset"]["rows"]
+    assert source["env"]["taskset"] == environment["taskset"] == {"id": "outrider-rollouts", "rows": "rows.jsonl"}
+    for given in (environment, source["env"]):
+        found = given["agent"]["harness"]["outrider"]
+        settings = read_settings(VerifiersSettings, found, source="outrider", variable="OUTRIDER_EXAMPLE")
+        for line in rows.read_text().splitlines():
+            row = json.loads(line)
+            spec = validate_group({"task": task_for(settings, row, prompt=row["prompt"], sampling={}, labels={})}).task
+            assert spec.evaluator.run == f'[ "$(cat answer.txt)" = "{row["label"]}" ]'
+            assert spec.instruction == row["prompt"]
 
 
 @pytest.mark.parametrize("trainer", ["openrlhf", "slime"])

@@ -158,9 +158,9 @@ async def test_the_clients_server_is_attached_and_versions_are_named_by_the_salt
         both = await asyncio.gather(
             *(run(rollouts, scribe_task(f"vf salt {salt}"), server, SAMPLING | {"cache_salt": salt}) for salt in "54")
         )
-        other = ModelServer(url="http://127.0.0.1:9/v1", model="policy", api_key=None, trains=True)
-        with pytest.raises(InvalidField, match="and the service serves 'policy' at"):
-            await run(rollouts, scribe_task("vf other"), other)
+        for other in (replace(server, url="http://127.0.0.1:9/v1"), replace(server, model="judge")):
+            with pytest.raises(InvalidField, match="and the service serves 'policy' at"):
+                await run(rollouts, scribe_task("vf other"), other)
         [status] = service.pool.status()
     await fake.close()
     assert (status.name, status.url) == ("verifiers-0", engine)
@@ -168,3 +168,33 @@ async def test_the_clients_server_is_attached_and_versions_are_named_by_the_salt
     assert first.metrics["outrider_version_min"] == 3
     assert "/inference/v1/generate" in orders
     assert not {"/pause", "/resume", "/update_weight_version", "/collective_rpc"} & set(orders)
+
+
+async def test_prime_rls_policy_takes_the_name_of_its_adapter(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": [say("hello")]}))
+    await fake.start()
+    asked: list[str] = []
+
+    def served(model: str) -> Any:
+        return engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder), model=model, labels=False))
+
+    apps = {"base": served("base"), "adapter": served("adapter")}
+    now = ["base"]
+
+    async def current(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/inference/v1/generate":
+            asked.append(now[0])
+        await apps[now[0]](scope, receive, send)
+
+    async with serving(current) as engine, running_service(tmp_path=tmp_path, engines=()) as (service, url):
+        rollouts = VerifiersRollouts(VerifiersSettings(url=url, engines="client"))
+        base = ModelServer(url=engine, model="base", api_key=None, trains=True)
+        await run(rollouts, scribe_task("vf base"), base, SAMPLING | {"cache_salt": "0"})
+        now[0] = "adapter"
+        await run(rollouts, scribe_task("vf adapter"), replace(base, model="adapter"), SAMPLING | {"cache_salt": "1"})
+        await run(rollouts, scribe_task("vf late"), base, SAMPLING | {"cache_salt": "1"})
+        [status] = service.pool.status()
+    await fake.close()
+    assert (status.name, status.model) == ("verifiers-0", "adapter")
+    assert asked == ["base"] * 2 + ["adapter"] * 4

@@ -24,16 +24,20 @@ class AttachedEngines:
         self._looking = asyncio.Lock()
         self._looked: float | None = None
 
-    async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]]) -> None:
+    async def attach(
+        self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False
+    ) -> None:
         """Attach the engines that are not attached. Each has a `url`, a `model`, and any other fields of
-        `spec.EngineSpec` but its name, and always the same place in `engines`. A service that was restarted has lost the engines, so it is asked for them at most
-        every LOOK_SECONDS. The first call also removes the engines that an earlier training has left.
+        `spec.EngineSpec` but its name, and always the same place in `engines`. A service that was restarted has lost
+        the engines, so it is asked for them at most every LOOK_SECONDS. The first call also replaces the engines that
+        an earlier training has left. With `renamed`, engines of another model are replaced, too.
 
         Raises the service's error, for example while a server still loads its model.
         """
         async with self._looking:
             now = asyncio.get_running_loop().time()
-            if not engines or (self._looked is not None and now - self._looked < LOOK_SECONDS):
+            recent = self._looked is not None and now - self._looked < LOOK_SECONDS
+            if not engines or (recent and not renamed):
                 return
             wanted = {f"{self._prefix}-{number}": engine for number, engine in enumerate(engines)}
             attached = {engine.name: engine for engine in await client.engines()}
@@ -43,7 +47,8 @@ class AttachedEngines:
             for name, engine in wanted.items():
                 url = engine["url"].rstrip("/").removesuffix("/v1")
                 if (found := attached.get(name)) is not None:
-                    if found.url == url and found.model in (None, engine["model"]):
+                    usable = found.ok or self._looked is not None  # an earlier training's may be of another model
+                    if found.url == url and usable and not (renamed and found.model != engine["model"]):
                         continue
                     await client.remove_engine(name)
                 await client.add_engine({**engine, "name": name, "url": url})

@@ -95,6 +95,8 @@ class VerifiersRollouts:
         self._settings = settings
         self._engines = AttachedEngines("verifiers")
         self._attached: ModelServer | None = None
+        self._earlier: set[str] = set()
+        """Names that the model at the attached server had before."""
         self._version = -1
         self._naming = asyncio.Lock()
 
@@ -132,8 +134,9 @@ class VerifiersRollouts:
         group = group_of(self._settings, task, evaluating=not server.trains)
         async with shared_client(self._settings.url, self._settings.token) as shared:
             if self._settings.engines == "client":
-                await self._attach(shared.client, server)
-                await self._name_version(shared.client, sampling.get(CACHE_SALT))
+                salt = sampling.get(CACHE_SALT)
+                await self._attach(shared.client, server, salted=salt is not None)
+                await self._name_version(shared.client, salt)
             view = await shared.run(group)
             [trajectory] = trajectories_of(view, self._settings, logprobs=server.trains)
             _check(trajectory, trains=server.trains)
@@ -143,23 +146,34 @@ class VerifiersRollouts:
         left_out = left_out_of(view, trajectory)
         return parts_of(trajectory, turns, chats, self._settings, model=server.model, left_out=len(left_out))
 
-    async def _attach(self, client: AsyncClient, server: ModelServer) -> None:
-        """Attach the server that verifiers' client names. Raises InvalidField for a second server or model: sessions of
-        one service share its engines."""
-        known = self._attached or server
-        if (server.url, server.model) != (known.url, known.model):
-            raise InvalidField(
-                f"the client names {server.model!r} at {server.url}, and the service serves {known.model!r} at"
-                f" {known.url}",
-                field="client",
-                hint="use a service for each model",
-            )
-        kind = self._settings.engine_kind
-        options = {**CLIENT_ENGINE.get(kind, {}), **self._settings.engine_options}
-        if server.api_key is not None:
-            options = {"api_key": server.api_key, **options}
-        await self._engines.attach(client, [{"kind": kind, "url": server.url, "model": server.model, "options": options}])
-        self._attached = server
+    async def _attach(self, client: AsyncClient, server: ModelServer, *, salted: bool) -> None:
+        """Attach the server that verifiers' client names.
+
+        A request with a salt is prime-rl's for its policy, which has the name of a LoRA adapter from some version on:
+        a new name replaces the earlier ones for good. Raises InvalidField for any other second server or model, because
+        all sessions of a service use all its engines.
+        """
+        async with self._naming:
+            known = self._attached
+            renamed = known is not None and server.model != known.model
+            if known is not None and (server.url != known.url or (renamed and not salted)):
+                raise InvalidField(
+                    f"the client names {server.model!r} at {server.url}, and the service serves {known.model!r} at"
+                    f" {known.url}",
+                    field="client",
+                    hint="use a service for each model",
+                )
+            if known is not None and server.model in self._earlier:  # an episode from before the change
+                server, renamed = known, False
+            kind = self._settings.engine_kind
+            options = {**CLIENT_ENGINE.get(kind, {}), **self._settings.engine_options}
+            if server.api_key is not None:
+                options = {"api_key": server.api_key, **options}
+            engine = {"kind": kind, "url": server.url, "model": server.model, "options": options}
+            await self._engines.attach(client, [engine], renamed=renamed)
+            if known is not None and renamed:
+                self._earlier.add(known.model)
+            self._attached = server
 
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
         """Give the service the policy version in prime-rl's cache salt, if the service has an older one. The service

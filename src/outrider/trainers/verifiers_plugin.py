@@ -18,7 +18,11 @@ try:
     from verifiers.v1.configs.client import resolve_api_key
     from verifiers.v1.dialects import parse_message, parse_tools
 except ImportError as error:
-    raise ImportError(f"outrider.trainers.verifiers_plugin needs verifiers 0.4: {error}") from error
+    from outrider.environment import install_command
+
+    raise ImportError(
+        f"outrider.trainers.verifiers_plugin needs verifiers 0.4 ({install_command('verifiers')}): {error}"
+    ) from error
 
 from pydantic import Field
 
@@ -27,6 +31,7 @@ from outrider.tasks.datasets import read_rows
 from outrider.trainers.shared_settings import plain, read_settings
 from outrider.trainers.verifiers import VARIABLE, ModelServer, TraceParts, VerifiersRollouts, VerifiersSettings
 
+ID = "outrider-rollouts"
 INFO = "outrider"
 """The key of the session's data in `Trace.info`."""
 NO_KEY = "EMPTY"
@@ -55,7 +60,7 @@ class OutriderTask(vf.Task[OutriderRow]):  # type: ignore[misc, name-defined]
     async def outrider(self, trace: Any) -> float:
         found = trace.info.get(INFO)
         if found is None:
-            raise ValueError("the trace has no session of Outrider: the task needs the harness outrider-rollouts")
+            raise ValueError(f"the trace has no session of Outrider: the task needs the harness {ID}")
         return float(found["reward"])
 
 
@@ -122,7 +127,7 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc, 
             row = trace.task.data
             if not isinstance(row, OutriderRow):
                 raise InvalidField(
-                    f"the harness plays rows of the taskset outrider-rollouts, not {type(row).__name__}", field="taskset"
+                    f"the harness plays rows of the taskset {ID}, not {type(row).__name__}", field="taskset"
                 )
             parts = await self.rollouts.run(
                 row.row,
@@ -137,10 +142,15 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc, 
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-class OutriderEnvConfig(vf.EnvConfig):  # type: ignore[misc, name-defined]
-    """The agent's runtime is the local one, in which nothing runs: verifiers' default is a remote sandbox."""
+# The runtime is the local one, in which nothing runs: verifiers' default is a remote sandbox. The harness is named by a
+# copy, because a validated configuration would import the module of that name, which imports this module.
+_AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
-    agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())  # type: ignore[name-defined]
+
+class OutriderEnvConfig(vf.EnvConfig):  # type: ignore[misc, name-defined]
+    """The environment's one agent."""
+
+    agent: vf.AgentConfig = _AGENT  # type: ignore[name-defined]
 
 
 class OutriderEnv(vf.Env[OutriderEnvConfig]):  # type: ignore[misc, name-defined]

@@ -17,7 +17,7 @@ from verifiers.v1.utils.loaders import load_environment
 
 from outrider.trainers.verifiers_plugin import OutriderRow, OutriderTask
 from support.scribe import Scribe, scribe_task
-from support.service import running_service, say, scripted_engine
+from support.service import call, running_service, say, scripted_engine
 from trainers.verifiers.world import ID, env_config, orchestrating, rows_file
 from trainers.verifiers_world import training_samples
 
@@ -34,13 +34,13 @@ async def ended(service: Any, number: int) -> list[Any]:
     return found
 
 
-async def vf_eval(folder: Path, url: str, *arguments: str) -> tuple[int, str]:
-    """The exit code and the output of verifiers' own command."""
+async def vf_eval(folder: Path, url: str, *arguments: str, at: Path | None = None) -> tuple[int, str]:
+    """The exit code and the output of verifiers' own command, run in the folder `at`."""
     program = Path(sys.executable).with_name("vf-eval")
     variables = {**os.environ, "OUTRIDER_URL": url, "HOME": str(folder)}
     fixed = ("--no-push", "--no-rich", "--output-dir", str(folder / "out"), "--run.name", "run")
     process = await asyncio.create_subprocess_exec(
-        program, *arguments, *fixed, env=variables, cwd=folder, stdout=-1, stderr=asyncio.subprocess.STDOUT
+        program, *arguments, *fixed, env=variables, cwd=at or folder, stdout=-1, stderr=asyncio.subprocess.STDOUT
     )
     output, _ = await process.communicate()
     assert process.returncode is not None
@@ -67,6 +67,21 @@ async def test_vf_eval_evaluates_rows_and_runs_failed_ones_again(tmp_path: Path)
     assert (error["type"], "the scribe fell ill" in error["message"]) == ("HarnessError", True)
     assert Counter(episode["ok"] for episode in episodes_in(tmp_path)) == {True: 6}
     assert (Scribe.started["eval well"], Scribe.started["eval ill"]) == (3, 4)
+
+
+async def test_the_example_is_evaluated(tmp_path: Path) -> None:
+    here = Path(__file__).parents[3] / "examples" / "verifiers"
+    process = ("--env.agent.harness.outrider.task.runtime.kind", "process")
+    replies = [call("printf 42 > answer.txt"), say("It is done.")]
+    async with running_service(tmp_path=tmp_path, replies=replies) as (_, url):
+        code, output = await vf_eval(tmp_path, url, "@", "eval.toml", *process, at=here)
+    assert code == 0, output
+    rewards = [
+        (trace["task"]["data"]["row"]["label"], trace["rewards"]["outrider"]["score"])
+        for episode in episodes_in(tmp_path)
+        for trace in episode["traces"]
+    ]
+    assert Counter(rewards) == {("42", 1.0): 2, ("327", 0.0): 2, ("156", 0.0): 2, ("7", 0.0): 2}
 
 
 async def test_the_environment_server_returns_each_token_once_with_its_log_probability(tmp_path: Path) -> None:
@@ -189,6 +204,28 @@ async def test_a_rollout_goes_on_when_the_service_is_restarted(tmp_path: Path) -
     [trace] = episode.traces
     assert (trace.ok, trace.reward) == (True, 0.5)
     assert trace.branches[0].token_ids == group.samples[0].ids.tolist()
+
+
+async def test_messages_have_the_tool_calls_and_the_tools(tmp_path: Path) -> None:
+    task = {
+        "harness": {"agent": "tools", "options": {"tools": ["bash"]}},
+        "runtime": {"kind": "process"},
+        "evaluator": {"run": "test -e done"},
+    }
+    async with running_service(tmp_path=tmp_path, replies=[call("touch done"), say("It is done.")]) as (service, url):
+        async with orchestrating(env_config(rows_file(tmp_path, [task]), {"url": url})) as prime:
+            episode = await prime.run()
+        [group] = await ended(service, 1)
+    [trace] = episode.traces
+    [branch] = trace.branches
+    assert trace.reward == 1.0
+    assert branch.token_ids == group.samples[0].ids.tolist()
+    called, told, said = branch.messages[-3:]
+    assert [(one.name, json.loads(one.arguments)) for one in called.tool_calls] == [("bash", {"command": "touch done"})]
+    assert (told.role, told.tool_call_id) == ("tool", called.tool_calls[0].id)
+    assert said.content == "It is done."
+    assert [tool.name for tool in trace.tools] == [tool.name for tool in branch.tools] == ["bash"]
+    assert [call.finish_reason for call in trace.calls] == ["tool_calls", "stop"]
 
 
 async def test_attempts_of_verifiers_best_of_n(tmp_path: Path) -> None:
