@@ -18,6 +18,8 @@ from outrider.errors import InvalidField
 from outrider.lab.fakes.scripted_engine import ScriptOptions
 from outrider.service.admission import parse_body, validate_group
 from outrider.spec import GroupSpec
+from outrider.trainers.shared_settings import read_settings
+from outrider.trainers.verifiers import VerifiersSettings
 from support.service import running_service
 
 from .pages import DOCS, PAGES, ROOT, Block, Page
@@ -36,6 +38,7 @@ LANGUAGES = {
     "toml task",
     "toml template",
     "toml settings",
+    "toml verifiers",
     "json group",
     "json script",
     "yaml values",
@@ -142,6 +145,12 @@ def test_a_template_makes_valid_tasks(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", of("json group"), ids=where)
 def test_a_group_is_valid(block: Block) -> None:
     assert parse_body(GroupSpec, block.text.encode()).task.instruction
+
+
+@pytest.mark.parametrize("block", of("toml verifiers"), ids=where)
+def test_settings_of_the_bridge_to_verifiers_are_valid(block: Block) -> None:
+    found = tomllib.loads(block.text)["env"]["agent"]["harness"]["outrider"]
+    read_settings(VerifiersSettings, found, source="outrider", variable="OUTRIDER_EXAMPLE")
 
 
 @pytest.mark.parametrize("block", of("toml settings"), ids=where)

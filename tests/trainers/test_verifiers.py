@@ -62,7 +62,11 @@ async def test_each_row_is_a_path_and_each_trained_token_is_trained_once(tmp_pat
     assert Counter(call["node"] for call in parts.calls).most_common(1)[0][1] == 1
     assert parts.reply == "two"
     assert parts.info["reward"] == 0.25
-    assert (parts.metrics["number"], parts.metrics["outrider_rows"], parts.metrics["outrider_rows_left_out"]) == (0, 2, 0)
+    assert (parts.metrics["number"], parts.metrics["outrider_rows"], parts.metrics["outrider_rows_left_out"]) == (
+        0,
+        2,
+        0,
+    )
 
 
 async def test_the_main_row_alone_and_cut(tmp_path: Path) -> None:

@@ -24,9 +24,7 @@ class AttachedEngines:
         self._looking = asyncio.Lock()
         self._looked: float | None = None
 
-    async def attach(
-        self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False
-    ) -> None:
+    async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> None:
         """Attach the engines that are not attached. Each has a `url`, a `model`, and any other fields of
         `spec.EngineSpec` but its name, and always the same place in `engines`. A service that was restarted has lost
         the engines, so it is asked for them at most every LOOK_SECONDS. The first call also replaces the engines that

@@ -55,7 +55,9 @@ async def test_vf_eval_evaluates_rows_and_runs_failed_ones_again(tmp_path: Path)
     tasks = [scribe_task("eval well", rewards=[1, 0, 0.5]), scribe_task("eval ill", rewards=[0.25], fails=[0])]
     rows = str(rows_file(tmp_path, tasks))
     async with running_service(tmp_path=tmp_path, replies=[say("one"), say("two")]) as (_, url):
-        code, output = await vf_eval(tmp_path, url, ID, "--env.taskset.rows", rows, "-m", "policy", "-r", "3", "-c", "1")
+        code, output = await vf_eval(
+            tmp_path, url, ID, "--env.taskset.rows", rows, "-m", "policy", "-r", "3", "-c", "1"
+        )
         first = episodes_in(tmp_path)
         saved = tmp_path / "out" / "run" / "configs" / "resolved" / "eval.json"
         again, more = await vf_eval(tmp_path, url, "@", str(saved), "--resume")
@@ -97,7 +99,12 @@ async def test_the_environment_server_returns_each_token_once_with_its_log_proba
     for number, episode in enumerate(episodes):
         [trace] = episode.traces
         rows = samples[trace.info["outrider"]["session"]]
-        assert (episode.ok, trace.ok, trace.reward, trace.metrics["number"]) == (True, True, (0.25, 0.75)[number], number)
+        assert (episode.ok, trace.ok, trace.reward, trace.metrics["number"]) == (
+            True,
+            True,
+            (0.25, 0.75)[number],
+            number,
+        )
         assert len(rows) == (2, 1)[number]
         for branch, row in zip(trace.branches, rows, strict=True):  # verifiers' own reading
             assert branch.token_ids == row.ids.tolist()
@@ -139,7 +146,11 @@ async def test_a_failure_is_an_error_of_its_boundary_and_verifiers_rules_retry_i
     async with running_service(tmp_path=tmp_path, replies=[down]) as (_, url):
         async with orchestrating(env_config(rows_file(tmp_path, tasks), {"url": url})) as prime:
             rejected = await prime.run(2)
-    for episode, kind, status in ((ill, "HarnessError", 500), (odd, "TaskError", 422), (rejected, "ProviderError", 400)):
+    for episode, kind, status in (
+        (ill, "HarnessError", 500),
+        (odd, "TaskError", 422),
+        (rejected, "ProviderError", 400),
+    ):
         [trace] = episode.traces
         assert not episode.ok
         assert not trace.ok
@@ -244,7 +255,9 @@ async def test_a_trace_without_a_session_has_no_reward(tmp_path: Path) -> None:
     [task] = environment.taskset
     assert isinstance(task, OutriderTask)
     assert isinstance(task.data, OutriderRow)
-    trace = vf.Trace(task=vf.TraceTask(type="OutriderTask", data=task.data), agent=vf.AgentInfo(config=vf.AgentConfig()))
+    trace = vf.Trace(
+        task=vf.TraceTask(type="OutriderTask", data=task.data), agent=vf.AgentInfo(config=vf.AgentConfig())
+    )
     with pytest.raises(vf.TaskError, match="needs the harness outrider-rollouts"):
         await task.score(trace)
     assert trace.rewards == {"outrider": None}
