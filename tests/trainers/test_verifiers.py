@@ -87,7 +87,7 @@ async def test_rewards_of_turns_are_in_the_info_and_rewards_of_rows_are_refused(
     async with running_service(tmp_path=tmp_path) as (_, url):
         rollouts = VerifiersRollouts(VerifiersSettings(url=url))
         parts = await run(rollouts, scribe_task("vf turns", turns={"1": 0.5}))
-        with pytest.raises(InvalidField, match=r"rewards of its own for rows \[1\]"):
+        with pytest.raises(InvalidField, match=r"other rewards for its rows \[1\]"):
             await run(rollouts, scribe_task("vf row rewards", rewrites=[0], rows={"1": 3.0}))
     assert parts.info["turn_rewards"] == {"1": 0.5}
 
@@ -126,15 +126,17 @@ async def test_a_failure_is_an_error_and_never_a_reward(tmp_path: Path, monkeypa
 async def test_texts_of_a_hosted_model_are_enough_for_an_evaluation_alone(tmp_path: Path) -> None:
     said = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}]}
     pages = {"/v1/models": {"object": "list", "data": [{"id": "their-model"}]}, "/health": {}}
-    async with upstream(Answer(events=[said]), pages=pages) as (hosted, heard):
-        async with running_service(tmp_path=tmp_path, engines=()) as (_, url):
-            options = {"ids": False}
-            settings = VerifiersSettings(url=url, engines="client", engine_kind="openai", engine_options=options)
-            rollouts = VerifiersRollouts(settings)
-            server = ModelServer(url=f"{hosted}/v1", model="their-model", api_key="secret", trains=False)
-            parts = await run(rollouts, scribe_task("vf text"), server)
-            with pytest.raises(EngineError, match="no token to train on"):
-                await run(rollouts, scribe_task("vf text trains"), replace(server, trains=True))
+    async with (
+        upstream(Answer(events=[said]), pages=pages) as (hosted, heard),
+        running_service(tmp_path=tmp_path, engines=()) as (_, url),
+    ):
+        options = {"ids": False}
+        settings = VerifiersSettings(url=url, engines="client", engine_kind="openai", engine_options=options)
+        rollouts = VerifiersRollouts(settings)
+        server = ModelServer(url=f"{hosted}/v1", model="their-model", api_key="secret", trains=False)
+        parts = await run(rollouts, scribe_task("vf text"), server)
+        with pytest.raises(EngineError, match="no token to train on"):
+            await run(rollouts, scribe_task("vf text trains"), replace(server, trains=True))
     assert training_samples(parts.nodes) == []
     assert [node["sampled"] for node in parts.nodes] == [False, True, False, True]
     assert parts.reply == "hello"

@@ -12,7 +12,8 @@ def paths(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]
     for leaf in range(len(nodes)):
         if leaf in parents:
             continue
-        path, at = [], leaf
+        path: list[Mapping[str, Any]] = []
+        at: int | None = leaf
         while at is not None:
             path.append(nodes[at])
             at = nodes[at]["parent"]

@@ -76,8 +76,8 @@ class ModelServer:
 @dataclass(frozen=True)
 class TraceParts:
     """What a session adds to a trace. `nodes` and `calls` have the fields of verifiers' MessageNode and ModelCall, with
-    messages and tools in the form of Chat Completions; `stop` is verifiers' stop condition; `reply` is the main conversation's
-    last reply."""
+    messages and tools in the form of Chat Completions. `stop` is verifiers' stop condition, `reply` the last reply of
+    the main conversation."""
 
     nodes: list[dict[str, Any]]
     calls: list[dict[str, Any]]
@@ -199,7 +199,7 @@ def _check(trajectory: Trajectory, *, trains: bool) -> None:
     odd = {row.sample.row: row.reward for row in trajectory.rows if row.reward != trajectory.reward}
     if odd and len(trajectory.rows) > 1:
         raise InvalidField(
-            f"session {trajectory.session.id} has rewards of its own for rows {sorted(odd)}, and a trace has one reward",
+            f"session {trajectory.session.id} has other rewards for its rows {sorted(odd)}, and a trace has one reward",
             field="rows",
             hint='leave rewards of rows out of the verdict, or train the main conversation alone: rows = "main"',
         )
@@ -262,7 +262,7 @@ def parts_of(
         calls=[_call(turn, places.get(turn.index), model) for turn in own],
         metrics=metrics,
         info=info,
-        reply=last and last["content"],
+        reply=None if last is None else last["content"],
         stop=STOPS.get(result.stop_reason),
         timed_out=result.stop_reason is StopReason.AGENT_TIMEOUT,
     )

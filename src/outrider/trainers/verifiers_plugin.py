@@ -47,13 +47,13 @@ ERRORS: dict[Boundary, type[vf.RolloutError]] = {
 program that the model calls pass through."""
 
 
-class OutriderRow(vf.TaskData):  # type: ignore[misc, name-defined]
+class OutriderRow(vf.TaskData):  # type: ignore[misc]
     """A row of the data set. verifiers records it on each trace."""
 
     row: dict[str, Any] = Field(default_factory=dict)
 
 
-class OutriderTask(vf.Task[OutriderRow]):  # type: ignore[misc, name-defined]
+class OutriderTask(vf.Task[OutriderRow]):  # type: ignore[misc]
     """A row. Its reward is the verdict of the row's session."""
 
     @vf.reward  # type: ignore[untyped-decorator]
@@ -64,7 +64,7 @@ class OutriderTask(vf.Task[OutriderRow]):  # type: ignore[misc, name-defined]
         return float(found["reward"])
 
 
-class OutriderTasksetConfig(vf.TasksetConfig):  # type: ignore[misc, name-defined]
+class OutriderTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
     """rows: a file of rows (JSON Lines, JSON, Parquet, or a saved Hugging Face data set). prompt_column: the column
     with the prompt, a text or messages, for tasks without an instruction. id_column: the column with names of the
     rows."""
@@ -74,7 +74,7 @@ class OutriderTasksetConfig(vf.TasksetConfig):  # type: ignore[misc, name-define
     id_column: str | None = None
 
 
-class OutriderTaskset(vf.Taskset[OutriderTask, OutriderTasksetConfig]):  # type: ignore[misc, name-defined]
+class OutriderTaskset(vf.Taskset[OutriderTask, OutriderTasksetConfig]):  # type: ignore[misc]
     """The rows of a file."""
 
     def load(self) -> Iterator[OutriderTask]:
@@ -95,14 +95,14 @@ class OutriderTaskset(vf.Taskset[OutriderTask, OutriderTasksetConfig]):  # type:
             )
 
 
-class OutriderHarnessConfig(vf.HarnessConfig):  # type: ignore[misc, name-defined]
+class OutriderHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
     """outrider: the settings of `VerifiersSettings`, overridden by $OUTRIDER_VERIFIERS. verifiers records them on each
     trace, so a token belongs into $OUTRIDER_TOKEN."""
 
     outrider: dict[str, Any] = Field(default_factory=dict)
 
 
-class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc, name-defined]
+class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
     """Runs a row as a session. The agent, its sandbox and the grading are the service's; verifiers starts nothing."""
 
     EXECUTES_CODE = False
@@ -147,13 +147,13 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc, 
 _AGENT = vf.AgentConfig(runtime=vf.SubprocessConfig()).model_copy(update={"harness": OutriderHarnessConfig(id=ID)})
 
 
-class OutriderEnvConfig(vf.EnvConfig):  # type: ignore[misc, name-defined]
+class OutriderEnvConfig(vf.EnvConfig):  # type: ignore[misc]
     """The environment's one agent."""
 
-    agent: vf.AgentConfig = _AGENT  # type: ignore[name-defined]
+    agent: vf.AgentConfig = _AGENT
 
 
-class OutriderEnv(vf.Env[OutriderEnvConfig]):  # type: ignore[misc, name-defined]
+class OutriderEnv(vf.Env[OutriderEnvConfig]):  # type: ignore[misc]
     """One agent that plays one row in each episode."""
 
     async def run(self, task: Any, agents: Any) -> None:

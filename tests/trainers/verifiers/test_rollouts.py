@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from verifiers.v1.utils.loaders import load_environment
 from outrider.trainers.verifiers_plugin import OutriderRow, OutriderTask
 from support.scribe import Scribe, scribe_task
 from support.service import call, running_service, say, scripted_engine
-from trainers.verifiers.world import ID, env_config, orchestrating, rows_file
+from trainers.verifiers.world import ID, env_config, orchestrating, prime_rl, rows_file
 from trainers.verifiers_world import training_samples
 
 pytestmark = pytest.mark.trainers
@@ -92,9 +92,9 @@ async def test_the_environment_server_returns_each_token_once_with_its_log_proba
         async with orchestrating(env_config(rows_file(tmp_path, tasks), {"url": url, "metrics": ["number"]})) as prime:
             episodes = [await prime.run(), await prime.run()]
         groups = await ended(service, 2)
-    samples = {sample.session_id: [] for group in groups for sample in group.samples or ()}
+    samples = defaultdict(list)
     for group in groups:
-        for sample in group.samples or ():
+        for sample in group.samples:
             samples[sample.session_id].append(sample)
     for number, episode in enumerate(episodes):
         [trace] = episode.traces
@@ -136,21 +136,18 @@ async def test_a_failure_is_an_error_of_its_boundary_and_verifiers_rules_retry_i
     ]
     down = {"when": "say it", "fail": "rejected"}
     retries = {"rules": [{"type": "HarnessError", "status_code": ["5xx"], "max_retries": 1}]}
-    async with running_service(tmp_path=tmp_path) as (_, url):
-        async with orchestrating(env_config(rows_file(tmp_path, tasks), {"url": url})) as prime:
-            ill, odd = await prime.run(0), await prime.run(1)
+    async with running_service(tmp_path=tmp_path) as (_, url), prime_rl(tmp_path, tasks, url) as prime:
+        ill, odd = await prime.run(0), await prime.run(1)
     Scribe.started["served ill"] = 0
-    async with running_service(tmp_path=tmp_path) as (_, url):
-        async with orchestrating(env_config(rows_file(tmp_path, tasks), {"url": url}, retries=retries)) as prime:
-            healed = await prime.run(0)
-    async with running_service(tmp_path=tmp_path, replies=[down]) as (_, url):
-        async with orchestrating(env_config(rows_file(tmp_path, tasks), {"url": url})) as prime:
-            rejected = await prime.run(2)
-    for episode, kind, status in (
-        (ill, "HarnessError", 500),
-        (odd, "TaskError", 422),
-        (rejected, "ProviderError", 400),
+    async with running_service(tmp_path=tmp_path) as (_, url), prime_rl(tmp_path, tasks, url, retries=retries) as prime:
+        healed = await prime.run(0)
+    async with (
+        running_service(tmp_path=tmp_path, replies=[down]) as (_, url),
+        prime_rl(tmp_path, tasks, url) as prime,
     ):
+        rejected = await prime.run(2)
+    expected = [(ill, "HarnessError", 500), (odd, "TaskError", 422), (rejected, "ProviderError", 400)]
+    for episode, kind, status in expected:
         [trace] = episode.traces
         assert not episode.ok
         assert not trace.ok
@@ -166,8 +163,7 @@ async def test_an_agent_that_verifiers_stops_gets_no_reward_and_its_session_ends
     tasks = [scribe_task("served slow")]
     engine = scripted_engine(tmp_path, [{"reply": say("one"), "stall": 1}])
     async with running_service(tmp_path=tmp_path, engine=engine) as (service, url):
-        config = env_config(rows_file(tmp_path, tasks), {"url": url}, timeout={"rollout": 0.5})
-        async with orchestrating(config) as prime:
+        async with prime_rl(tmp_path, tasks, url, timeout={"rollout": 0.5}) as prime:
             episode = await prime.run()
         [group] = await ended(service, 1)
     [trace] = episode.traces
@@ -179,22 +175,23 @@ async def test_an_agent_that_verifiers_stops_gets_no_reward_and_its_session_ends
 
 async def test_a_cancelled_episode_cancels_its_session(tmp_path: Path) -> None:
     engine = scripted_engine(tmp_path, [{"reply": say("one"), "stall": 1}])
-    async with running_service(tmp_path=tmp_path, engine=engine) as (service, url):
-        async with orchestrating(env_config(rows_file(tmp_path, [scribe_task("served stale")]), {"url": url})) as prime:
-            running = asyncio.create_task(prime.run())
-            await engine.stalled.wait()
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-            [group] = await ended(service, 1)
+    async with (
+        running_service(tmp_path=tmp_path, engine=engine) as (service, url),
+        prime_rl(tmp_path, [scribe_task("served stale")], url) as prime,
+    ):
+        running = asyncio.create_task(prime.run())
+        await engine.stalled.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        [group] = await ended(service, 1)
     assert group.cancelled
 
 
 async def test_fifty_rows_at_once(tmp_path: Path) -> None:
     tasks = [scribe_task(f"served crowd {number}", rewards=[number]) for number in range(50)]
-    async with running_service(tmp_path=tmp_path) as (_, url):
-        async with orchestrating(env_config(rows_file(tmp_path, tasks), {"url": url})) as prime:
-            episodes = await asyncio.gather(*(prime.run(number) for number in range(50)))
+    async with running_service(tmp_path=tmp_path) as (_, url), prime_rl(tmp_path, tasks, url) as prime:
+        episodes = await asyncio.gather(*(prime.run(number) for number in range(50)))
     assert [episode.traces[0].reward for episode in episodes] == [float(number) for number in range(50)]
     assert all(training_samples([node.model_dump() for node in episode.traces[0].nodes]) for episode in episodes)
 
@@ -224,7 +221,7 @@ async def test_messages_have_the_tool_calls_and_the_tools(tmp_path: Path) -> Non
         "evaluator": {"run": "test -e done"},
     }
     async with running_service(tmp_path=tmp_path, replies=[call("touch done"), say("It is done.")]) as (service, url):
-        async with orchestrating(env_config(rows_file(tmp_path, [task]), {"url": url})) as prime:
+        async with prime_rl(tmp_path, [task], url) as prime:
             episode = await prime.run()
         [group] = await ended(service, 1)
     [trace] = episode.traces

@@ -56,6 +56,16 @@ class Orchestrator:
 
 
 @asynccontextmanager
+async def prime_rl(
+    folder: Path, tasks: Sequence[Mapping[str, Any]], url: str, *, env: str = "", **agent: Any
+) -> AsyncIterator[Orchestrator]:
+    """prime-rl's use of verifiers' environment server, which runs tasks on the service at `url`."""
+    config = env_config(rows_file(folder, tasks), {"url": url}, env=env, **agent)
+    async with orchestrating(config) as orchestrator:
+        yield orchestrator
+
+
+@asynccontextmanager
 async def orchestrating(config: Any) -> AsyncIterator[Orchestrator]:
     """verifiers' environment server on a free port, and prime-rl's client of it."""
     server = EnvServer(config, address="tcp://127.0.0.1:0")
