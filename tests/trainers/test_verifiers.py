@@ -18,6 +18,7 @@ from outrider.engines.base import EngineOptions
 from outrider.errors import EngineError, HarnessError, InvalidField, ServiceError
 from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trainers.verifiers import ModelServer, TraceParts, VerifiersRollouts, VerifiersSettings
 from outrider.trajectory import Sample
@@ -174,6 +175,27 @@ async def test_the_clients_server_is_attached_and_versions_are_named_by_the_salt
     assert first.metrics["outrider_version_min"] == 3
     assert "/inference/v1/generate" in orders
     assert not {"/pause", "/resume", "/update_weight_version", "/collective_rpc"} & set(orders)
+
+
+async def test_environment_servers_of_several_processes_attach_one_engine(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": [say("hello")]}))
+    await fake.start()
+    app = engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder)))
+    async with serving(app) as engine, running_service(tmp_path=tmp_path, engines=()) as (service, url):
+        # An engine that an earlier training has left is removed by all of them.
+        await service.pool.add(EngineSpec(kind="vllm", name="verifiers-7", url=engine))
+        server = ModelServer(url=engine, model="policy", api_key=None, trains=True)
+        settings = VerifiersSettings(url=url, engines="client")
+        several = [VerifiersRollouts(settings) for _ in range(4)]
+        salted = SAMPLING | {"cache_salt": "2"}
+        made = await asyncio.gather(
+            *(run(rollouts, scribe_task(f"vf several {at}"), server, salted) for at, rollouts in enumerate(several))
+        )
+        [status] = service.pool.status()
+    await fake.close()
+    assert (status.name, status.ok) == ("verifiers-0", True)
+    assert {parts.metrics["outrider_version_min"] for parts in made} == {2}
 
 
 async def test_prime_rls_policy_takes_the_name_of_its_adapter(tmp_path: Path) -> None:

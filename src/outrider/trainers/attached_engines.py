@@ -1,16 +1,18 @@
 """Attaches a trainer's inference servers to a service as engines, and again after a restart of the service.
 
 The module is independent of the trainer. Invariants: the engines are named after a prefix and numbered from 0; at most
-one call at a time changes the service's engines.
+one call of an object at a time changes the service's engines; objects in several processes may attach the same engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from outrider.client.client import AsyncClient
+from outrider.errors import Conflict, NotFound
 
 LOOK_SECONDS = 5.0
 """Minimum seconds between two looks whether the service still has the engines."""
@@ -41,13 +43,19 @@ class AttachedEngines:
             attached = {engine.name: engine for engine in await client.engines()}
             for name in attached.keys() - wanted.keys() if self._looked is None else ():
                 if name.startswith(f"{self._prefix}-"):
-                    await client.remove_engine(name)
+                    await _removed(client, name)
             for name, engine in wanted.items():
                 url = engine["url"].rstrip("/").removesuffix("/v1")
                 if (found := attached.get(name)) is not None:
                     usable = found.ok or self._looked is not None  # an earlier training's may be of another model
                     if found.url == url and usable and not (renamed and found.model != engine["model"]):
                         continue
-                    await client.remove_engine(name)
-                await client.add_engine({**engine, "name": name, "url": url})
+                    await _removed(client, name)
+                with suppress(Conflict):  # another process of the trainer has just attached the engine
+                    await client.add_engine({**engine, "name": name, "url": url})
             self._looked = now
+
+
+async def _removed(client: AsyncClient, name: str) -> None:
+    with suppress(NotFound):  # another process of the trainer has just removed the engine
+        await client.remove_engine(name)

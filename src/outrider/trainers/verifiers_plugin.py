@@ -8,10 +8,12 @@ was graded; any failure is an error of the trace.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 try:
     import verifiers.v1 as vf
@@ -107,11 +109,19 @@ class OutriderHarness(vf.Harness[OutriderHarnessConfig]):  # type: ignore[misc]
 
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
+    _running: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, VerifiersRollouts]]] = WeakKeyDictionary()
+    """The rollouts of each event loop, by their settings. verifiers makes a harness for each episode, and these attach
+    engines together."""
 
     def __init__(self, config: OutriderHarnessConfig) -> None:
         super().__init__(config)
-        settings = read_settings(VerifiersSettings, config.outrider, source="harness.outrider", variable=VARIABLE)
-        self.rollouts = VerifiersRollouts(settings)
+        self._settings = read_settings(VerifiersSettings, config.outrider, source="harness.outrider", variable=VARIABLE)
+
+    @property
+    def rollouts(self) -> VerifiersRollouts:
+        """The running event loop's rollouts with the settings of this harness."""
+        of_loop = self._running.setdefault(asyncio.get_running_loop(), {})
+        return of_loop.setdefault(self._settings.model_dump_json(), VerifiersRollouts(self._settings))
 
     async def launch(
         self,

@@ -15,9 +15,14 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment
 
+from outrider.engines.base import EngineOptions
+from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trainers.verifiers_plugin import OutriderRow, OutriderTask
 from support.scribe import Scribe, scribe_task
 from support.service import call, running_service, say, scripted_engine
+from support.tokenizer import write_tokenizer
 from trainers.verifiers.world import ID, env_config, orchestrating, prime_rl, rows_file
 from trainers.verifiers_world import training_samples
 
@@ -212,6 +217,27 @@ async def test_a_rollout_goes_on_when_the_service_is_restarted(tmp_path: Path) -
     [trace] = episode.traces
     assert (trace.ok, trace.reward) == (True, 0.5)
     assert trace.branches[0].token_ids == group.samples[0].ids.tolist()
+
+
+async def test_episodes_at_once_are_sampled_by_prime_rls_server_with_its_versions(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": [say("one")]}))
+    await fake.start()
+    app = engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder), labels=False))
+    tasks = [scribe_task("served by prime-rl")]
+    async with serving(app) as engine, running_service(tmp_path=tmp_path, engines=()) as (service, url):
+        config = env_config(rows_file(tmp_path, tasks), {"url": url, "engines": "client"})
+        async with orchestrating(config) as prime:
+            first = await asyncio.gather(*(prime.run(base_url=f"{engine}/v1", salt="3") for _ in range(8)))
+            later = await prime.run(base_url=f"{engine}/v1", salt="4")
+        attached = [(status.name, status.url) for status in service.pool.status()]
+    await fake.close()
+    assert attached == [("verifiers-0", engine)]
+    for episode, version in [*((each, 3) for each in first), (later, 4)]:
+        [trace] = episode.traces
+        assert trace.ok, trace.errors
+        assert (trace.metrics["outrider_version_min"], trace.metrics["outrider_version_max"]) == (version, version)
+        assert {call.sampling.temperature for call in trace.calls} == {1.0}
 
 
 async def test_messages_have_the_tool_calls_and_the_tools(tmp_path: Path) -> None:
