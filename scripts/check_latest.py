@@ -59,6 +59,7 @@ TRAINERS = (
     Trainer("OpenRLHF", ("openrlhf",), "SKYRL_VENV", "test-skyrl"),
     Trainer("NeMo Gym", ("nemo-gym",), "GYM_VENV", "test-gym"),
     Trainer("tinker-cookbook", ("tinker-cookbook",), "TINKER_VENV", "test-tinker"),
+    Trainer("verifiers", ("verifiers",), "VERIFIERS_VENV", "test-verifiers", dependencies=True),
 )
 
 

@@ -212,6 +212,7 @@ OTHER_TASKS = {
     "api/gateway_server.py": "the HTTP servers: they are what is served",
     "trainers/shared_client.py": "the trainer's process",
     "trainers/nemo_gym.py": "the agent server's process",
+    "trainers/verifiers.py": "verifiers' process",
     "trainers/trl.py": "the trainer's process",
     "lab/certify/gateway_tap.py": "one connection of a check",
     "cli/waiting.py": "the notes of one command, which takes errors out of their group",

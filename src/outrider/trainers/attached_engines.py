@@ -31,6 +31,7 @@ class AttachedEngines:
         `spec.EngineSpec` but its name, and always the same place in `engines`. A service that was restarted has lost
         the engines, so it is asked for them at most every LOOK_SECONDS. The first call also replaces the engines that
         an earlier training has left. With `renamed`, engines of another model are replaced, too.
+        Returns True if an engine was attached: it then has the policy version 0, unless its server labels its weights.
 
         Raises the service's error, for example while a server still loads its model.
         """
@@ -38,7 +39,8 @@ class AttachedEngines:
             now = asyncio.get_running_loop().time()
             recent = self._looked is not None and now - self._looked < LOOK_SECONDS
             if not engines or (recent and not renamed):
-                return
+                return False
+            added = False
             wanted = {f"{self._prefix}-{number}": engine for number, engine in enumerate(engines)}
             attached = {engine.name: engine for engine in await client.engines()}
             for name in attached.keys() - wanted.keys() if self._looked is None else ():
@@ -53,7 +55,9 @@ class AttachedEngines:
                     await _removed(client, name)
                 with suppress(Conflict):  # another process of the trainer has just attached the engine
                     await client.add_engine({**engine, "name": name, "url": url})
+                    added = True
             self._looked = now
+            return added
 
 
 async def _removed(client: AsyncClient, name: str) -> None:

@@ -19,11 +19,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outrider.client.client import AsyncClient, patiently
-from outrider.errors import Conflict, InvalidField
+from outrider.errors import Conflict, InvalidField, OutriderError
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
 from outrider.spec import Name
-from outrider.trainers.attached_engines import AttachedEngines
+from outrider.trainers.attached_engines import LOOK_SECONDS, AttachedEngines
 from outrider.trainers.shared_client import shared_client
 from outrider.trainers.shared_settings import BridgeSettings, group_of, task_for
 from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics, left_out_of, trajectories_of
@@ -98,13 +98,28 @@ class VerifiersRollouts:
         self._earlier: set[str] = set()
         """Names that the model at the attached server had before."""
         self._version = -1
+        self._unnamed = False
+        """An engine was attached, and does not have the policy's version yet."""
         self._naming = asyncio.Lock()
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Keep the client of the service open, so that a new rollout waits for a service that restarts."""
-        async with shared_client(self._settings.url, self._settings.token):
-            yield
+        """Keep the client of the service open, so that a new rollout waits for a service that restarts, and attach the
+        client's server again after the restart."""
+        async with shared_client(self._settings.url, self._settings.token) as shared, asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(self._keep_attached(shared.client))
+            try:
+                yield
+            finally:
+                keeping.cancel()
+
+    async def _keep_attached(self, client: AsyncClient) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._attached is not None:
+                with suppress(OutriderError):  # it is tried again, and a new rollout raises the error
+                    await self._attach(client, self._attached, salted=True)
+                    await self._name_version(client, None)
 
     async def run(
         self,
@@ -170,24 +185,26 @@ class VerifiersRollouts:
             if server.api_key is not None:
                 options = {"api_key": server.api_key, **options}
             engine = {"kind": kind, "url": server.url, "model": server.model, "options": options}
-            await self._engines.attach(client, [engine], renamed=renamed)
+            self._unnamed |= await self._engines.attach(client, [engine], renamed=renamed)
             if known is not None and renamed:
                 self._earlier.add(known.model)
             self._attached = server
 
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
         """Give the service the policy version in prime-rl's cache salt, if the service has an older one. The service
-        then keeps keys and values of older weights apart."""
-        if not (isinstance(salt, str) and salt.isascii() and salt.isdecimal()):
-            return
+        then keeps keys and values of older weights apart. An engine that was just attached gets the policy's version in
+        any case, because the service would take it for outdated. A policy that somebody has paused stays so."""
+        named = int(salt) if isinstance(salt, str) and salt.isascii() and salt.isdecimal() else -1
         async with self._naming:
-            version = int(salt)
-            if version <= self._version:
+            if named <= self._version and not self._unnamed:
                 return
-            if (await client.policy()).version < version:
+            policy = await client.policy()
+            if policy.paused is not None:
+                return
+            if named > policy.version or (self._unnamed and policy.version > 0):
                 with suppress(Conflict):  # another process has named a higher version in the meantime
-                    await client.resume_policy(version)
-            self._version = version
+                    await client.resume_policy(max(named, policy.version))
+            self._version, self._unnamed = max(named, self._version), False
 
 
 def _check(trajectory: Trajectory, *, trains: bool) -> None:

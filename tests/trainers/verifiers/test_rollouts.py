@@ -240,6 +240,34 @@ async def test_episodes_at_once_are_sampled_by_prime_rls_server_with_its_version
         assert {call.sampling.temperature for call in trace.calls} == {1.0}
 
 
+async def test_prime_rls_server_is_attached_again_after_a_restart_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("attached_engines", "verifiers"):
+        monkeypatch.setattr(f"outrider.trainers.{module}.LOOK_SECONDS", 0.2)
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    replies = [{"reply": say("one"), "stall": 1}, say("two")]
+    fake = ScriptedEngine(EngineOptions(name="fake", tokenizer=str(folder), options={"replies": replies}))
+    await fake.start()
+    app = engine_app(fake, "vllm", ServeSettings(tokenizer=Tokenizer.load(folder), labels=False))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rows = rows_file(tmp_path, [scribe_task("served anew", rewards=[0.5])])
+    config = env_config(rows, {"url": f"http://127.0.0.1:{port}", "engines": "client"})
+    async with serving(app) as engine, orchestrating(config) as prime:
+        async with running_service(tmp_path=tmp_path, engines=(), port=port):
+            running = asyncio.create_task(prime.run(base_url=f"{engine}/v1", salt="7"))
+            await fake.stalled.wait()
+        fake.release()
+        async with running_service(tmp_path=tmp_path, engines=(), port=port):
+            episode = await running
+    await fake.close()
+    [trace] = episode.traces
+    assert (trace.ok, trace.reward) == (True, 0.5), trace.errors
+    assert trace.metrics["outrider_version_min"] == 7
+
+
 async def test_messages_have_the_tool_calls_and_the_tools(tmp_path: Path) -> None:
     task = {
         "harness": {"agent": "tools", "options": {"tools": ["bash"]}},
