@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from outrider.client.client import AsyncClient
+from outrider.client.client import PATIENCE, AsyncClient, patiently
 from outrider.errors import Conflict, NotFound
+from outrider.trainers.shared_client import FIRST_PATIENCE
 
 LOOK_SECONDS = 5.0
 """Minimum seconds between two looks whether the service still has the engines."""
@@ -26,7 +27,7 @@ class AttachedEngines:
         self._looking = asyncio.Lock()
         self._looked: float | None = None
 
-    async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> None:
+    async def attach(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], *, renamed: bool = False) -> bool:
         """Attach the engines that are not attached. Each has a `url`, a `model`, and any other fields of
         `spec.EngineSpec` but its name, and always the same place in `engines`. A service that was restarted has lost
         the engines, so it is asked for them at most every LOOK_SECONDS. The first call also replaces the engines that
@@ -42,7 +43,9 @@ class AttachedEngines:
                 return False
             added = False
             wanted = {f"{self._prefix}-{number}": engine for number, engine in enumerate(engines)}
-            attached = {engine.name: engine for engine in await client.engines()}
+            # A service that has answered before may be restarting.
+            patience = FIRST_PATIENCE if self._looked is None else PATIENCE
+            attached = {engine.name: engine for engine in await patiently(client.engines, patience)}
             for name in attached.keys() - wanted.keys() if self._looked is None else ():
                 if name.startswith(f"{self._prefix}-"):
                     await _removed(client, name)

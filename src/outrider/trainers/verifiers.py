@@ -198,7 +198,7 @@ class VerifiersRollouts:
         async with self._naming:
             if named <= self._version and not self._unnamed:
                 return
-            policy = await client.policy()
+            policy = await patiently(client.policy)
             if policy.paused is not None:
                 return
             if named > policy.version or (self._unnamed and policy.version > 0):
