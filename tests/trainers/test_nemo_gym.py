@@ -302,7 +302,7 @@ async def test_servers_that_cannot_be_attached_or_refuse_the_sampling_are_failur
 async def test_a_rollout_with_attached_servers_waits_for_a_service_that_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.trainers.nemo_gym.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("outrider.trainers.attached_engines.LOOK_SECONDS", 0.0)
     server = NemoRLServer(Tokenizer.load(write_tokenizer(tmp_path / "tokenizer")))
     row = gym_row(scribe_task("gym restarted"))
     with socket.socket() as probe:
@@ -324,7 +324,7 @@ async def test_a_rollout_with_attached_servers_waits_for_a_service_that_restarts
 async def test_rollouts_that_wait_for_the_first_look_fail_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.trainers.nemo_gym.FIRST_PATIENCE", 0.5)
+    monkeypatch.setattr("outrider.trainers.attached_engines.FIRST_PATIENCE", 0.5)
     settings = NemoGymSettings(url="http://127.0.0.1:9", engines=["http://127.0.0.1:9/v1"], model="m")
     async with GymRollouts(settings) as rollouts:
         clock = asyncio.get_running_loop().time

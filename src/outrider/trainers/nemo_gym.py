@@ -30,12 +30,12 @@ from fastapi import Request, Response
 from pydantic import BeforeValidator, Field, PrivateAttr
 from starlette.requests import ClientDisconnect
 
-from outrider.client.client import PATIENCE, patiently
 from outrider.errors import InvalidField, OutriderError, ServiceStopping, TooLarge
 from outrider.sessions.calls.limits import MAX_BODY
 from outrider.spec import Name
+from outrider.trainers.attached_engines import AttachedEngines
 from outrider.trainers.exports import nemo_gym_reply
-from outrider.trainers.shared_client import FIRST_PATIENCE, SharedClient, shared_client
+from outrider.trainers.shared_client import SharedClient, shared_client
 from outrider.trainers.shared_settings import (
     BridgeSettings,
     group_of,
@@ -52,8 +52,6 @@ VARIABLE = "OUTRIDER_NEMO_GYM"
 RETRY_SECONDS = 30.0
 """Seconds for which a rollout goes on, or its reply is kept, after its client has left. NeMo Gym's client sends a
 request again half a second after its connection broke."""
-LOOK_SECONDS = 5.0
-"""Minimum seconds between two looks whether the service still has the engines."""
 PARAMS = "responses_create_params"
 OTHER_NAMES = {"max_output_tokens": "max_tokens"}
 WITHOUT_EFFECT = {"input", "metadata", "model", "user", "store", "include", "parallel_tool_calls", "service_tier"}
@@ -108,10 +106,7 @@ class GymRollouts:
         self._shared: SharedClient
         self._left: defaultdict[bytes, list[_LeftRollout]] = defaultdict(list)
         """The rollouts whose clients have left, by the digest of their requests."""
-        self._looking = asyncio.Lock()
-        self._looked: float | None = None
-        self._not_attached: OutriderError | None = None
-        """The error of the newest look that failed."""
+        self._engines = AttachedEngines("nemo-rl")
 
     async def __aenter__(self) -> GymRollouts:
         async with AsyncExitStack() as held:
@@ -201,40 +196,9 @@ class GymRollouts:
             return error
 
     async def _attach(self) -> None:
-        """Attach NeMo RL's servers to the service, unless they are attached. A service that was restarted has lost
-        them. Waits for a service that restarts. Raises the service's error, for example while the servers still load
-        the model."""
-        if not self._settings.engines:
-            return
-        failed_before = self._not_attached
-        async with self._looking:
-            if self._not_attached is not None and self._not_attached is not failed_before:
-                raise self._not_attached  # otherwise each waiting rollout would wait for a reply in turn
-            clock = asyncio.get_running_loop().time
-            if self._looked is not None and clock() - self._looked < LOOK_SECONDS:
-                return
-            try:
-                await patiently(self._attach_missing, FIRST_PATIENCE if self._looked is None else PATIENCE)
-            except OutriderError as error:
-                self._not_attached = error
-                raise
-            self._looked = clock()
-
-    async def _attach_missing(self) -> None:
-        client = self._shared.client
-        names = {f"nemo-rl-{number}": url for number, url in enumerate(self._settings.engines)}
-        attached = {engine.name: engine.url for engine in await client.engines()}
-        for name in attached.keys() - names.keys() if self._looked is None else ():
-            if name.startswith("nemo-rl-"):  # an earlier training's
-                await client.remove_engine(name)
-        for name, url in names.items():
-            base = url.rstrip("/").removesuffix("/v1")
-            if attached.get(name) == base:
-                continue
-            if name in attached:
-                await client.remove_engine(name)
-            engine = {"kind": "openai", "name": name, "url": base, "model": self._settings.model, "options": ENGINE}
-            await client.add_engine(engine)
+        """Attach NeMo RL's servers to the service, unless they are attached."""
+        engine = {"kind": "openai", "model": self._settings.model, "options": ENGINE}
+        await self._engines.attach(self._shared.client, [engine | {"url": url} for url in self._settings.engines])
 
 
 _Outcome = dict[str, Any] | Exception

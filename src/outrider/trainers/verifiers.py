@@ -168,26 +168,26 @@ class VerifiersRollouts:
         a new name replaces the earlier ones for good. Raises InvalidField for any other second server or model, because
         all sessions of a service use all its engines.
         """
-        async with self._naming:
-            known = self._attached
-            renamed = known is not None and server.model != known.model
-            if known is not None and (server.url != known.url or (renamed and not salted)):
-                raise InvalidField(
-                    f"the client names {server.model!r} at {server.url}, and the service serves {known.model!r} at"
-                    f" {known.url}",
-                    field="client",
-                    hint="use a service for each model",
-                )
-            if known is not None and server.model in self._earlier:  # an episode from before the change
-                server, renamed = known, False
-            kind = self._settings.engine_kind
-            options = {**CLIENT_ENGINE.get(kind, {}), **self._settings.engine_options}
-            if server.api_key is not None:
-                options = {"api_key": server.api_key, **options}
-            engine = {"kind": kind, "url": server.url, "model": server.model, "options": options}
-            self._unnamed |= await self._engines.attach(client, [engine], renamed=renamed)
-            if known is not None and renamed:
-                self._earlier.add(known.model)
+        known = self._attached = self._attached or server
+        renamed = server.model != known.model
+        if server.url != known.url or (renamed and not salted):
+            raise InvalidField(
+                f"the client names {server.model!r} at {server.url}, and the service serves {known.model!r} at"
+                f" {known.url}",
+                field="client",
+                hint="use a service for each model",
+            )
+        if server.model in self._earlier:  # an episode from before the change
+            server, renamed = known, False
+        kind = self._settings.engine_kind
+        options = {**CLIENT_ENGINE.get(kind, {}), **self._settings.engine_options}
+        if server.api_key is not None:
+            options = {"api_key": server.api_key, **options}
+        engine = {"kind": kind, "url": server.url, "model": server.model, "options": options}
+        if await self._engines.attach(client, [engine], renamed=renamed):
+            self._unnamed = True
+        if renamed:
+            self._earlier.add(known.model)
             self._attached = server
 
     async def _name_version(self, client: AsyncClient, salt: Any) -> None:
