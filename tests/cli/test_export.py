@@ -66,7 +66,7 @@ async def test_the_cursor_goes_on_where_the_last_export_ended(cli: Cli, tmp_path
         rest = await cli("export", "--after", str(first.document["cursor"]), "--url", url)
     assert first.document["samples"] == 1
     assert {json.loads(line)["group_id"] for line in rest.out.splitlines()} == {second.document["id"]}
-    assert "2 samples of 1 groups" in rest.err
+    assert "2 samples of 1 group" in rest.err
 
 
 async def test_only_what_was_good_enough(cli: Cli, tmp_path: Path) -> None:

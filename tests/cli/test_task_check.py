@@ -55,7 +55,7 @@ TASKS: dict[str, tuple[str, str]] = {
     "cheap": (HEAD + "[evaluator]\nrun = 'true'" + HI, "doing nothing earns 1, not 0"),
     "hard": (HEAD + "[evaluator]\nrun = 'false'" + HI, "the gold solution earns 0, not 1"),
     "broken": (HEAD + GRADE + "[gold]\nrun = 'nosuch'", "the gold solution is not graded: .* exited with code 127"),
-    "ungradable": (HEAD + "[evaluator]\nrun = 'exit 3'" + HI, "doing nothing is not graded: .* exited with code 3"),
+    "ungradable": (HEAD + "[evaluator]\nrun = 'exit 3'" + HI, "doing nothing is not graded: .* code 3; exit 0 or 1"),
     "fickle": (HEAD + callable_("fickle") + HI, "earns one thing and then another"),
     "without": (HEAD + GRADE, re.escape(NO_SOLUTION)),
     "refused": (HEAD + GRADE.replace("grade", "nosuch") + HI, "it is refused: .* \\(task.evaluator.path\\)"),

@@ -102,6 +102,16 @@ async def test_a_grader_that_fails_is_an_error_with_its_output(grade: Any, run: 
     assert "why" in (caught.value.log_tail or "")
 
 
+async def test_the_error_of_another_exit_code_says_how_to_answer_no(grade: Any) -> None:
+    with pytest.raises(EvaluatorError, match="exited with code 2") as caught:
+        await grade("grep -qx hello out.txt")
+    assert "`|| exit 1`" in str(caught.value.hint)
+    assert (await grade("grep -qx hello out.txt || exit 1")).reward == 0.0
+    with pytest.raises(EvaluatorError, match="exited with code 127") as caught:
+        await grade("no-such-program")
+    assert "`|| exit 1`" not in str(caught.value.hint)
+
+
 async def test_a_grader_that_hangs_is_an_error(grade: Any) -> None:
     with pytest.raises(EvaluatorError, match=r"did not end within 0\.3 s"):
         await grade("sleep 60", seconds=0.3)

@@ -121,6 +121,7 @@ def test_an_environment_must_be_allowed_itself(folder: Path) -> None:
         with pytest.raises(InvalidField, match="not among the host's paths") as refused:
             check_venv(folder, place)
         assert refused.value.field == "task.harness.venv"
+        assert f"`outrider serve --allow-path {place}`" in str(refused.value.hint)
 
 
 def test_an_environment_shows_no_more_than_is_allowed(folder: Path) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from outrider.cli.command_line import CliOption
 from outrider.cli.options import Output, command
+from outrider.cli.tables import counted
 from outrider.cli.terminal import Terminal
 from outrider.client.atif import trajectory
 from outrider.client.client import Client
@@ -152,7 +153,10 @@ def export(
     if terminal.json:
         terminal.write_json(exported)
         return
-    terminal.note(f"{samples} samples of {groups} groups; for later groups: --after {cursor}")
+    where = f" in {output}" if output else ""
+    terminal.note(
+        f"{counted(samples, 'sample')} of {counted(groups, 'group')}{where}; for later groups: --after {cursor}"
+    )
     if left_out:
         terminal.note(f"{left_out} samples with a reward below {min_reward:g}, or none, were left out")
     if evaluations:

@@ -25,6 +25,10 @@ from outrider.trajectory import Verdict
 MAX_VERDICT = 1 << 20
 """Maximum bytes of a verdict."""
 FULL = "the sandbox's disk may be full: see disk_mb of task.runtime.resources"
+HINT = "exit 0 or 1, or write a number or a JSON object with 'reward' to $OUTRIDER_VERDICT"
+OTHER_CODE = "if this code means no, as that of grep for a missing file, end the command with `|| exit 1`"
+NOT_STARTED = 126
+"""The smallest exit code by which bash reports a program that cannot be started or was killed."""
 CLEANUP_SECONDS = 30.0
 VERDICT_VARIABLE, TURNS_VARIABLE = "OUTRIDER_VERDICT", "OUTRIDER_TURNS"
 UNWRITTEN = b" " * 31 + b"\n"
@@ -86,7 +90,11 @@ class CommandEvaluator:
         if result.exit_code is None:
             raise _failure(f"the evaluator did not end within {self._seconds:g} s", result, inside=False)
         if result.exit_code not in (0, 1):
-            raise _failure(f"the evaluator exited with code {result.exit_code}", result)
+            raise _failure(
+                f"the evaluator exited with code {result.exit_code}",
+                result,
+                hint=f"{HINT}; {OTHER_CODE}" if result.exit_code < NOT_STARTED else HINT,
+            )
         if written == UNWRITTEN:
             return Verdict(reward=1.0 if result.exit_code == 0 else 0.0)
         try:
@@ -95,12 +103,12 @@ class CommandEvaluator:
             raise _failure(f"the evaluator wrote no verdict: {error}", result) from error
 
 
-def _failure(message: str, result: ExecResult, *, inside: bool = True) -> EvaluatorError:
+def _failure(message: str, result: ExecResult, *, hint: str = HINT, inside: bool = True) -> EvaluatorError:
     """Make the error of a failed command. `inside` is False for a command that ran out of time, because a slow host may
     be the cause."""
     return EvaluatorError(
         message,
-        hint="exit 0 or 1, or write a number or a JSON object with 'reward' to $OUTRIDER_VERDICT",
+        hint=hint,
         log_tail=result.log_tail(),
         inside=inside,
     )

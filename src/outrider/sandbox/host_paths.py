@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shlex
 import stat
 import sys
 import tempfile
@@ -156,7 +157,8 @@ class HostPaths(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidField(
                 f"{path!r} is not among the host's paths that tasks may name",
                 field=field,
-                hint="the operator allows it with `outrider serve --allow-path PATH`, or the setting sandboxes.allow",
+                hint=f"the operator allows it with `outrider serve --allow-path {shlex.quote(path)}`, or the setting"
+                " sandboxes.allow",
             )
         return real
 

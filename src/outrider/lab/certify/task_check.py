@@ -96,6 +96,7 @@ async def check_tasks(
                         waiting[(await client.submit(body)).id] = number, kind
                 except OutriderError as error:
                     problem = f"it is refused: {error.message}{f' ({error.field})' if error.field else ''}"
+                    problem += f"; {error.hint}" if error.hint else ""
                 if problem is not None:
                     reports[number] = TaskReport(id=example.id, problems=(problem,))
                     watch(reports[number])
@@ -149,6 +150,7 @@ def report_of(id: str, gold: GroupView, nothing: GroupView) -> TaskReport:
             if result.error is not None:
                 tail = f": {result.error.log_tail.strip()[-200:]}" if result.error.log_tail else ""
                 said = f"{name} is not graded: {result.error.message}{tail}"
+                said += f"; {result.error.hint}" if result.error.hint else ""
             elif result.verdict is None:
                 said = f"{name} is not graded: it ended with {result.stop_reason.value}"
             elif result.verdict.reward != wanted:
