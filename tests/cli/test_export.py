@@ -33,6 +33,7 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
         await client.wait(groups)
         printed = await cli("export", "--url", url)
         written = await cli("export", "--format", "parquet", "-o", tmp_path / "rows", "--url", url, "--json")
+        named = await cli("export", "-o", tmp_path / "rows.parquet", "--url", url)
         truth = [
             sample.ids.tolist()
             for group in groups
@@ -43,6 +44,8 @@ async def test_both_formats_give_every_sample_of_every_page(cli: Cli, tmp_path: 
     assert {line["group_id"] for line in lines} == set(groups)
     assert sorted(line["ids"] for line in lines) == sorted(truth)
     assert read_parquet(tmp_path / "rows") == lines
+    assert read_parquet(tmp_path / "rows.parquet") == lines  # by the file's ending
+    assert f"in {tmp_path / 'rows.parquet'}" in " ".join(named.err.split())
     assert written.document == {
         "samples": PAGE + 2,
         "left_out": 0,

@@ -84,6 +84,12 @@ def test_a_template_that_is_wrong_is_named(sums: Path, old: str, new: str, says:
         tasks(sums)
 
 
+def test_a_source_that_is_not_there_is_answered_with_the_kinds_of_sources(tmp_path: Path) -> None:
+    with pytest.raises(InvalidField, match="there is no .*questions") as refused:
+        tasks(tmp_path / "questions")
+    assert "KIND:FILE" in (refused.value.hint or "")
+
+
 async def test_what_is_imported_is_the_same_without_what_it_came_from(cli: Cli, sums: Path, tmp_path: Path) -> None:
     harbor_task(tmp_path / "harbor" / "a")
     before = [*tasks(sums), *tasks(tmp_path / "harbor")]

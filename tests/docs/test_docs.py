@@ -166,3 +166,16 @@ def test_a_script_is_valid(block: Block) -> None:
 @pytest.mark.parametrize("block", [found for found in BLOCKS if found.info.startswith("python")], ids=where)
 def test_python_compiles(block: Block) -> None:
     compile(block.text, block.where, "exec")
+
+
+EXITS_WITH_2 = re.compile(r"""\brun\b["']?\s*[:=]\s*["'].*\b(?:grep|diff|cmp) """)
+"""A command of an evaluator with a program that exits with 2, which is an error and no reward, if the file to grade is
+missing."""
+
+
+def test_a_missing_file_is_a_reward_of_0_in_every_example() -> None:
+    files = [*(page.path for page in PAGES), *(ROOT / "examples").rglob("*.toml"), *(ROOT / "examples").rglob("*.py")]
+    lines = [line for file in files for line in file.read_text("utf-8").splitlines() if EXITS_WITH_2.search(line)]
+    assert len(lines) > 10
+    gold = "grep -c v harbour.txt"  # a known solution, not an evaluator
+    assert [line for line in lines if "|| exit 1" not in line and gold not in line] == []

@@ -34,6 +34,8 @@ from outrider.lifecycle import GroupState
 from outrider.schemas import EVALUATION_LABEL, GroupView
 from outrider.trajectory import ChatRow, Sample
 
+BY_ENDING = {f".{kind}": kind for kind in WRITERS}
+"""The formats of files whose ending names a binary format."""
 PAGE = 20
 """Number of groups per request."""
 
@@ -60,9 +62,13 @@ def export(
     terminal: Terminal,
     service: Client,
     format: Annotated[
-        SampleFormat,
-        CliOption("--format", help="Format of the file; chat has messages and tools instead of token ids, atif both."),
-    ] = SampleFormat.JSONL,
+        SampleFormat | None,
+        CliOption(
+            "--format",
+            help="Format of the file; chat has messages and tools instead of token ids, atif both.",
+            show_default="by the file's ending, else jsonl",
+        ),
+    ] = None,
     after: Annotated[int, CliOption(min=0, metavar="CURSOR", help="Only groups that finished after this cursor.")] = 0,
     group: Annotated[str | None, CliOption(metavar="GROUP", help="Only this group.")] = None,
     run: Annotated[
@@ -84,9 +90,9 @@ def export(
 
     Examples:
 
-        outrider export --format parquet -o samples.parquet
+        outrider export -o samples.parquet
 
-        outrider export --format arrow -o samples.arrow
+        outrider export -o samples.arrow
 
         outrider export --min-reward 1 -o accepted.jsonl
 
@@ -98,6 +104,8 @@ def export(
 
         outrider export --after 120 | head -1 | jq '.ids | length'
     """
+    if format is None:
+        format = BY_ENDING.get(output.suffix, SampleFormat.JSONL) if output else SampleFormat.JSONL
     if output is None and (terminal.json or format in WRITERS):
         asked = "--json" if terminal.json else format.value
         raise InvalidField(f"{asked} needs a file to write to", field="output", hint="add -o FILE")

@@ -132,7 +132,7 @@ async def _run_all(
         terminal.note(f"{count} not graded: {reason}")
     if done.failed:
         terminal.note(f"what went wrong: outrider show {done.failed}{_address(client)}")
-    if done.trained:
+    if done.graded:
         terminal.note(f"its training rows: {export}")
     return FAILURE if done.failed else SUCCESS
 

@@ -40,6 +40,10 @@ MINIWOB = "miniwob"
 RELEASE_PAIRS = "release-pairs"
 ENTRIES = 4
 """Default number of entries of one reasoning-gym dataset, and of seeds of one MiniWoB page."""
+SOURCES = (
+    "name a TOML file with a task or a template, a folder of tasks, KIND:FILE with rows of a data set "
+    f"({', '.join(sorted(ADAPTERS))}), or {HUMAN_EVAL}, {REASONING_GYM}, {MINIWOB}, {RELEASE_PAIRS}"
+)
 TASK_LINES = (".jsonl", ".jsonl.gz")
 ROWS_FIELDS = 'it has `file = "ROWS.jsonl"`, and may have `id`, `kind`, `image` and `test_command`'
 
@@ -118,6 +122,8 @@ def _examples_in(source: str, limit: int | None, given: Additions, *, offline: b
 
 def examples_in_file(path: Path) -> list[Example]:
     """Return the task of a TOML file, the tasks of its rows if it is a template, or the tasks of a file of tasks."""
+    if not path.exists():
+        raise InvalidField(f"there is no {path}", field="source", hint=SOURCES)
     if path.name.endswith(TASK_LINES):
         return read_tasks(path)
     table = load_table(path)

@@ -18,6 +18,7 @@ from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.waits import RememberedPace
 from outrider.errors import InvalidField
+from outrider.plugins import resolve
 from outrider.service.tokenizer_check import tokenizer_check
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import Intake
@@ -52,10 +53,13 @@ async def open_models(
     stored. With `leader`, each pool follows the pool of the same model in another process. Raises InvalidField for a
     wrong setting of a model."""
     if config.model.tokenizer is None:
+        for engine in config.engines:  # a misspelt kind may be the reason why no tokenizer is set
+            resolve("engine", engine.kind, field="engine")
         raise InvalidField(
             "no tokenizer is set",
             field="model.tokenizer",
-            hint="give the model's folder: --tokenizer DIR (the folder with tokenizer.json)",
+            hint="give the model's folder: --tokenizer DIR (the folder with tokenizer.json); "
+            "an engine embedded=DIR brings its own",
         )
     renderer = make_renderer(Tokenizer.load(config.model.tokenizer), config.model.renderer)
     frozen_renderers = _frozen_renderers(config, renderer)
