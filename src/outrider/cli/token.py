@@ -28,7 +28,11 @@ def create(
     terminal: Terminal,
     service: Client,
     role: Annotated[
-        Role, CliOption(metavar="ROLE", help="read: look. submit: also submit groups, and cancel those. admin: all.")
+        Role,
+        CliOption(
+            metavar="ROLE",
+            help="read: look. submit: also submit groups, and cancel those. node: only join as a node. admin: all.",
+        ),
     ],
     name: Annotated[str, CliOption(metavar="NAME", help="Whose it is. Groups and the audit log say it.")],
     tenant: Annotated[

@@ -35,7 +35,7 @@ from outrider.store.task_key import KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.trajectory import SessionResult, Turn
 
-GROUPS_LISTED = "`outrider status` lists the newest groups"
+GROUPS_LISTED = "`outrider status` lists the newest groups, and `outrider show SESSION` shows a session"
 SESSIONS_LISTED = (
     "a session's id ends with its number, as in s-0019a4e2b6c1f3d2-0; `outrider status GROUP` lists those of a group"
 )
