@@ -1,7 +1,9 @@
 """Attaches a trainer's inference servers to a service as engines, and again after a restart of the service.
 
 The module is independent of the trainer. Invariants: the engines are named after a prefix and numbered from 0; at most
-one call of an object at a time changes the service's engines; objects in several processes may attach the same engines.
+one call of an object at a time changes the service's engines; objects in several processes may attach the same engines;
+and an engine with the prefix that another training uses, or has attached in the place of this one's, is an error, because
+the sessions of both would be sampled by the engines of both.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 from outrider.client.client import PATIENCE, AsyncClient, patiently
 from outrider.errors import Conflict, NotFound, OutriderError
+from outrider.schemas import EngineStatus
 from outrider.trainers.shared_client import FIRST_PATIENCE
 
 LOOK_SECONDS = 5.0
@@ -34,10 +37,11 @@ class AttachedEngines:
         """Attach the engines that are not attached. Each has a `url`, a `model`, and any other fields of
         `spec.EngineSpec` but its name, and always the same place in `engines`. A service that was restarted has lost
         the engines, so it is asked for them at most every LOOK_SECONDS. The first call also replaces the engines that
-        an earlier training has left. With `renamed`, engines of another model are replaced, too.
+        an earlier training has left, which have no sessions. With `renamed`, engines of another model are replaced, too.
 
         Returns True if an engine was attached: it then has the policy version 0, unless its server labels its weights.
-        Waits for a service that restarts. Raises the service's error, for example while a server still loads its model.
+        Waits for a service that restarts. Raises the service's error, for example while a server still loads its model,
+        and Conflict if another training has engines with this prefix: one with sessions at the first call, or any later.
         """
         if not engines:
             return False
@@ -58,23 +62,57 @@ class AttachedEngines:
             return added
 
     async def _attach_missing(self, client: AsyncClient, engines: Sequence[Mapping[str, Any]], renamed: bool) -> bool:
-        wanted = {f"{self._prefix}-{number}": engine for number, engine in enumerate(engines)}
+        wanted = {f"{self._prefix}-{number}": _address(engine) for number, engine in enumerate(engines)}
         attached = {engine.name: engine for engine in await client.engines()}
-        added = False
-        for name in attached.keys() - wanted.keys() if self._looked is None else ():
-            if name.startswith(f"{self._prefix}-"):
+        first, added = self._looked is None, False
+        for name, found in attached.items():
+            if name.startswith(f"{self._prefix}-") and found.url not in wanted.values():
+                if not first or (found.ok and found.sessions + found.in_flight > 0):
+                    raise _of_another(found)
                 await _remove(client, name)
-        for name, engine in wanted.items():
-            url = engine["url"].rstrip("/").removesuffix("/v1")
-            if (found := attached.get(name)) is not None:
-                usable = found.ok or self._looked is not None  # an earlier training's may be of another model
+            elif first and name.startswith(f"{self._prefix}-") and name not in wanted:
+                await _remove(client, name)
+        for (name, url), engine in zip(wanted.items(), engines, strict=True):
+            if (found := attached.get(name)) is not None and found.url in wanted.values():
+                usable = found.ok or not first  # an earlier training's may be of another model
                 if found.url == url and usable and not (renamed and found.model != engine["model"]):
                     continue
                 await _remove(client, name)
-            with suppress(Conflict):  # another process of the trainer has just attached the engine
-                await client.add_engine({**engine, "name": name, "url": url})
-                added = True
+            added = await _add(client, {**engine, "name": name, "url": url}) or added
         return added
+
+
+def _address(engine: Mapping[str, Any]) -> str:
+    address: str = engine["url"]
+    return address.rstrip("/").removesuffix("/v1")
+
+
+def _of_another(engine: EngineStatus) -> Conflict:
+    return Conflict(
+        f"another training has attached the engine {engine.name} at {engine.url} to this service, and all sessions of a"
+        " service use all its engines",
+        hint=f"use a service for each training; if the other has ended, `outrider engines remove {engine.name}`",
+    )
+
+
+async def _add(client: AsyncClient, engine: Mapping[str, Any]) -> bool:
+    """Return True if this call has attached the engine, False if another process of the training has. The name of an
+    engine that is just being attached is taken, but not in the list yet."""
+    clock = asyncio.get_running_loop().time
+    end = clock() + PATIENCE
+    while True:
+        try:
+            await client.add_engine(engine)
+            return True
+        except Conflict:
+            for other in await client.engines():
+                if other.name == engine["name"]:
+                    if other.url != engine["url"]:
+                        raise _of_another(other) from None
+                    return False
+            if clock() > end:
+                raise
+        await asyncio.sleep(0.2)
 
 
 async def _remove(client: AsyncClient, name: str) -> None:
