@@ -2,8 +2,8 @@
 
 The module is independent of the trainer. Invariants: the engines are named after a prefix and numbered from 0; at most
 one call of an object at a time changes the service's engines; objects in several processes may attach the same engines;
-and an engine with the prefix that another training uses, or has attached in the place of this one's, is an error, because
-the sessions of both would be sampled by the engines of both.
+and an engine with the prefix that another training uses, or has attached in the place of this one's, is an error,
+because the sessions of both would be sampled by the engines of both.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class AttachedEngines:
         """Attach the engines that are not attached. Each has a `url`, a `model`, and any other fields of
         `spec.EngineSpec` but its name, and always the same place in `engines`. A service that was restarted has lost
         the engines, so it is asked for them at most every LOOK_SECONDS. The first call also replaces the engines that
-        an earlier training has left, which have no sessions. With `renamed`, engines of another model are replaced, too.
+        an earlier training has left, which have no sessions. With `renamed`, engines of another model are replaced,
+        too.
 
         Returns True if an engine was attached: it then has the policy version 0, unless its server labels its weights.
         Waits for a service that restarts. Raises the service's error, for example while a server still loads its model,
-        and Conflict if another training has engines with this prefix: one with sessions at the first call, or any later.
+        and Conflict if another training has engines with this prefix: with sessions at the first call, or any later.
         """
         if not engines:
             return False

@@ -289,6 +289,9 @@ def _text_of(prompt: Any) -> str:
         if odd := [part for part in parts if not isinstance(part, dict)]:
             wrong = f"a user message with a part that is a {type(odd[0]).__name__}"
             break
+        if any("image" in str(part.get("type")) for part in parts):
+            wrong = "a user message with an image, which this bridge does not hand over"
+            break
         if text := "\n".join(str(part.get("text") or "") for part in parts):
             return text
         break

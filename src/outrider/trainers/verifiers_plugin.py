@@ -27,6 +27,7 @@ except ImportError as error:
     ) from error
 
 from pydantic import Field
+from pydantic_core import to_json
 
 from outrider.errors import Boundary, InvalidField, OutriderError
 from outrider.tasks.datasets import read_rows
@@ -83,18 +84,22 @@ class OutriderTaskset(vf.Taskset[OutriderTask, OutriderTasksetConfig]):  # type:
         config = self.config
         if config.rows is None:
             raise InvalidField("the taskset has no rows", field="rows", hint="set --env.taskset.rows FILE")
+        number = -1
         for number, row in enumerate(read_rows(config.rows)):
             data = plain(row)
+            _check_recordable(number, data)
             if config.id_column is not None and config.id_column not in data:
                 raise InvalidField(f"row {number} has no column {config.id_column!r}", field="id_column")
             yield OutriderTask(
                 OutriderRow(
                     row=data,
-                    prompt=_prompt(data.get(config.prompt_column)),
+                    prompt=_prompt(number, data.get(config.prompt_column)),
                     id=None if config.id_column is None else str(data[config.id_column]),
                 ),
                 config.task,
             )
+        if number < 0:
+            raise InvalidField(f"{config.rows} has no rows", field="rows")
 
 
 class OutriderHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
@@ -242,8 +247,20 @@ def _max_turns(agent: Any) -> int | None:
     return turns
 
 
-def _prompt(prompt: Any) -> Any:
-    """Return a prompt in verifiers' form, empty without one: verifiers refuses a task without any prompt."""
+def _check_recordable(number: int, row: Any) -> None:
+    """Raise InvalidField for a row that verifiers could not write: its error would end a whole evaluation."""
+    try:
+        to_json(row)
+    except ValueError as error:
+        raise InvalidField(f"row {number} cannot be written as JSON: {error}", field="rows") from error
+
+
+def _prompt(number: int, prompt: Any) -> Any:
+    """Return a prompt in verifiers' form, empty without one: verifiers refuses a task without any prompt. Raises
+    InvalidField for a list that is no list of messages."""
     if isinstance(prompt, list):
-        return [parse_message(message) for message in prompt]
+        try:
+            return [parse_message(message) for message in prompt]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidField(f"the prompt of row {number} is no list of messages: {error}", field="prompt") from error
     return prompt if isinstance(prompt, str) else ""

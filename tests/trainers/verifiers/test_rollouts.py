@@ -16,6 +16,7 @@ import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment
 
 from outrider.engines.base import EngineOptions
+from outrider.errors import InvalidField
 from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -312,3 +313,31 @@ async def test_a_trace_without_a_session_has_no_reward(tmp_path: Path) -> None:
     with pytest.raises(vf.TaskError, match="needs the harness outrider-rollouts"):
         await task.score(trace)
     assert trace.rewards == {"outrider": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "has no rows"),
+        ('{"prompt": "a lone \\ud83d surrogate"}\n', "row 0 cannot be written as JSON"),
+        ('{"prompt": "hi"}\n{"prompt": ["hi"]}\n', "the prompt of row 1 is no list of messages"),
+        ('{"prompt": [{"role": "user"}]}\n', "the prompt of row 0 is no list of messages"),
+    ],
+)
+async def test_rows_that_verifiers_cannot_take_are_named(tmp_path: Path, text: str, named: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(text)
+    with pytest.raises(InvalidField, match=named):
+        list(vf.load_taskset(env_config(rows, {}).taskset))
+
+
+async def test_a_prompt_with_an_image_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [{"type": "text", "text": "what is this?"}, image]
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": content}], "task": scribe_task("vf image")}))
+    async with running_service(tmp_path=tmp_path) as (_, url), orchestrating(env_config(rows, {"url": url})) as prime:
+        episode = await prime.run()
+    [trace] = episode.traces
+    assert (trace.ok, trace.rewards, trace.last_error.type) == (False, {}, "TaskError")
+    assert "an image" in trace.last_error.message
