@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engines.upstream import Answer, upstream
+from outrider.client.client import AsyncClient
 from outrider.engines.base import EngineOptions
 from outrider.errors import EngineError, HarnessError, InvalidField, ServiceError
 from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
@@ -21,7 +23,7 @@ from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trainers.verifiers import ModelServer, TraceParts, VerifiersRollouts, VerifiersSettings
-from outrider.trajectory import Sample
+from outrider.trajectory import ChatRow, Sample
 from support.scribe import scribe_task
 from support.service import running_service, say
 from support.tokenizer import write_tokenizer
@@ -68,6 +70,26 @@ async def test_each_row_is_a_path_and_each_trained_token_is_trained_once(tmp_pat
         2,
         0,
     )
+
+
+async def test_tokens_of_replies_that_nobody_has_seen_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = AsyncClient.chat_rows
+
+    async def without_replies(client: AsyncClient, session: str) -> list[ChatRow]:
+        rows = await whole(client, session)
+        return [
+            msgspec.structs.replace(row, messages=[one for one in row.messages if "weight" not in one]) for row in rows
+        ]
+
+    monkeypatch.setattr(AsyncClient, "chat_rows", without_replies)
+    async with running_service(tmp_path=tmp_path) as (service, url):
+        parts = await run(VerifiersRollouts(VerifiersSettings(url=url)), scribe_task("vf unseen"))
+        [row] = await samples_of(service)
+    [(ids, mask, logprobs)] = training_samples(parts.nodes)
+    assert (ids, logprobs) == (row.ids.tolist(), row.logprobs.tolist())
+    assert mask == [bool(one) for one in row.loss_mask]
 
 
 async def test_the_main_row_alone_and_cut(tmp_path: Path) -> None:
