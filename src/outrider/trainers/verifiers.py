@@ -341,8 +341,8 @@ def _add(nodes: list[dict[str, Any]], parent: int | None, message: Mapping[str, 
 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], Mapping[str, Any]]]:
-    """Yield each reply of the model in a row's conversation, with the messages before it, and then empty replies without
-    end: a conversation does not have the replies that nobody has seen, but their tokens train."""
+    """Yield each reply of the model in a row's conversation, with the messages before it, and then empty replies
+    without end: a conversation does not have the replies that nobody has seen, but their tokens train."""
     before: list[Mapping[str, Any]] = []
     for message in messages:
         if "weight" in message:

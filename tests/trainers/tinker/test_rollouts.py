@@ -4,7 +4,10 @@ Tinker's sampling client."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import gc
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +201,54 @@ async def test_tinkers_failures_are_the_engines(tmp_path: Path) -> None:
         builder = TaskGroup({"prompt": "hello", "task": scribe_task("tinker down")}, 1)
         with pytest.raises(AllTrajectoriesFailedError, match="Tinker did not sample: TinkerError: asleep"):
             await do_group_rollout(builder, policy_of(client), strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError(), concurrent.futures.CancelledError(), RuntimeError("odd"), TimeoutError("slow")]
+)
+async def test_any_failure_of_a_sampling_client_ends_the_model_call(tmp_path: Path, error: Exception) -> None:
+    """A call that a client cancels itself, as at the end of its connection, must not wait for ever."""
+    async with tinker_world(tmp_path) as world:
+        client, strategy = world.client(), world.strategy()
+        client.error = error
+        task = scribe_task("tinker odd") | {"limits": {"agent_seconds": 60}}
+        builder = TaskGroup({"prompt": "hello", "task": task}, 1)
+        async with asyncio.timeout(30):
+            with pytest.raises(AllTrajectoriesFailedError):
+                await do_group_rollout(builder, policy_of(client), strategy=strategy)
+
+
+@pytest.mark.parametrize(("tokens", "logprobs", "sequences"), [(2, 5, 1), (5, 2, 1), (0, 0, 1), (3, 3, 0), (3, 3, 2)])
+async def test_odd_replies_of_a_sampling_client_are_never_trained(
+    tmp_path: Path, tokens: int, logprobs: int, sequences: int
+) -> None:
+    class Odd:
+        async def sample(self, **_: Any) -> tinker.SampleResponse:
+            sequence = tinker.SampledSequence(
+                stop_reason="stop", sequence_id="odd", _tokens_list=[5] * tokens, _logprobs_list=[-0.5] * logprobs
+            )
+            return tinker.SampleResponse(sequences=[sequence] * sequences, prompt_cache_hit_tokens=0)
+
+    async with tinker_world(tmp_path) as world:
+        builder = TaskGroup({"prompt": "hello", "task": scribe_task(f"tinker odd reply {tokens} {logprobs}")}, 1)
+        async with asyncio.timeout(30):
+            with pytest.raises(AllTrajectoriesFailedError):
+                await do_group_rollout(builder, policy_of(Odd()), strategy=world.strategy())
+
+
+async def test_many_groups_leave_nothing_behind(tmp_path: Path) -> None:
+    async with tinker_world(tmp_path) as world:
+        strategy = world.strategy()
+        await rolled_out(world.client(), scribe_task("tinker many"), strategy, n=1)
+        before = threading.active_count()
+        for _ in range(40):
+            await rolled_out(world.client(), scribe_task("tinker many"), strategy, n=1)
+        gc.collect()
+        sampler = strategy._sampler
+        assert sampler is not None
+        assert threading.active_count() <= before + 8  # the pool of asyncio.to_thread
+        assert (len(sampler._groups), len(sampler._by_session)) == (0, 0)
+        assert len(sampler._versions) <= 2
 
 
 def policy_of(client: Any) -> TinkerTokenCompleter:
