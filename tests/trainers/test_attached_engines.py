@@ -82,3 +82,17 @@ async def test_of_two_trainings_that_begin_at_once_one_gets_the_service(tmp_path
         [status] = service.pool.status()
     assert sorted(map(str, map(type, outcomes))) == sorted(map(str, (bool, Conflict))), outcomes
     assert status.name == "t-0"
+
+
+async def test_an_engine_of_the_services_own_is_an_error(tmp_path: Path) -> None:
+    async with (
+        server(tmp_path) as (_, theirs),
+        server(tmp_path) as (_, ours),
+        running_service(tmp_path=tmp_path, engines=()) as (service, url),
+        AsyncClient(url) as client,
+    ):
+        await client.add_engine({**theirs, "name": "vllm-0"})
+        with pytest.raises(Conflict, match="the service also has the engine vllm-0 for the policy"):
+            await AttachedEngines("t").attach(client, [ours])
+        assert [status.name for status in service.pool.status()] == ["vllm-0"]
+        assert await AttachedEngines("t").attach(client, [theirs])  # the same server under another name

@@ -42,7 +42,8 @@ class AttachedEngines:
 
         Returns True if an engine was attached: it then has the policy version 0, unless its server labels its weights.
         Waits for a service that restarts. Raises the service's error, for example while a server still loads its model,
-        and Conflict if another training has engines with this prefix: with sessions at the first call, or any later.
+        and Conflict if another training has engines with this prefix (with sessions at the first call, or any later),
+        or if the policy has engines with other names and addresses.
         """
         if not engines:
             return False
@@ -67,11 +68,18 @@ class AttachedEngines:
         attached = {engine.name: engine for engine in await client.engines()}
         first, added = self._looked is None, False
         for name, found in attached.items():
-            if name.startswith(f"{self._prefix}-") and found.url not in wanted.values():
+            if not name.startswith(f"{self._prefix}-"):
+                if found.serves is None and not found.draining and found.url not in wanted.values():
+                    raise Conflict(
+                        f"the service also has the engine {name} for the policy, and all sessions use all engines: the"
+                        " training would get tokens of both",
+                        hint=f"start the service without engines, or `outrider engines remove {name}`",
+                    )
+            elif found.url not in wanted.values():
                 if not first or (found.ok and found.sessions + found.in_flight > 0):
                     raise _of_another(found)
                 await _remove(client, name)
-            elif first and name.startswith(f"{self._prefix}-") and name not in wanted:
+            elif first and name not in wanted:
                 await _remove(client, name)
         for (name, url), engine in zip(wanted.items(), engines, strict=True):
             if (found := attached.get(name)) is not None and found.url in wanted.values():

@@ -139,6 +139,14 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         # The cookbook writes public attributes into its log, where a token must not be.
         self._settings = read_settings(TinkerSettings, settings, source="settings", variable=VARIABLE)
+        fewest = self._settings.min_usable
+        if fewest is not None and (self._settings.complete == "all" or fewest < 2):
+            raise InvalidField(
+                f"min_usable is {fewest} and complete is {self._settings.complete!r}: the sessions that the service then"
+                " stops would make every group unusable",
+                field="min_usable",
+                hint='set complete to "any" and min_usable to at least 2',
+            )
         self._sampler: TinkerSampler | None = None
         self._failed_in_a_row = 0
 

@@ -251,6 +251,13 @@ async def test_many_groups_leave_nothing_behind(tmp_path: Path) -> None:
         assert len(sampler._versions) <= 2
 
 
+def test_a_group_that_could_never_be_used_is_refused() -> None:
+    for odd in ({"min_usable": 2}, {"min_usable": 1, "complete": "any"}):
+        with pytest.raises(InvalidField, match="would make every group unusable"):
+            ServiceRollouts(odd)
+    ServiceRollouts({"min_usable": 2, "complete": "any"})
+
+
 def policy_of(client: Any) -> TinkerTokenCompleter:
     return TinkerTokenCompleter(client, max_tokens=MAX_TOKENS)
 
