@@ -82,9 +82,9 @@ class AttachedEngines:
             elif first and name not in wanted:
                 await _remove(client, name)
         for (name, url), engine in zip(wanted.items(), engines, strict=True):
-            if (found := attached.get(name)) is not None and found.url in wanted.values():
-                usable = found.ok or not first  # an earlier training's may be of another model
-                if found.url == url and usable and not (renamed and found.model != engine["model"]):
+            if (old := attached.get(name)) is not None and old.url in wanted.values():
+                usable = old.ok or not first  # an earlier training's may be of another model
+                if old.url == url and usable and not (renamed and old.model != engine["model"]):
                     continue
                 await _remove(client, name)
             added = await _add(client, {**engine, "name": name, "url": url}) or added

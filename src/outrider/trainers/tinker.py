@@ -142,8 +142,8 @@ class ServiceRollouts(RolloutStrategy):  # type: ignore[misc]  # the cookbook is
         fewest = self._settings.min_usable
         if fewest is not None and (self._settings.complete == "all" or fewest < 2):
             raise InvalidField(
-                f"min_usable is {fewest} and complete is {self._settings.complete!r}: the sessions that the service then"
-                " stops would make every group unusable",
+                f"min_usable is {fewest} and complete is {self._settings.complete!r}: the sessions that the service"
+                " then stops would make every group unusable",
                 field="min_usable",
                 hint='set complete to "any" and min_usable to at least 2',
             )
