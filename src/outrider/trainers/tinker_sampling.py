@@ -113,14 +113,17 @@ class TinkerSampler:
 
     @classmethod
     def open(cls, url: str, token: str | None, relay: str, *, version: int) -> TinkerSampler:
-        """Return this process's sampler for an engine."""
+        """Return this process's sampler for an engine. Call `close` once for each call of this method."""
         if (url, relay) not in cls._open:
             cls._open[url, relay] = cls(url, token, relay, version=version)
-        return cls._open[url, relay]
+        sampler = cls._open[url, relay]
+        sampler._users += 1
+        return sampler
 
     def __init__(self, url: str, token: str | None, relay: str, *, version: int) -> None:
         self.version = version
         self._key = url, relay
+        self._users = 0
         self._lock = threading.Lock()  # the cookbook may run groups in several threads
         self._newest: SamplingClient | None = None
         self._versions: WeakKeyDictionary[SamplingClient, int] = WeakKeyDictionary()
@@ -130,17 +133,23 @@ class TinkerSampler:
         # those of the sampling distribution as well.
         self._engine = FunctionEngine(self._generate, logprob_kind=LogprobKind.RAW, version=version)
         self._thread = RelayThread(lambda: Worker(url, self._engine, engine=relay, token=token, name="tinker"))
-        atexit.register(self.close)
+        atexit.register(self._detach)
 
     async def attach(self) -> None:
         """Return while the worker is attached. Raises the errors of `Worker.in_thread`."""
         await asyncio.to_thread(self._thread.attach)
 
     def close(self) -> None:
-        """Detach the worker from the service. This also happens when the process exits."""
+        """Detach the worker from the service, unless others use the sampler. This also happens when the process
+        exits."""
+        self._users -= 1
+        if not self._users:
+            self._detach()
+
+    def _detach(self) -> None:
         self._open.pop(self._key, None)
         self._thread.close()
-        atexit.unregister(self.close)
+        atexit.unregister(self._detach)
 
     @contextmanager
     def group(self, client: SamplingClient) -> Iterator[SampledGroup]:

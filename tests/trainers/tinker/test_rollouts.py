@@ -27,7 +27,7 @@ from outrider.errors import EngineRejected, HarnessError, InvalidField, Outrider
 from outrider.relay import FunctionEngine, Worker
 from outrider.spec import EngineSpec
 from outrider.trainers.tinker import FAILED_IN_A_ROW, ServiceRollouts, TaskDatasetBuilder, TaskGroup
-from outrider.trainers.tinker_sampling import sampling_params
+from outrider.trainers.tinker_sampling import TinkerSampler, sampling_params
 from outrider.trajectory import FinishReason, LogprobKind
 from support.scribe import scribe_task
 from support.service import say
@@ -391,3 +391,18 @@ def test_settings_are_not_logged_and_travel() -> None:
     assert copy._settings == strategy._settings
     with pytest.raises(OutriderError, match="unknown key 'relais'"):
         ServiceRollouts({"relais": "tinker"})
+
+
+def test_a_sampler_is_shared_until_its_last_user_closes_it() -> None:
+    def opened() -> TinkerSampler:
+        return TinkerSampler.open("http://127.0.0.1:1", None, "shared", version=0)
+
+    first, second = opened(), opened()
+    assert first is second
+    first.close()
+    assert opened() is second
+    second.close()
+    second.close()
+    third = opened()
+    assert third is not second
+    third.close()
