@@ -85,7 +85,7 @@ def test_a_template_that_is_wrong_is_named(sums: Path, old: str, new: str, says:
 
 
 def test_a_source_that_is_not_there_is_answered_with_the_kinds_of_sources(tmp_path: Path) -> None:
-    with pytest.raises(InvalidField, match=r"there is no .*questions") as refused:
+    with pytest.raises(InvalidField, match=r"cannot read .*questions") as refused:
         tasks(tmp_path / "questions")
     assert "KIND:FILE" in (refused.value.hint or "")
 

@@ -123,7 +123,7 @@ def _examples_in(source: str, limit: int | None, given: Additions, *, offline: b
 def examples_in_file(path: Path) -> list[Example]:
     """Return the task of a TOML file, the tasks of its rows if it is a template, or the tasks of a file of tasks."""
     if not path.exists():
-        raise InvalidField(f"there is no {path}", field="source", hint=SOURCES)
+        raise InvalidField(f"cannot read {path}: there is no such file", field="source", hint=SOURCES)
     if path.name.endswith(TASK_LINES):
         return read_tasks(path)
     table = load_table(path)
