@@ -249,6 +249,8 @@ def _row(target: Target, found: Any) -> tuple[str, ...]:
         value = target.of(found)
         floor = None if target.floor is None else target.floor(found)
     except KeyError:  # the results are older than this figure, or the machine cannot measure this figure
+        value, floor = None, None
+    if value is None or floor == 0:  # a short run may take no tick of the processor's clock
         return target.name, "not measured", "-", target.beside or "-", "-", most, "-"
     judged, unit = (value, f" {target.unit}") if floor is None else (value / floor, " x")
     elsewhere = f"; another machine: {target.elsewhere}{unit}" if target.elsewhere else ""

@@ -38,6 +38,7 @@ from bench import (
     staleness,
     starts,
     store,
+    targets,
     tools,
     turns,
 )
@@ -371,3 +372,10 @@ async def test_starts_of_commands_are_measured() -> None:
     assert list(found["commands"]) == list(starts.COMMANDS)
     assert found["python"] > 0
     check_shown("starts", found)
+
+
+def test_a_floor_too_short_for_the_processors_clock_is_not_measured() -> None:
+    target = targets.Target(
+        name="a call", bench="gateway", most=1.7, unit="ms", of=lambda found: 1.0, floor=lambda found: 0.0
+    )
+    assert targets._row(target, {})[:2] == ("a call", "not measured")

@@ -23,7 +23,7 @@ from outrider.trajectory import BranchKind, FinishReason, Sample, TokenMode, Ver
 from support.samples import make_sample
 
 from .logprobs import assert_agrees
-from .vllm_cpu import CONTEXT_TOKENS, VllmServer, vllm_server
+from .vllm_cpu import CONTEXT_TOKENS, VllmServer, promptly, unless_starved, vllm_server
 from .vllm_tap import CLOSED, TOKEN_ROUTE, tapped
 
 pytestmark = pytest.mark.real
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.real
 PROMPT = '<|im_start|>user\nWhere is "maple"?<|im_end|>\n<|im_start|>assistant\n'
 NONSENSE = [5, 6, 7]
 # Long enough that a client on a busy machine acts before they are over: most of the context, and about two seconds.
-ENDLESS = SamplingParams(max_tokens=CONTEXT_TOKENS - 64, min_tokens=CONTEXT_TOKENS - 64)
 LONG = SamplingParams(max_tokens=4000, min_tokens=4000)
 HOTTEST = 2.0  # vLLM takes none above
 
@@ -182,13 +181,15 @@ async def test_stop_string_ends_with_the_id_that_completes_it(engine: VLLMEngine
 
 
 async def test_closing_the_stream_aborts_upstream(engine: VLLMEngine, server: VllmServer) -> None:
-    before = await metric(server, "vllm:generation_tokens_total")
-    async with aclosing(engine.generate(request_for(NONSENSE, ENDLESS))) as stream:
-        await anext(stream)
-    async with asyncio.timeout(60):
-        while await metric(server, "vllm:num_requests_running") > 0:
-            pass
-    assert await metric(server, "vllm:generation_tokens_total") - before < ENDLESS.max_tokens
+    async def check() -> None:
+        before = await metric(server, "vllm:generation_tokens_total")
+        async with aclosing(engine.generate(request_for(NONSENSE, LONG))) as stream:
+            await promptly(anext(stream))
+        while await promptly(metric(server, "vllm:num_requests_running")) > 0:  # noqa: ASYNC110  # another process
+            await asyncio.sleep(0.1)
+        assert await metric(server, "vllm:generation_tokens_total") - before < LONG.max_tokens
+
+    await unless_starved(check)
 
 
 async def metric(server: VllmServer, name: str) -> float:
@@ -227,16 +228,22 @@ async def test_token_check_is_the_servers_tokenizer(engine: VLLMEngine, tokenize
 
 async def test_tokens_keep_the_version_that_sampled_them(engine: VLLMEngine, server: VllmServer) -> None:
     """The completions route of this vLLM has no spans: its tokens keep the version they began with."""
-    try:
-        async with aclosing(engine.generate(request_for(NONSENSE, LONG))) as stream:
-            chunks = [await anext(stream)]
-            await engine.pause("keep")
-            await engine.set_version(1)
-            await engine.resume()
-            chunks += [chunk async for chunk in stream]
-        assert (await engine.health()).version == 1
-    finally:
-        await engine.set_version(0)
-    spans = chunks[-1].versions
-    assert (spans[0].start, spans[-1].end) == (0, LONG.max_tokens)
-    assert [span.version for span in spans] == ([0, 1] if server.token_route else [0])
+
+    async def check() -> None:
+        try:
+            async with aclosing(engine.generate(request_for(NONSENSE, LONG))) as stream:
+                chunks = [await promptly(anext(stream))]
+                try:
+                    await promptly(engine.pause("keep"))
+                    await engine.set_version(1)
+                finally:
+                    await engine.resume()
+                chunks += [chunk async for chunk in stream]
+            assert (await engine.health()).version == 1
+        finally:
+            await engine.set_version(0)
+        spans = chunks[-1].versions
+        assert (spans[0].start, spans[-1].end) == (0, LONG.max_tokens)
+        assert [span.version for span in spans] == ([0, 1] if server.token_route else [0])
+
+    await unless_starved(check)
