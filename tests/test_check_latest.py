@@ -34,7 +34,7 @@ def test_versions_are_compared_by_their_numbers(version: str, other: str, newer:
 
 
 class Runs:
-    """Stands in for `logged`: keeps the commands, and fails those that contain `fails`."""
+    """A stand-in for `logged`, which keeps the commands. Commands that contain `fails` fail."""
 
     def __init__(self, fails: str = "nothing") -> None:
         self.commands: list[str] = []

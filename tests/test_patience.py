@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,23 +17,9 @@ from outrider.client.client import AsyncClient, patiently
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import Boundary, Busy, ErrorRecord, NotFound, OutriderError, ServiceError, ServiceUnusable
 from outrider.lifecycle import GroupState
+from support.answering import answering
 
 Answer = Callable[[], web.Response]
-
-
-@asynccontextmanager
-async def answering(answer: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
-    """Run a server that answers all requests with `answer`. Yields its URL."""
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        sockets: Any = runner.addresses
-        yield f"http://127.0.0.1:{sockets[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 async def tries(answer: Answer) -> tuple[int, OutriderError]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 REPLY = "outrider.reply"
 """The key in the schema's metadata with the reply in JSON, without its samples."""
-UNREADABLE = "the samples in the service's reply cannot be read"
+CANNOT_READ = "the samples in the service's reply cannot be read"
 VERSIONS = "the client and the service may be of different versions"
 
 CArray = Any
@@ -310,7 +310,7 @@ def decode(data: bytes) -> Decoded:
                 columns = [column.decode(view.child(at)) for column, at in zip(COLUMNS, places, strict=True)]
                 samples += (Sample(**dict(zip(fields, row, strict=True))) for row in zip(*columns, strict=True))
     except (RuntimeError, ValueError, KeyError) as error:  # nanoarrow raises RuntimeError
-        raise ServiceError(f"{UNREADABLE}: {error}", hint=VERSIONS) from error
+        raise ServiceError(f"{CANNOT_READ}: {error}", hint=VERSIONS) from error
     return Decoded(reply, samples)
 
 
@@ -329,7 +329,7 @@ def _places(schema: Any) -> list[int]:
         place = places.get(column.name)
         if place is None or not schema.child(place).type_equals(_schema().child(at)):
             what = "is missing" if place is None else "has another type"
-            raise ServiceUnusable(f"{UNREADABLE}: the column {column.name!r} {what}", hint=VERSIONS)
+            raise ServiceUnusable(f"{CANNOT_READ}: the column {column.name!r} {what}", hint=VERSIONS)
     return [places[column.name] for column in COLUMNS]
 
 

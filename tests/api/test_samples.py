@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -26,11 +24,10 @@ from outrider.service import views
 from outrider.trainers.shared_settings import BridgeSettings
 from outrider.trainers.trajectories import trajectories_of
 from outrider.trajectory import JsonSample, sample_json
+from support.answering import answering
 from support.samples import changed_sample
 from support.scribe import scribe_task
 from support.service import running_service, say
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 TASK = {"instruction": "say hello"} | scribe_task("both forms", rewards=[0.5], rewrites=[1], fails=[2])
 
@@ -46,21 +43,6 @@ async def fetched(url: str, path: str, *accept: str) -> tuple[str, bytes]:
     async with aiohttp.ClientSession() as http, http.get(f"{url}{path}", headers=headers) as reply:
         assert reply.headers["Vary"] == "Accept"
         return reply.content_type, await reply.read()
-
-
-@asynccontextmanager
-async def answering(path: str, handler: Handler) -> AsyncIterator[str]:
-    """Run a server with one route, in place of a service. Yields the server's URL."""
-    app = web.Application()
-    app.router.add_get(path, handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        sockets: Any = runner.addresses
-        yield f"http://127.0.0.1:{sockets[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 async def in_json(url: str, group_id: str) -> GroupView:
@@ -188,7 +170,7 @@ async def test_a_proxy_may_compress_a_reply(url: str, form: str) -> None:
         reply.enable_compression(web.ContentCoding(form))
         return reply
 
-    async with answering("/v1/groups/{id}", answer) as proxy, AsyncClient(proxy) as client:
+    async with answering(answer, "/v1/groups/{id}") as proxy, AsyncClient(proxy) as client:
         if form == "gzip":
             assert await client.group(done.id, samples=True) == group
             return
@@ -201,7 +183,7 @@ async def test_a_service_that_knows_only_json_is_named() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"samples": []})
 
-    async with answering("/v1/sessions/{id}/samples", answer) as url, AsyncClient(url) as client:
+    async with answering(answer, "/v1/sessions/{id}/samples") as url, AsyncClient(url) as client:
         with pytest.raises(ServiceUnusable, match="sent samples as application/json") as caught:
             await client.samples("s-1")
     assert "older" in (caught.value.hint or "")

@@ -1,4 +1,4 @@
-"""What a rollout function meets in miles, a fork of slime, where it differs from `slime_world.py`.
+"""The parts of miles, a fork of slime, that differ from `slime_world.py` for a rollout function.
 
 miles is not on PyPI. So this is not its code: it has the shapes and rules of its sources, in our words, and nothing
 that the bridge does not touch. Compared with github.com/radixark/miles at 31f1ca961a94 (21 August 2026), file by file:

@@ -9,8 +9,8 @@ NeMo Gym starts the server from a folder `responses_api_agents/outrider`, whose 
 
 NeMo RL sends each row of its data to `POST /run`, and trains on the reply (`nemo_rl.environments.nemo_gym`). Importing
 this module does not import NeMo Gym. Invariants: a reply has exactly one row, token for token, with a reward; a rollout
-that cannot be trained on is an HTTP error, whose status says whether another try may help; and a request that was sent
-again, because its connection broke, gets the first request's rollout.
+that cannot be trained on is an HTTP error, whose status says whether another try may help; and a request that is sent
+again, because its connection broke before the reply was sent, gets the first request's rollout.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from outrider.trainers.attached_engines import AttachedEngines
 from outrider.trainers.exports import nemo_gym_reply
 from outrider.trainers.shared_client import SharedClient, shared_client
 from outrider.trainers.shared_settings import (
+    PLAIN_SAMPLING,
     BridgeSettings,
     group_of,
     json_object,
@@ -60,15 +61,6 @@ NEUTRAL = {"tool_choice": ("auto", "none"), "truncation": ("disabled",), "stream
 """Fields of which the values listed here have no effect. Other values are refused."""
 TEMPLATE = "chat_template_kwargs"
 """The name of the variables for chat templates. NeMo Gym's model servers take them from the row's metadata."""
-PLAIN_SAMPLING = {
-    "top_k": -1,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-"""Sampling unless the task says otherwise: NeMo RL computes importance weights with temperature and top_p alone, so an
-agent's own values must not apply. Its servers refuse a top_k."""
 ENGINE = {"nemo_rl": True, "logprobs_mode": "processed_logprobs"}
 """Options of the engine kind `openai` for NeMo RL's vLLM workers. The mode is that of NeMo RL 0.7, and of the
 configurations that come with later versions."""

@@ -47,6 +47,18 @@ NEUTRAL: Mapping[str, Any] = {"min_tokens": (0, 1), "min_new_tokens": (0, 1), "n
 value of the parameter is refused."""
 
 
+PLAIN_SAMPLING = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling for trainers that compute importance weights with the temperature and top_p alone (NeMo RL), or with the
+temperature alone (prime-rl). The task may set these parameters. An agent's own values must not apply. NeMo RL's servers
+also refuse a top_k."""
+
+
 class BridgeSettings(Spec):
     """The settings that bridges share.
 

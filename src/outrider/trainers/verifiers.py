@@ -25,7 +25,7 @@ from outrider.schemas import TurnView
 from outrider.spec import Name
 from outrider.trainers.attached_engines import LOOK_SECONDS, AttachedEngines
 from outrider.trainers.shared_client import shared_client
-from outrider.trainers.shared_settings import BridgeSettings, group_of, task_for
+from outrider.trainers.shared_settings import PLAIN_SAMPLING, BridgeSettings, group_of, task_for
 from outrider.trainers.trajectories import TrainingRow, Trajectory, chosen_metrics, left_out_of, trajectories_of
 from outrider.trajectory import ChatRow, FinishReason
 
@@ -33,15 +33,6 @@ VARIABLE = "OUTRIDER_VERIFIERS"
 CACHE_SALT = "cache_salt"
 """The sampling parameter in which prime-rl sends the version of its policy, in decimal digits."""
 WITHOUT_EFFECT = {CACHE_SALT, "return_token_ids", "stream", "stream_options"}
-PLAIN_SAMPLING = {
-    "top_k": -1,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-"""Sampling in training unless the task says otherwise: prime-rl computes importance weights with the temperature alone,
-so an agent's own values must not apply."""
 CLIENT_ENGINE = {"vllm": {"control": False, "logprobs_mode": "processed_logprobs"}}
 """Options of an engine that verifiers' client names, by its kind. prime-rl starts vLLM with this mode, and pauses it
 and changes its weights itself."""
@@ -75,9 +66,9 @@ class ModelServer:
 
 @dataclass(frozen=True)
 class TraceParts:
-    """What a session adds to a trace. `nodes` and `calls` have the fields of verifiers' MessageNode and ModelCall, with
-    messages and tools in the form of Chat Completions. `stop` is verifiers' stop condition, `reply` the last reply of
-    the main conversation."""
+    """The parts of a trace that come from a session. `nodes` and `calls` have the fields of verifiers' MessageNode and
+    ModelCall. Their messages and tools have the form of Chat Completions. `stop` is verifiers' stop condition. `reply`
+    is the last reply of the main conversation."""
 
     nodes: list[dict[str, Any]]
     calls: list[dict[str, Any]]
@@ -341,8 +332,9 @@ def _add(nodes: list[dict[str, Any]], parent: int | None, message: Mapping[str, 
 
 
 def _exchanges(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[Mapping[str, Any]], Mapping[str, Any]]]:
-    """Yield each reply of the model in a row's conversation, with the messages before it, and then empty replies
-    without end: a conversation does not have the replies that nobody has seen, but their tokens train."""
+    """Yield each reply of the model in a row's conversation, with the messages before the reply. Then yield empty
+    replies without end, because replies that the agent never received are not in the conversation, although their
+    tokens train."""
     before: list[Mapping[str, Any]] = []
     for message in messages:
         if "weight" in message:
