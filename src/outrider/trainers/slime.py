@@ -177,9 +177,9 @@ def post_process_rewards(args: Any, samples: Sequence[SlimeSample]) -> tuple[lis
     A rollout counts once, however many samples it has, and a rollout with `remove_sample` does not count. (slime's own
     normalisation treats the batch as a single group unless the batch has exactly n samples for each prompt.) The
     standard deviation is the sample standard deviation, as in torch. If only one rollout of a group counts, the
-    normalised rewards of the group are 0. If all rollouts of a group have
-    the same reward, the rewards that would be divided by their standard deviation are also 0. Otherwise a row with a
-    reward of its own would get a million times the difference.
+    normalised rewards of the group are 0. If all rollouts of a group have the same reward, the rewards that would be
+    divided by their standard deviation are also 0. Otherwise a row with a reward of its own would get a million times
+    the difference.
     """
     rewards = [float(sample.get_reward_value(args)) for sample in samples]
     if args.advantage_estimator not in NORMALISED or not args.rewards_normalization:
