@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from operator import add, sub
@@ -121,9 +121,8 @@ class PrioritySemaphore:
         self.served += 1
         return self._slot(quantities, owner)
 
-    def _lines(self) -> Iterator[_Owner]:
-        yield self._urgent
-        yield from self._owners.values()
+    def _lines(self) -> list[_Owner]:
+        return [self._urgent, *self._owners.values()]
 
     def _rank(self, line: _Owner) -> tuple[bool, float, int]:
         """Sort key of lines: the urgent line first, then by the largest fraction of any kind that the owner holds, then
@@ -164,12 +163,13 @@ class PrioritySemaphore:
 
     def _serve(self) -> None:
         """Serve the requests that fit, in the order of the line."""
-        room = self._free()
-        passed: list[tuple[_Owner, _Waiter]] = []
-        first = True
         waiting = [line for line in self._lines() if line.waiters]
+        if not waiting:
+            return
+        room, first = self._free(), True
+        passed: list[tuple[_Owner, _Waiter]] = []
         while waiting and any(room):
-            line = min(waiting, key=self._rank)
+            line = waiting[0] if len(waiting) == 1 else min(waiting, key=self._rank)
             entry = heapq.heappop(line.waiters)
             if not line.waiters:
                 waiting.remove(line)

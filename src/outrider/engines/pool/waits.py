@@ -310,9 +310,10 @@ class SessionWait:
     def due(self, behind: float = 0.0) -> float:
         """Return the time at which the current stretch becomes overdue; infinity between two stretches. `behind` is the
         time of the last delivery to an earlier wait."""
-        if self.since is None:
-            return float("inf")
-        return max(self.since, behind) + max(0.0, self.allowance - self.waited)
+        since, left = self.since, self.allowance - self.waited
+        if since is None:
+            return math.inf
+        return (behind if behind > since else since) + (left if left > 0.0 else 0.0)
 
     def overdue_by(self, now: float) -> float:
         """Return the seconds beyond the allowance until `now`."""
@@ -376,12 +377,17 @@ class Overdue:
         """Stop counting a wait that is over. Idempotent."""
         if wait in self._open:
             self.before_end(wait, self._clock())
-            later = False
-            for other in self._open:
-                if later and other.queued and other.what == wait.what:
-                    other.behind = max(other.behind, wait.last)
-                later = later or other is wait
+            if len(self._open) > 1:
+                self._note_delivery(wait)
             del self._open[wait]
+
+    def _note_delivery(self, wait: SessionWait) -> None:
+        """Record the last delivery to `wait`, which is over, in the later waits for the same resource."""
+        later = False
+        for other in self._open:
+            if later and other.queued and other.what == wait.what:
+                other.behind = max(other.behind, wait.last)
+            later = later or other is wait
 
     def behind(self, wait: SessionWait) -> float:
         """Return the time of the last delivery to an earlier request of the session to the same engine. Until this time
@@ -430,14 +436,17 @@ class Overdue:
     def _count(self, now: float) -> None:
         """Add the overdue seconds since the last call. Between two calls the same waits are open, so the overdue time
         is one stretch up to now."""
-        due, latest = float("inf"), dict[str, float]()
-        for wait in self._open:
-            if wait.queued:
-                before = latest.get(wait.what, 0.0)
+        due = math.inf
+        if len(self._open) == 1:  # a shortcut, because this method runs several times per call
+            (wait,) = self._open
+            due = wait.due(wait.behind)
+        else:
+            latest: dict[str, float] = {}
+            for wait in self._open:
+                before = latest.get(wait.what, 0.0) if wait.queued else 0.0
                 due = min(due, wait.due(max(wait.behind, before)))
-                latest[wait.what] = max(before, wait.last)
-            else:
-                due = min(due, wait.due())
+                if wait.queued:
+                    latest[wait.what] = max(before, wait.last)
         if due < now:
             self._seconds += now - max(due, self._counted)
         self._counted = now
