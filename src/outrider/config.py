@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator
@@ -297,6 +297,9 @@ class Config(Section):
     """Models that are served beside the policy and never trained: [fields](frozen-models.md)."""
     graders: tuple[GraderConfig, ...] = ()
     """External judges and graders that tasks may name: [fields](evaluators/http.md#where-graders-are)."""
+    compat: Annotated[tuple[Literal["prorl", "polar"], ...], Setting("--compat SYSTEM")] = ()
+    """Other systems whose HTTP interfaces are served, too: `prorl` and `polar`. The first has the root of the URL, each
+    has `/NAME`."""
     callbacks: CallbacksConfig = CallbacksConfig()
     retention: RetentionConfig = RetentionConfig()
     _read_from: Path | None = PrivateAttr(default=None)

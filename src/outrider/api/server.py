@@ -19,6 +19,7 @@ from fastapi.routing import APIWebSocketRoute
 
 from outrider.api import delivery, engines, files, groups, nodes, policy, relay, tokens
 from outrider.api.access import AccessControl, check_address
+from outrider.api.compat.routes import compat_routes
 from outrider.api.control_replies import bad_query, outrider_error, unknown_route
 from outrider.api.gateway import Gateway
 from outrider.api.gateway_server import HttpServer, listener_at, running, serving_gateway, url_of
@@ -103,6 +104,7 @@ def control_app(service: Service) -> FastAPI:
     for router in ROUTERS:
         # `include_router` would make all routes again for each application, which takes 50 ms.
         app.router.routes += router.routes.routes
+    app.router.routes += compat_routes(service, service.config.compat)
     app.add_exception_handler(OutriderError, outrider_error)
     app.add_exception_handler(Exception, outrider_error)
     app.add_exception_handler(RequestValidationError, bad_query)

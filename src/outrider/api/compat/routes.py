@@ -1,0 +1,77 @@
+"""Serves the routes of other systems: their paths, access control, and the form of their errors.
+
+The routes of each system are at `/NAME/...`, and those of the first system also at the root. Errors have the form that
+these systems use, `{"detail": text}`, with the status of the error's class. Invariant: a handler is called only for a
+caller with the route's role.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from outrider.api.access import caller_in, check
+from outrider.errors import OutriderError, record_of
+from outrider.redaction import redacted
+from outrider.service.principals import Principal
+from outrider.service.service import Service
+from outrider.spec import Role
+
+log = logging.getLogger("outrider.compat")
+
+Handler = Callable[[Request, Principal], Awaitable[Any]]
+"""Handles a request of a caller. Returns a Response, or a value for a JSON reply with status 200."""
+
+
+class CompatRoute(NamedTuple):
+    """A route of another system. `path` begins with a slash, in Starlette's form."""
+
+    method: str
+    path: str
+    role: Role
+    handler: Handler
+
+
+def compat_routes(service: Service, names: Sequence[str]) -> Iterator[Route]:
+    """Yield the routes of the systems `names`, whose modules have a function `routes`."""
+    for number, name in enumerate(names):
+        module = import_module(f"outrider.api.compat.{name}")
+        for route in module.routes(service):
+            for prefix in (f"/{name}", "") if number == 0 else (f"/{name}",):
+                path = f"{prefix}{route.path}"
+                yield Route(path, _endpoint(route, f"{route.method} {path}"), methods=[route.method])
+
+
+def _endpoint(route: CompatRoute, called: str) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        try:
+            caller = caller_in(request.scope)
+            check(called, route.role, caller)
+            reply = await route.handler(request, caller)
+        except OutriderError as error:
+            return detail(error)
+        except Exception as error:  # a bug: the reply has the form that the system's clients read
+            log.exception("%s failed", called)
+            return detail(error)
+        return reply if isinstance(reply, Response) else compat_reply(reply)
+
+    return respond
+
+
+def compat_reply(value: Any, *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+def detail(error: BaseException, *, status: int | None = None) -> Response:
+    """Return the reply to an error. `status` replaces the status of the error's class."""
+    record = record_of(error)
+    text = redacted(f"{record.message} ({record.hint})" if record.hint else record.message)
+    own = error.http_status if isinstance(error, OutriderError) else 500
+    return compat_reply({"detail": text}, status=own if status is None else status)
