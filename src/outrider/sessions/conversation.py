@@ -8,7 +8,7 @@ are the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 
@@ -187,6 +187,16 @@ class Conversation:
         self._not_begun: dict[object, tuple[float, float]] = {}
         """For each call whose request is still being received or read, the result of `_waited` at the beginning of the
         call."""
+
+    async def resume(self, turns: Sequence[Turn]) -> None:
+        """Continue the conversation of an earlier attempt. `turns` are the stored turns of this attempt, which has
+        adopted them, in the order of their index and with the bytes of their images. Call this before the first call."""
+        exact = [turn for turn in turns if turn.mode is TokenMode.TOKENS]
+        await self.backend.offload.run_steps(self.tree.restore(exact))
+        self._captured.restore([turn for turn in turns if turn.mode is not TokenMode.TOKENS])
+        self._allowance.resume(sum(len(turn.output_ids) // 4 for turn in turns))
+        self.turns = self.step_turns = self._sampled_calls = len(turns)
+        self.replies = sum(turn.reply is not None for turn in turns)
 
     async def capacity(self) -> BodyCapacity:
         """Return the limits of a call's body. Raises RunEnded and EngineError."""

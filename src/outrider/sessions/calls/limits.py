@@ -314,6 +314,11 @@ class Allowance:
         """Number of tokens that are not yet sampled, including promised tokens."""
         return self._limit - self.sampled
 
+    def resume(self, sampled: int) -> None:
+        """Count the tokens that an earlier attempt has sampled. Call this before the first share."""
+        self.sampled = sampled
+        self._free = max(0, self._limit - sampled)
+
     async def share(self, promised: int) -> TokenShare:
         """Wait for free tokens, and return the share of one call, for a `with` block. The share has `promised` tokens,
         or fewer if fewer are free and no other call runs. Calls are served in order of arrival. Raises LimitReached if

@@ -232,6 +232,28 @@ class CapturedTurns:
         """The turns, by the digests of their tools and of their messages with the reply. None until they are
         asked for, because the digest of a long conversation takes milliseconds."""
 
+    def restore(self, turns: Sequence[Turn]) -> None:
+        """Record the stored turns of an earlier attempt, in the order of their index. Indexes may be missing, because
+        turns may not have been stored."""
+        said: dict[int, tuple[Message, ...]] = {}
+        for turn in turns:
+            for _ in range(len(self._ends), turn.index):
+                self._ends.append(b"")
+                self._messages.append(1)
+                self._images.append(b"")
+                self._openings.append(NOTHING)
+            before = b"" if turn.parent is None else self._ends[turn.parent]
+            messages = turn.messages if turn.parent is None else (*said[turn.parent], *turn.messages)
+            self.place(
+                unpack_ids(before + turn.prompt_delta).tolist(),
+                unpack_ids(turn.output_ids).tolist(),
+                shown=_image_paths(messages),
+                opening=_opening(messages, turn.tools),
+                messages=messages,
+                reply=turn.reply,
+            )
+            said[turn.index] = messages if turn.reply is None else (*messages, turn.reply)
+
     def known_ids(self, messages: Sequence[Message], tools: bytes) -> list[int] | None:
         """Return the ids of the turn whose messages and reply are `messages` up to the last reply, with equal tools.
         Returns None if there is no such turn."""

@@ -35,7 +35,7 @@ import msgspec
 
 from outrider.concurrency.cancellation import Steps
 from outrider.errors import ContextOverflow, Overflow, TooLarge
-from outrider.messages import Message, Role, ToolSpec, WireMessages
+from outrider.messages import Message, ParsedMessages, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.tree.canonical import MessageKey, extend, message_key
 from outrider.tokens.tree.request_index import (
@@ -49,7 +49,7 @@ from outrider.tokens.tree.request_index import (
     reasoning_agrees,
     recorded_reasoning,
 )
-from outrider.trajectory import ForkCause, Ids, JoinKind, pack_ids, unpack_ids
+from outrider.trajectory import HEAD_CHANGES, ForkCause, Ids, JoinKind, Turn, pack_ids, unpack_ids
 
 LONG_TEXT = 256 << 10
 """The tokens of a text with more than this number of characters are first counted in parts of this size. Encoding a
@@ -186,6 +186,49 @@ class TokenTree:
             self._turns[prefix] = (*self._turns.get(prefix, ()), turn)
             self._histories.add(turn)
         return turn
+
+    def restore(self, turns: Sequence[Turn]) -> Steps[None]:
+        """Record the stored turns of an earlier attempt in this empty tree, in the order of their index. Later requests
+        then join as they would have joined in the earlier attempt. The ids are the stored ids; nothing is rendered,
+        except to find how the ids behind a changed head are composed.
+
+        Indexes may be missing: a turn that was not stored has no successor, because no client got its reply."""
+        nodes: dict[int, TurnNode] = {}
+        said: dict[int, list[Message]] = {}
+        tools: dict[int, tuple[ToolSpec, ...]] = {}
+        for turn in turns:
+            parent = None if turn.parent is None else nodes[turn.parent]
+            messages = [*said[parent.index], *turn.messages] if parent is not None else list(turn.messages)
+            specs = tools[parent.index] if parent is not None else turn.tool_specs
+            raw = msgspec.json.encode(specs) if specs else b""
+            request = yield from self._index(ParsedMessages(messages), specs, raw, turn.sampling.get("thinking"))
+            prompt = self._recorded_as(request, parent, turn.prompt_delta)
+            if prompt is None:
+                prompt = yield from self._restored(request, parent, turn)
+                self._record(request, Joined(turn.join, turn.cause, prompt, turn.forked_from))
+            self._next_turn = turn.index
+            nodes[turn.index] = self.commit(prompt, unpack_ids(turn.output_ids), turn.reply)
+            tools[turn.index] = specs
+            if turn.reply is not None:
+                said[turn.index] = [*messages, turn.reply]
+
+    def _recorded_as(self, request: IndexedRequest, parent: TurnNode | None, delta: bytes) -> PromptNode | None:
+        """Return the prompt of an identical earlier request with the same ids; None if there is no such prompt."""
+        for prompt in self._prompts.get(request.prefixes[-1], ()):
+            if prompt.parent is parent and prompt.delta == delta and request.repeats(prompt):
+                return prompt
+        return None
+
+    def _restored(self, request: IndexedRequest, parent: TurnNode | None, turn: Turn) -> Steps[PromptNode]:
+        """Make the prompt of a stored turn."""
+        layout = _Layout(parent=parent, delta=turn.prompt_delta)
+        if turn.cause in HEAD_CHANGES:
+            found = yield from self._lay_out(request)
+            if found.parent is parent and found.delta == turn.prompt_delta:
+                layout = found
+        prompt = request.make_prompt(parent, layout.delta, splice=layout.splice, sampled=layout.sampled)
+        prompt.conversation = turn.conversation
+        return prompt
 
     def _index(
         self, messages: WireMessages, tools: Sequence[ToolSpec], tools_raw: bytes, thinking: bool | None
