@@ -265,6 +265,10 @@ class Config(Section):
     token: Annotated[str | None, Field(min_length=1), Setting("--token TOKEN")] = None
     """The operator's own [token](security.md#tokens), with the role of an admin; other users of the machine can see a
     flag, so prefer the variable `OUTRIDER_TOKEN`."""
+    advertise: Annotated[tuple[str, ...], Setting("--advertise [NETWORK=]URL")] = ()
+    """Addresses under which [agents that run elsewhere](external.md) reach this service, such as
+    `https://rollouts.example.com` or `cluster=http://10.0.0.5:8700`; the first is the default. Without any, an agent
+    gets the address with which its session was opened."""
     tls: TlsConfig = TlsConfig()
     stop_seconds: Annotated[float, Field(ge=0, le=7 * 86_400), Setting("--stop-seconds SECONDS")] = 20.0
     """Seconds for which sessions under way may continue after [SIGTERM](failure.md#stopping) or Ctrl-C."""
@@ -323,6 +327,19 @@ class Config(Section):
         secrets = {"token": None, "store": None, "task_key": None, "callbacks": CallbacksConfig()}
         return self.model_copy(update={"engines": (), "frozen": frozen, **secrets})
 
+    @field_validator("advertise")
+    @classmethod
+    def _reachable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        networks = [advertised(each)[0] for each in value]
+        if len(set(networks)) < len(networks):
+            raise ValueError("two addresses have the same network: write NETWORK=URL")
+        return value
+
+    @property
+    def advertised_urls(self) -> dict[str, str]:
+        """The advertised URLs by the name of their network."""
+        return dict(map(advertised, self.advertise))
+
     @field_validator("graders")
     @classmethod
     def _named_apart(cls, value: tuple[GraderConfig, ...]) -> tuple[GraderConfig, ...]:
@@ -341,6 +358,25 @@ ADDED = {"plugins.allow": PluginsConfig().allow}
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"})
 """Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
 service."""
+
+
+def advertised(text: str) -> tuple[str, str]:
+    """Return the network and the URL in `[NETWORK=]URL`. Raises ValueError for a URL that no agent can reach."""
+    network, equals, url = text.partition("=")
+    if not equals or "/" in network:
+        network, url = "default", text
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{url!r} is no URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(f"{url!r} is no URL of a service: write http://HOST:PORT or https://HOST:PORT")
+    if parts.query or parts.fragment or parts.username or parts.password:
+        raise ValueError(f"{url!r} must have no user, query or fragment")
+    if host in ("0.0.0.0", "::"):
+        raise ValueError(f"{url!r} is an address to listen on, and no agent can reach it: name the machine")
+    return network, url.rstrip("/")
 
 
 def is_local(host: str) -> bool:

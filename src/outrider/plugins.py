@@ -49,6 +49,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "http": "outrider.evaluators.http:HttpEvaluator",
         "judge": "outrider.evaluators.judge.evaluator:JudgeEvaluator",
         "math": "outrider.evaluators.maths:MathEvaluator",
+        "reported": "outrider.evaluators.reported:ReportedEvaluator",
         "reasoning-gym": "outrider.evaluators.reasoning:ReasoningGymEvaluator",
         "swebench": "outrider.evaluators.swebench.evaluator:SwebenchEvaluator",
         "weighted": "outrider.evaluators.combined:CombiningEvaluator",

@@ -12,6 +12,7 @@ import msgspec
 
 from outrider.errors import ErrorRecord, FailingChore
 from outrider.lifecycle import GroupState, SessionState
+from outrider.messages import Message
 from outrider.trajectory import ChatRow, JsonSample, Sample, SessionResult, TokenMode, TurnTimings, Verdict, VersionSpan
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -335,6 +336,7 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
 
     `model` is the frozen model that was called, None for the policy; `index` and `parent` count the turns of one model.
     `kind`, `label` and `depth` describe the turn's branch; `step`, `altered` and `ignored` are as in `trajectory.Turn`.
+    `tokens` is set if it was requested.
     """
 
     index: int
@@ -364,6 +366,42 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     altered: bool = False
     ignored: tuple[str, ...] = ()
     timings: TurnTimings
+    tokens: TurnTokens | None = None
+
+
+class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A session whose agent runs elsewhere, and how the agent reaches its model. `key` is the session's credential: the
+    agent's API key. `model` is the name of the model. `base_urls` are the addresses under which the agent may reach
+    the service, by the name of its network; `base_url` is the first of them. `variables` are environment variables for
+    agent programs of all vendors, for `base_url`. `running`: the session takes calls now."""
+
+    session: SessionView
+    running: bool
+    key: str
+    model: str
+    base_url: str
+    base_urls: dict[str, str]
+    variables: dict[str, str]
+
+
+class SessionList(msgspec.Struct, frozen=True, kw_only=True):
+    """Sessions by group, newest group first. `after` is the `after` of the next page, None for the last page. A page
+    may be empty although more pages follow."""
+
+    sessions: tuple[SessionView, ...]
+    after: str | None
+
+
+class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn's tokens and messages. `prompt_ids` is the whole prompt; `logprobs` has one number for each of
+    `output_ids`. `messages` are the messages that the request added to its parent's conversation (all messages without
+    a parent), and `reply` is the message that the client was given; None if it had hung up."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    messages: tuple[Message, ...]
+    reply: Message | None
 
 
 class TurnList(msgspec.Struct, frozen=True, kw_only=True):

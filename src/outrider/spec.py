@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     HttpUrl,
     StringConstraints,
+    ValidationError,
     field_validator,
     model_validator,
 )
@@ -246,14 +247,25 @@ class RuntimeSpec(Spec):
         return self
 
 
+class ExternalSpec(Spec):
+    """An agent that runs elsewhere: Outrider starts no program, and the session ends when somebody completes it. A
+    session without a model call for `idle_seconds` that nobody has completed ends as an error."""
+
+    idle_seconds: Seconds = 1800
+
+
 NonzeroExit = Literal["error", "grade"]
 """The effect of an agent program's exit code other than 0 after its model has replied: the attempt fails and is
 repeated ("error"), or its work is graded as it is ("grade"). With "error", model behaviour that crashes the program
 disappears from the data."""
 
 
+HARNESS_KINDS = ("preset", "command", "agent", "external")
+
+
 class HarnessSpec(Spec):
-    """The agent: a `preset` by name, a `command` to run in the sandbox, or an in-process `agent`.
+    """The agent: a `preset` by name, a `command` to run in the sandbox, an in-process `agent`, or an `external` agent,
+    which runs elsewhere.
 
     The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, the values of `env` and
     the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written before
@@ -264,6 +276,7 @@ class HarnessSpec(Spec):
     preset: Name | None = None
     command: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
     agent: Name | None = None
+    external: ExternalSpec | None = None
     env: Annotated[dict[EnvName, Text], Field(max_length=1024)] = {}
     files: Annotated[dict[SandboxPath, Text], Field(max_length=64)] = {}
     venv: AbsolutePath | None = None
@@ -272,12 +285,19 @@ class HarnessSpec(Spec):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        given = [name for name in ("preset", "command", "agent") if getattr(self, name) is not None]
+        given = [name for name in HARNESS_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of preset, command, agent (got {', '.join(given) or 'none'})")
+            raise ValueError(f"give exactly one of {', '.join(HARNESS_KINDS)} (got {', '.join(given) or 'none'})")
         if self.command is None and (self.files or self.venv is not None):
             raise ValueError(f"files and venv are a command's: a {given[0]} has its own")
+        if self.external is not None and (self.env or self.options or self.nonzero_exit is not None):
+            raise ValueError("an external agent takes no env, options or nonzero_exit: Outrider does not start it")
         return self
+
+    @property
+    def name(self) -> str:
+        """The name by which lists show the harness: the preset's or the agent's, else the kind."""
+        return self.preset or self.agent or next(kind for kind in HARNESS_KINDS if getattr(self, kind) is not None)
 
 
 Pathspec = Annotated[str, StringConstraints(pattern=r"^[^:]", max_length=4096), AfterValidator(without_nul)]
@@ -413,6 +433,22 @@ class TaskSpec(Spec):
     labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
 
     @model_validator(mode="after")
+    def _runs_elsewhere(self) -> Self:
+        external = self.harness.external is not None
+        if self.evaluator.kind == REPORTED and not external:
+            raise ValueError("evaluator kind 'reported' is for an external harness, whose sessions somebody completes")
+        if external:
+            for name in ("then", "collect", "artifacts"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is carried out in the agent's sandbox: an external agent has none")
+            for name in ("agent_seconds", "prepare_seconds"):
+                if getattr(self.limits, name) != getattr(Limits(), name):
+                    raise ValueError(f"limits.{name} does not apply to an external agent: give session_seconds")
+            if self.evaluator.carry is not None:
+                raise ValueError("evaluator.carry takes files of the agent's sandbox: an external agent has none")
+        return self
+
+    @model_validator(mode="after")
     def _can_be_carried(self) -> Self:
         *earlier, last = [self.evaluator, *(step.evaluator for step in self.then)]
         for evaluator in earlier:
@@ -515,6 +551,83 @@ class StoredGroupSpec(GroupSpec):
     `regrades` is empty if the group runs agents."""
 
     regrades: list[str] = []
+
+
+class SessionSpec(Spec):
+    """Opens a session for an agent that runs elsewhere: a session of an existing group whose harness is `external`, by
+    `group_id` and `sample_index`; or a new group of one session, made of the other fields, which are as in a task. The
+    default evaluator takes the reward from the session's completion.
+    """
+
+    group_id: Name | None = None
+    sample_index: Annotated[int, Field(ge=0, lt=MAX_GROUP)] = 0
+    instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)] = "An agent runs elsewhere."
+    evaluator: EvaluatorSpec = EvaluatorSpec(kind="reported")
+    runtime: RuntimeSpec = RuntimeSpec()
+    idle_seconds: Seconds = 1800
+    limits: Limits = Limits()
+    sampling: SamplingSpec = SamplingSpec()
+    history: Literal["recorded", "template"] = "recorded"
+    branches: Branches = Branches()
+    filters: Annotated[list[Filter], Field(max_length=16, fail_fast=True)] = []
+    labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
+    idempotency_key: Name | None = None
+    callback_url: CallbackUrl | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        others = sorted(self.model_fields_set - {"group_id", "sample_index"})
+        if self.group_id is not None and others:
+            raise ValueError(f"a session of an existing group takes its group's task: leave {', '.join(others)} out")
+        if self.group_id is None and self.sample_index:
+            raise ValueError("sample_index is for a session of an existing group: give group_id, too")
+        try:
+            self.group()
+        except ValidationError as error:
+            raise ValueError(fault_text(complaints(error)[0])) from error
+        return self
+
+    def group(self) -> GroupSpec:
+        """Return the spec of a new group with one session."""
+        harness = HarnessSpec(external=ExternalSpec(idle_seconds=self.idle_seconds))
+        common = {name: getattr(self, name) for name in TaskSpec.model_fields if name in type(self).model_fields}
+        task = TaskSpec(harness=harness, **common)
+        return GroupSpec(task=task, idempotency_key=self.idempotency_key, callback_url=self.callback_url)
+
+
+REPORTED = "reported"
+"""The kind of evaluator that takes the reward from the completion of an external session."""
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Index = Annotated[int, Field(ge=0, lt=1 << 31, strict=False)]
+
+
+ReportedStop = Literal["completed", "max_turns", "max_tokens", "context_overflow", "agent_timeout", "nonzero_exit"]
+
+
+class ReportSpec(Spec):
+    """Completes an external session. `reward`, `metrics`, `reason`, and the rewards by turn (`turns`) and by training
+    row (`rows`) are the verdict, for a task whose evaluator is `reported`. Any other evaluator grades the transcript
+    and the `answer`. `stop_reason` is the end of the agent's run. With `error` the session ends as an error, and has no
+    reward."""
+
+    reward: Finite | None = None
+    metrics: Annotated[dict[Name, Finite], Field(max_length=256)] = {}
+    reason: Text | None = None
+    turns: Annotated[dict[Index, Finite], Field(max_length=100_000)] = {}
+    rows: Annotated[dict[Index, Finite], Field(max_length=100_000)] = {}
+    answer: Text | None = None
+    stop_reason: ReportedStop = "completed"
+    error: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)] | None = None
+
+    @model_validator(mode="after")
+    def _one_outcome(self) -> Self:
+        graded = self.reward is not None or self.metrics or self.turns or self.rows
+        if self.error is not None and graded:
+            raise ValueError("a failed session has no reward: give error, or reward and metrics, not both")
+        if self.reward is None and graded:
+            raise ValueError("metrics and rewards of turns or rows need a reward")
+        return self
 
 
 class RegradeSpec(Spec):

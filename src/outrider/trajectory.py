@@ -7,7 +7,7 @@ a turn's prompt is its parent's prompt, its parent's output, then its own `promp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -195,6 +195,21 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     tool_specs: tuple[ToolSpec, ...] = ()
     malformed_calls: int = 0
     timings: TurnTimings
+
+
+def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns, numbered from 0 in the order of their index. The parent of each turn is among the turns.
+    `forked_from` is None if the turn that it names is missing."""
+    places = {turn.index: place for place, turn in enumerate(turns)}
+    return [
+        msgspec.structs.replace(
+            turn,
+            index=places[turn.index],
+            parent=None if turn.parent is None else places[turn.parent],
+            forked_from=None if turn.forked_from is None else places.get(turn.forked_from),
+        )
+        for turn in turns
+    ]
 
 
 class GradedTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,9 +50,11 @@ KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 
 
 class Sessions(Protocol):
-    """Finds the models to which a session's key gives access; None for an unknown key."""
+    """Finds the models to which a session's key gives access. For a key without access, `models` returns None, and
+    `refusal` the error."""
 
     def models(self, key: str) -> SessionModels | None: ...
+    async def refusal(self, key: str) -> OutriderError: ...
 
 
 class Gateway:
@@ -87,7 +89,7 @@ class Gateway:
             key = _api_key(call) if key is None else key
             models = self._sessions.models(key)
             if models is None:
-                raise Unauthorized("this session key is unknown, or its run is over")
+                raise await self._sessions.refusal(key)
             models.under_way += 1
             try:
                 if models.under_way > self._calls:

@@ -208,9 +208,17 @@ async def regrade_session(
 
 
 @ROUTES.get("/sessions/{session_id}/turns", "read", TurnList)
-async def turns(service: Serving, caller: Caller, session_id: str) -> Response:
-    """List the model calls of the session's newest attempt, as text."""
-    view = TurnList(turns=await service.reader.turns(session_id, tenant=caller.sees))
+async def turns(
+    service: Serving,
+    caller: Caller,
+    session_id: str,
+    tokens: Annotated[bool, Query(description="include ids, log-probabilities and messages")] = False,
+) -> Response:
+    """List the model calls of the session's newest attempt, as text. Their tokens may contain the credential of a
+    running session, so reading the tokens requires a token that may submit."""
+    if tokens and not caller.may("submit"):
+        raise Forbidden(f"{caller.name!r} has a read-only token, and prompts may contain credentials", field="tokens")
+    view = TurnList(turns=await service.reader.turns(session_id, tokens=tokens, tenant=caller.sees))
     return long_reply([await service.reader.encoded(view)])
 
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIWebSocketRoute
 
-from outrider.api import delivery, engines, files, groups, nodes, policy, relay, tokens
+from outrider.api import delivery, engines, files, groups, nodes, policy, relay, sessions, tokens
 from outrider.api.access import AccessControl, check_address
 from outrider.api.compat.routes import compat_routes
 from outrider.api.control_replies import bad_query, outrider_error, unknown_route
@@ -30,13 +30,15 @@ from outrider.environment import installed_version
 from outrider.errors import EngineUnavailable, InvalidField, OutriderError, ServiceStopping
 from outrider.service.readiness import StoreReadiness
 from outrider.service.service import Service
+from outrider.sessions.external import ExternalSessions
+from outrider.sessions.models import SessionModels
 from outrider.sessions.node import LocalNode
 from outrider.spec import Role
 from outrider.wire.file_descriptors import raise_limit, shares
 from outrider.wire.http_server import TIMEOUTS, Receive, Scope, Send, noting_refusals
 from outrider.wire.tls import presenting
 
-ROUTERS = tuple(part.ROUTES for part in (groups, files, delivery, engines, nodes, policy, relay, tokens))
+ROUTERS = tuple(part.ROUTES for part in (groups, sessions, files, delivery, engines, nodes, policy, relay, tokens))
 ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
 """The role that each control route requires, by method and path. A tenant's objects are for its own tokens and for
 admins: tests/api/test_tenants.py lists the replies to other tenants' tokens, route by route."""
@@ -62,7 +64,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
     with listener_at(config.host, config.port) as outside:
         url = url_of(outside, tls=tls is not None)
         share = shares(raise_limit())
-        gateway = Gateway(_NoSessions() if node is None else node, calls=share.session)
+        gateway = Gateway(_AllSessions(node, service.external), calls=share.session)
         control = AccessControl(
             control_app(service), service.tokens, service.audit, calls=share.token, websockets=WEBSOCKETS, roles=ROLES
         )
@@ -83,11 +85,20 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
             yield url
 
 
-class _NoSessions:
-    """`Sessions` of a service whose sessions all run in other processes, which have gateways of their own."""
+class _AllSessions:
+    """`Sessions` of the service's own process: external sessions, and the sessions of `node` if there is one. Other
+    processes that run sessions have gateways of their own."""
 
-    def models(self, key: str) -> None:
-        return None
+    def __init__(self, node: LocalNode | None, external: ExternalSessions) -> None:
+        self._node = node
+        self._external = external
+
+    def models(self, key: str) -> SessionModels | None:
+        own = None if self._node is None else self._node.models(key)
+        return own or self._external.models(key)
+
+    async def refusal(self, key: str) -> OutriderError:
+        return await self._external.refusal(key)
 
 
 def control_app(service: Service) -> FastAPI:

@@ -13,6 +13,7 @@ from outrider.errors import InvalidField
 from outrider.harnesses.base import Harness
 from outrider.harnesses.command import CommandHarness
 from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
+from outrider.harnesses.external import ExternalHarness
 from outrider.harnesses.inprocess import Agent, InProcessHarness
 from outrider.harnesses.placeholders import names_in
 from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_options, load_preset
@@ -24,6 +25,8 @@ FIELD = "task.harness"
 
 def make_harness(spec: HarnessSpec) -> Harness:
     """Make the harness of a task's spec. Raises InvalidField."""
+    if spec.external is not None:
+        return ExternalHarness()
     if spec.agent is not None:
         return InProcessHarness(_make_agent(spec))
     preset = load_preset(spec.preset) if spec.preset is not None else _command_preset(spec)

@@ -150,6 +150,18 @@ class NodePlacement:
 
         return max(found, key=fitness).node if found else None
 
+    def grader(self, task: TaskSpec) -> Node | None:
+        """Return the node that grades a session whose agent ran elsewhere, or None while there is no node: if possible
+        a node that is large enough and has the images, and among these the node with the most free slots."""
+        needs = session_needs(task)
+        runtimes = [runtime for runtime, _ in runtimes_of(task)]
+
+        def fitness(place: _NodeSlots) -> tuple[bool, bool, int]:
+            able = needs.within(total_of(place.node.stats().resources))
+            return able, all(map(place.node.has_image, runtimes)), self._slots(place)
+
+        return max(self._open(), key=fitness).node if self._open() else None
+
     def may_fit(self, needs: ResourceAmount, *, others: bool = True) -> bool:
         """Return True if a node large enough for these needs has joined, or may still join. A node that has left may
         join again. With `others`, a node of any size may join in the first JOIN_SECONDS of the service."""

@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 
 from outrider.concurrency.chores import Chores, Failures
-from outrider.concurrency.events import wait_for_event
+from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import (
     Boundary,
@@ -41,6 +41,7 @@ from outrider.service.retention import removed_run
 from outrider.service.retry_store import retry_store
 from outrider.sessions.attempt import Attempt, Node, NodeLost, session_result
 from outrider.spec import StoredGroupSpec, TaskSpec
+from outrider.store.queue import QueueKind
 from outrider.store.rows import SessionRow
 from outrider.store.store import MoreTurns, Store
 from outrider.trajectory import SessionResult
@@ -87,7 +88,8 @@ class _RunningAttempt:
 class Scheduler:
     """Runs queued sessions on nodes. Run `run` in a task group, and call `wake` when sessions were queued. `on_done` is
     called when a group is done, and `on_session_done` when a session is done. For `evaluation_share`, see
-    `NodePlacement`. `policy_version` returns the version that is stored for a group whose first session starts now."""
+    `NodePlacement`. `external` runs the sessions whose agents run elsewhere. `policy_version` returns the version that
+    is stored for a group whose first session starts now."""
 
     def __init__(
         self,
@@ -98,17 +100,22 @@ class Scheduler:
         policy_version: Callable[[], int] = lambda: 0,
         pauses: RetryPolicy = PAUSES,
         evaluation_share: float = 0.0,
+        external: Node | None = None,
         on_session_done: Callable[[], None] = lambda: None,
         failures: Failures | None = None,
     ) -> None:
         self._store = store
         self._failures = failures or Failures()
         self.places = NodePlacement(nodes, evaluation_share=evaluation_share)
+        self._external = external
+        self._open_external: set[str] = set()
+        """Ids of the external sessions under way."""
         self._on_done = on_done
         self._on_session_done = on_session_done
         self._policy_version = policy_version
         self._pauses = pauses
         self._work = asyncio.Event()
+        self._node_added = Broadcast()
         self._ended = asyncio.Event()
         """Set whenever an attempt has ended."""
         self.stopping = False
@@ -150,19 +157,20 @@ class Scheduler:
 
     @property
     def under_way(self) -> int:
-        """Number of attempts under way."""
-        return len(self._placements)
+        """Number of attempts under way, without external sessions, which the next service continues."""
+        return len(self._placements) - len(self._open_external)
 
     async def run_dry(self) -> None:
-        """Start no more sessions, and return when no attempt is under way. Queued sessions stay queued."""
+        """Start no more sessions, and return when none is under way but external ones. Queued sessions stay queued."""
         self.stopping = True
-        while self._placements:
+        while self.under_way:
             self._ended.clear()
             await self._ended.wait()
 
     def add_node(self, node: Node) -> None:
         """Place sessions on this node, too. An earlier node of the same name must have been removed."""
         self.places.add(node)
+        self._node_added.send()
         self._work.set()
 
     async def drain(self, name: str, drained: bool = True) -> None:
@@ -212,8 +220,14 @@ class Scheduler:
         if await self._store.expire(now=looked):
             await self.end(await self._store.to_end())
         self.places.look_again()
-        # Evaluations are started first, up to their share of the slots, and then the next sessions of any kind.
-        for evaluations, free in ((True, self.places.free_share), (False, self.places.free_slots)):
+        # External sessions need no slots. Evaluations are started next, up to their share of the slots, and then the
+        # next sessions of any kind.
+        passes: tuple[tuple[QueueKind | None, Callable[[], int]], ...] = (
+            (QueueKind.EXTERNAL, self._free_external),
+            (QueueKind.EVALUATION, self.places.free_share),
+            (None, self.places.free_slots),
+        )
+        for kind, free in passes:
             passed: set[str] = set()  # buckets whose next session fits on no node now
             while not self.stopping and (slots := free()):
                 now = time.time()
@@ -223,14 +237,14 @@ class Scheduler:
                     latest=now + self._pauses.longest,
                     under_way=self._under_way,
                     skip=passed,
-                    evaluations=evaluations,
+                    kind=kind,
                 )
                 if not queued:
                     break
                 for session in queued:
                     if self.stopping or session.bucket in passed:
                         continue
-                    if not await self._start(chores, session, reserved=evaluations):
+                    if not await self._start(chores, session, reserved=kind is QueueKind.EVALUATION):
                         passed.add(session.bucket)
         # Nothing calls `wake` when a session becomes due, so the caller must look again at the returned time.
         return await self._store.next_due(after=looked)
@@ -243,11 +257,13 @@ class Scheduler:
         except UnreadableTask as error:
             await self._end_with_turns(session, StopReason.ERROR, task=None, error=error.record())
             return True
-        node = self.places.find(task)
+        graded = self._specs[session.group_id].regrades
+        external = task.harness.external is not None and not graded
+        node = self._external if external else self.places.find(task)
         if node is None:
             return False
-        graded = self._specs[session.group_id].regrades
-        give_back = self.places.take(node, task, reserved=reserved)  # now, because the node may leave during the write
+        # The place is taken now, because the node may leave during the write.
+        give_back = _take_nothing() if external else self.places.take(node, task, reserved=reserved)
         try:
             number = await self._store.start_attempt(
                 session.id,
@@ -264,10 +280,25 @@ class Scheduler:
         started = msgspec.structs.replace(session, attempt=number)
         attempt = Attempt(session=started, task=task, reserved=reserved)
         placement = _RunningAttempt(node, attempt, give_back, graded[session.sample_index] if graded else None)
-        self._under_way[session.bucket] += 1
+        if external:  # not counted in `_under_way`: the tenant's other sessions need not wait for these
+            self._open_external.add(session.id)
+        else:
+            self._under_way[session.bucket] += 1
         self._placements[session.id] = placement
         chores.create_task(self._run(placement), name=f"session {session.id}", chore="settle sessions")
         return True
+
+    def _free_external(self) -> int:
+        return 0 if self._external is None else self._external.stats().capacity - len(self._open_external)
+
+    async def grader(self, task: TaskSpec) -> Node:
+        """Return the node that grades an external session. Waits while there is no node. The node is not counted as
+        taken: the session waits in the node's own queue for grading."""
+        while True:
+            added = self._node_added.next()
+            if (node := self.places.grader(task)) is not None:
+                return node
+            await added.wait()
 
     async def _task_of(self, session: SessionRow) -> TaskSpec | None:
         """Return the session's task, or None if the task cannot be read."""
@@ -301,12 +332,13 @@ class Scheduler:
             lost = True
         finally:
             placement.give_back()
-            self._under_way[session.bucket] -= 1
+            self._under_way[session.bucket] -= session.id not in self._open_external
             if not self._under_way[session.bucket]:  # deleted, because the number of buckets has no limit
                 del self._under_way[session.bucket]
             # A requeued session may already run again, as another attempt.
             if self._placements.get(session.id) is placement:
                 del self._placements[session.id]
+                self._open_external.discard(session.id)
             self._work.set()
             self._ended.set()
         if lost:
@@ -445,6 +477,11 @@ class Scheduler:
         held = {id: placement.attempt.session.attempt for id, placement in self._placements.items()}
         await self._store.renew_leases(held, time.time() + LEASE_SECONDS)
         await self._retake(time.time())
+
+
+def _take_nothing() -> Callable[[], None]:
+    """Return a function that gives nothing back, because an external session takes no slot."""
+    return lambda: None
 
 
 def _is_bug(error: Exception) -> bool:

@@ -45,6 +45,7 @@ from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer
+from outrider.service.open_sessions import OpenSessions
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
@@ -52,8 +53,9 @@ from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokens import TokenRegistry
 from outrider.service.views import Page, ViewReader
 from outrider.sessions.attempt import Node
-from outrider.sessions.calls.call import ModelBackend
+from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LARGE, MAX_VALUES, BodyCapacity
+from outrider.sessions.external import ExternalSessions
 from outrider.sessions.resources import session_needs
 from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, RegradeSpec, Spec, StoredGroupSpec
 from outrider.store.artifacts import ArtifactStore
@@ -91,7 +93,7 @@ class Service:
         store: Store,
         artifacts: ArtifactStore,
         backend: ModelBackend,
-        frozen: Sequence[ModelBackend] = (),
+        frozen: Sequence[FrozenModel] = (),
         nodes: Sequence[Node],
         joined: JoinedNodes,
         host: Host,
@@ -115,8 +117,8 @@ class Service:
         self._endpoints = Endpoints(config.graders, [model.name for model in config.frozen])
         self.pool = pool = backend.pool
         """The policy's engines."""
-        self._frozen = {model.model: model.pool for model in frozen}
-        tokenizers = {model.model: model.renderer.tokenizer for model in frozen}
+        self._frozen = {model.backend.model: model.backend.pool for model in frozen}
+        tokenizers = {model.backend.model: model.backend.renderer.tokenizer for model in frozen}
         self.reader = ViewReader(store, backend.renderer.tokenizer, backend.offload, frozen=tokenizers)
         self._offload = backend.offload
         self._ids = Ids()
@@ -130,6 +132,10 @@ class Service:
         )
         self.retention = Retention(store, artifacts, config.retention, failures=failures)
         self._back_pressure = BackPressure(store, config.queue.sessions)
+        self.external = ExternalSessions(store, backend, frozen, grader=lambda task: self.scheduler.grader(task))
+        self.open_sessions = OpenSessions(store, self.external, self.submit)
+        self.model = backend.model
+        """The name of the policy's model."""
         self.scheduler = Scheduler(
             store,
             nodes,
@@ -137,6 +143,7 @@ class Service:
             policy_version=lambda: pool.policy.version,
             pauses=pauses,
             evaluation_share=config.lanes.evaluation_share,
+            external=self.external,
             on_session_done=self._back_pressure.note_done,
             failures=failures,
         )
@@ -160,6 +167,7 @@ class Service:
             # The block's error is not passed to the task group, because the task group would wrap the error in an
             # ExceptionGroup.
             stack.push_async_callback(tasks.__aexit__, None, None, None)
+            await stack.enter_async_context(self.external)
             stack.callback(tasks.create_task(self.scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
             stack.callback(tasks.create_task(self.retention.run(), name="retention").cancel)
@@ -219,6 +227,7 @@ class Service:
             )
         if not caller.may("admin"):
             check_bounds(spec.task)
+        external = spec.task.harness.external is not None and not getattr(spec, "regrades", [])
         # A service that runs no sessions itself depends on nodes that join. Before the first node joins, the nodes'
         # resources are unknown.
         if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):
@@ -242,15 +251,17 @@ class Service:
             min_usable=spec.min_usable,
             submitted_by=caller.name,
             tenant=caller.tenant,
+            harness=spec.task.harness.name,
         )
-        await self._back_pressure.check(row)
+        if not external:  # external sessions wait for no slot
+            await self._back_pressure.check(row)
         # This check takes the most processor time of all, so it comes after the other checks.
         await self._checks.check(evaluators, caller.tenant)
         seconds = spec.expires_seconds or self.config.queue.expires_seconds
         session_ids = [f"s-{group_id[2:]}-{index}" for index in range(spec.n)]
         body = await self._offload.run(lambda: spec.model_dump_json().encode())
         expires = None if seconds is None else row.created + seconds
-        stored = await self.store.create_group(row, body, session_ids, expires=expires, quota=quota)
+        stored = await self.store.create_group(row, body, session_ids, expires=expires, quota=quota, external=external)
         self.scheduler.wake()
         return await self.reader.view(stored)
 

@@ -25,6 +25,7 @@ from outrider.schemas import (
     SampleList,
     SessionView,
     TurnList,
+    TurnTokens,
     TurnView,
     reply_of,
 )
@@ -34,7 +35,7 @@ from outrider.tokens.branches.classify import lineages
 from outrider.tokens.chat_rows import chat_rows
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.tokens.samples import build_samples
-from outrider.trajectory import ChatRow, Sample, SessionResult, Turn, sample_json, unpack_ids
+from outrider.trajectory import ChatRow, Sample, SessionResult, Turn, sample_json, unpack_ids, unpack_logprobs
 
 S = TypeVar("S", bound=GroupView | SampleList)
 
@@ -103,9 +104,9 @@ class ViewReader:
     async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:
         return reply_of(SessionView, await self._store.session(session_id, tenant=tenant))
 
-    async def turns(self, session_id: str, *, tenant: str | None = None) -> tuple[TurnView, ...]:
+    async def turns(self, session_id: str, *, tokens: bool = False, tenant: str | None = None) -> tuple[TurnView, ...]:
         """Return the turns of the session's newest attempt, including turns of frozen models, in the order in which
-        they finished."""
+        they finished. With `tokens`, the turns have their ids, log-probabilities and messages."""
         turns = await self._store.turns(session_id, tenant=tenant)
         frozen = await self._store.frozen_turns(session_id, tenant=tenant)
 
@@ -114,10 +115,13 @@ class ViewReader:
                 _turn_view(turn, self._tokenizer, kind=lineage.kind.value, label=lineage.label, depth=lineage.depth)
                 for turn, lineage in zip(turns, lineages(turns), strict=True)
             ]
-            others = (
+            others = [
                 [_turn_view(turn, self._frozen.get(model), kind=FROZEN, label="", model=model) for turn in found]
                 for model, found in frozen.items()
-            )
+            ]
+            if tokens:
+                own = _with_tokens(own, turns)
+                others = [_with_tokens(some, frozen[model]) for some, model in zip(others, frozen, strict=True)]
             return tuple(merge(own, *others, key=lambda view: view.timings.finished))
 
         return await self._offload.run(views)
@@ -171,8 +175,28 @@ def _turn_view(
         output_tokens=len(turn.output_ids) // 4,
         context=_text(turn.prompt_delta, tokenizer, "\n".join(f"{one.role}: {one.content}" for one in turn.messages)),
         sampled=_text(turn.output_ids, tokenizer, turn.reply.content if turn.reply else ""),
+        tokens=None,
         tool_calls=len(turn.reply.tool_calls) if turn.reply else 0,
     )
+
+
+def _with_tokens(views: Sequence[TurnView], turns: Sequence[Turn]) -> list[TurnView]:
+    """Add the tokens of the turns of one model, in the order of their index."""
+    ends: dict[int, list[int]] = {}
+    found = []
+    for view, turn in zip(views, turns, strict=True):
+        before = [] if turn.parent is None else ends[turn.parent]
+        prompt, output = [*before, *unpack_ids(turn.prompt_delta).tolist()], unpack_ids(turn.output_ids).tolist()
+        ends[turn.index] = prompt + output
+        tokens = TurnTokens(
+            prompt_ids=prompt,
+            output_ids=output,
+            logprobs=unpack_logprobs(turn.logprobs).tolist(),
+            messages=turn.messages,
+            reply=turn.reply,
+        )
+        found.append(msgspec.structs.replace(view, tokens=tokens))
+    return found
 
 
 def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
@@ -195,7 +219,8 @@ def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]
             case ChatRow():
                 yield sum(len(message["content"]) for message in row.messages)
             case _:
-                yield len(row.context)
+                tokens = row.tokens
+                yield len(row.context) + (0 if tokens is None else 8 * len(tokens.prompt_ids))
         rows.append(msgspec.Raw(msgspec.json.encode(row)))
     if not rows:
         return msgspec.json.encode(view)

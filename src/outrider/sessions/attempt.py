@@ -28,8 +28,8 @@ RESERVED_PRIORITY = URGENT
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     """The input of a node. `session.attempt` is the number of this attempt, from 1. `reserved`: the attempt uses the
-    slots reserved for evaluations. `stored` is the result of an earlier session, whose run is graded again in place of
-    running an agent."""
+    slots reserved for evaluations. `stored` is a result whose run is graded in place of running an agent: the result of
+    an earlier session, or of this session if its agent ran elsewhere."""
 
     session: SessionRow
     task: TaskSpec

@@ -190,7 +190,8 @@ class Conversation:
 
     async def resume(self, turns: Sequence[Turn]) -> None:
         """Continue the conversation of an earlier attempt. `turns` are the stored turns of this attempt, which has
-        adopted them, in the order of their index and with the bytes of their images. Call this before the first call."""
+        taken them over, in the order of their index and with the bytes of their images. Call this before the first
+        call."""
         exact = [turn for turn in turns if turn.mode is TokenMode.TOKENS]
         await self.backend.offload.run_steps(self.tree.restore(exact))
         self._captured.restore([turn for turn in turns if turn.mode is not TokenMode.TOKENS])

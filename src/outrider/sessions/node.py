@@ -21,7 +21,7 @@ from outrider.concurrency.cancellation import opened_in_thread
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.watchdog import Watchdog
 from outrider.config import Config
-from outrider.errors import OutriderError, record_of
+from outrider.errors import OutriderError, Unauthorized, record_of
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
 from outrider.redaction import KEY_PREFIX
@@ -145,6 +145,10 @@ class LocalNode:
     def models(self, key: str) -> SessionModels | None:
         """Return the models that a credential gives access to while its run lasts."""
         return self._models.get(key)
+
+    async def refusal(self, key: str) -> OutriderError:
+        """Return the error for a credential that gives access to no models."""
+        return Unauthorized("this session key is unknown, or its run is over")
 
     def note_stall(self, seconds: float) -> None:
         """Record that the service, which runs in another process, was stalled for `seconds`."""

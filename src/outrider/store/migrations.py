@@ -216,6 +216,15 @@ MIGRATIONS: Migrations = (
         "CREATE TABLE probe (id INTEGER PRIMARY KEY CHECK (id = 1), at DOUBLE PRECISION NOT NULL)",
         "INSERT INTO probe (id, at) VALUES (1, 0)",
     ),
+    (
+        # `kind` is a QueueKind. `harness` is the name of the group's harness.
+        "ALTER TABLE queue_shares RENAME COLUMN evaluation TO kind",
+        """CREATE INDEX queue_shares_external ON queue_shares (tenant, priority, served, since, bucket)
+            WHERE waiting = 1 AND kind = 2""",
+        "ALTER TABLE groups ADD COLUMN harness TEXT NOT NULL DEFAULT ''",
+        # A row is the report that completes a session whose agent runs elsewhere.
+        "CREATE TABLE session_reports (session_id TEXT PRIMARY KEY REFERENCES sessions (id), report {blob} NOT NULL)",
+    ),
 )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from itertools import count
 
@@ -62,24 +63,41 @@ class Picked(msgspec.Struct, frozen=True):
     empty: list[tuple[int, str]]
 
 
-def bucket_of(tenant: str, labels: Mapping[str, str]) -> str:
+class QueueKind(IntEnum):
+    """The kind of a bucket's sessions. Each kind has buckets of its own."""
+
+    ORDINARY = 0
+    EVALUATION = 1
+    """Sessions of groups with EVALUATION_LABEL. They may use slots set aside for them, and all others."""
+    EXTERNAL = 2
+    """Sessions whose agents run elsewhere. They need no slot, so they do not wait behind sessions that do."""
+
+
+def kind_of(labels: Mapping[str, str], *, external: bool) -> QueueKind:
+    if external:
+        return QueueKind.EXTERNAL
+    return QueueKind.EVALUATION if EVALUATION_LABEL in labels else QueueKind.ORDINARY
+
+
+def bucket_of(tenant: str, labels: Mapping[str, str], *, external: bool = False) -> str:
     """Return the name of a group's bucket: the tenant and a digest of the label. A digest is used because a label may
-    be long or contain characters that a database refuses. Evaluations of a run have a bucket of their own."""
+    be long or contain characters that a database refuses. Evaluations and external sessions of a run have buckets of
+    their own."""
     named = next(((name, labels[name]) for name in BUCKET_LABELS if labels.get(name)), ())
-    evaluation = EVALUATION_LABEL in labels
-    if not named and not evaluation:
+    kind = kind_of(labels, external=external)
+    if not named and kind is QueueKind.ORDINARY:
         return f"{tenant}:"
-    text = "\0".join(("evaluation" if evaluation else "", *named))
+    text = "\0".join(("" if kind is QueueKind.ORDINARY else kind.name.lower(), *named))
     return f"{tenant}:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
-async def open_share(tx: Connection, priority: int, bucket: str, *, evaluation: bool, since: float) -> None:
+async def open_share(tx: Connection, priority: int, bucket: str, *, kind: QueueKind, since: float) -> None:
     """Record that sessions of a bucket wait at a priority. `since` is the creation time of their group, and is stored
     only if the bucket has no row at this priority yet."""
     await tx.execute(
-        """INSERT INTO queue_shares (priority, tenant, bucket, evaluation, waiting, served, since)
+        """INSERT INTO queue_shares (priority, tenant, bucket, kind, waiting, served, since)
            VALUES (?, ?, ?, ?, 1, 0, ?) ON CONFLICT (bucket, priority) DO UPDATE SET waiting = 1""",
-        (priority, tenant_of(bucket), bucket, int(evaluation), since),
+        (priority, tenant_of(bucket), bucket, int(kind), since),
     )
 
 
@@ -113,7 +131,7 @@ class QueuePass:
     """One pass over the queue, which picks sessions that are due by `now`. A session that is due after `latest` is
     picked, too: no session is postponed for so long, so the system clock must have been set back. `under_way` counts
     the sessions under way by bucket. Buckets in `skip` are left out, and so are tenants with MOST_PASSED such buckets.
-    With `evaluations`, only evaluations are considered.
+    With `kind`, only sessions of this kind are considered; without, all but external sessions.
     """
 
     def __init__(
@@ -124,10 +142,10 @@ class QueuePass:
         latest: float,
         under_way: Mapping[str, int],
         skip: Collection[str],
-        evaluations: bool,
+        kind: QueueKind | None,
     ) -> None:
         self.tx = tx
-        self.which = "waiting = 1 AND evaluation = 1" if evaluations else "waiting = 1"
+        self.which = "waiting = 1 AND kind <> 2" if kind is None else f"waiting = 1 AND kind = {kind:d}"
         self.now = now
         self.latest = latest
         self.skip = skip

@@ -159,6 +159,7 @@ class Removals:
                         if left <= 0:
                             return True
                     await forget_images(tx, session_id)
+                    await tx.execute("DELETE FROM session_reports WHERE session_id = ?", (session_id,))
                     left -= await tx.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
                     if left <= 0:
                         return True

@@ -29,7 +29,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     `cursor` is the position of a done group in the results. Of the `n` sessions, `done` are done, `errors` have an
     error and `rewarded` have a reward. `reward_total` is the sum of the rewards. Once `min_usable` sessions have a
     reward, the other sessions are ended. `submitted_by` is the name of the submitting token, and `tenant` is the owner.
-    The `idempotency_key` is unique among the tenant's groups.
+    The `idempotency_key` is unique among the tenant's groups. `harness` is the harness's name.
     """
 
     id: str
@@ -50,6 +50,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     min_usable: int | None = None
     submitted_by: str | None = None
     tenant: str = OPERATOR_TENANT
+    harness: str = ""
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +118,7 @@ class EventKind(StrEnum):
     SESSION_STATE = "session.state"
     SESSION_CANCELLED = "session.cancelled"
     SESSION_RETRY = "session.retry"
+    SESSION_RESET = "session.reset"
     SESSION_DONE = "session.done"
     CALLBACK_DEAD = "callback.dead"
 

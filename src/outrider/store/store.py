@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from hmac import compare_digest
 from math import inf
 from typing import Any, Self
 
@@ -22,8 +23,8 @@ import msgspec
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExceeded, UnreadableTask
 from outrider.lifecycle import MOVES, GroupState, SessionState, StopReason
 from outrider.messages import Image
+from outrider.redaction import KEY_PREFIX
 from outrider.schemas import EventView
-from outrider.spec import EVALUATION_LABEL
 from outrider.store import queue, rows
 from outrider.store.consumers import Consumers
 from outrider.store.database import Connection, Database, Row
@@ -33,13 +34,15 @@ from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.store.task_key import KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
-from outrider.trajectory import SessionResult, Turn
+from outrider.trajectory import SessionResult, Turn, without_gaps
 
 GROUPS_LISTED = "`outrider status` lists the newest groups, and `outrider show SESSION` shows a session"
 SESSIONS_LISTED = (
     "a session's id ends with its number, as in s-0019a4e2b6c1f3d2-0; `outrider status GROUP` lists those of a group"
 )
 """Hints of the errors about unknown ids."""
+EXTERNAL_KEY = f"{KEY_PREFIX}x_"
+"""Prefix of the credentials of external sessions."""
 MOST_PACES = 1000
 """Maximum number of engines whose pace is stored. Without this limit, the paces of engines that no longer exist would
 accumulate."""
@@ -54,6 +57,7 @@ ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
 ADD_FROZEN_TURN = """INSERT INTO frozen_turns (session_id, attempt, model, turn_index, turn)
     SELECT id, attempt, ?, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
+TURNS = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 COUNT_TURNS = """SELECT (SELECT COUNT(*) FROM turns WHERE session_id = ? AND attempt = ?)
     + (SELECT COUNT(*) FROM frozen_turns WHERE session_id = ? AND attempt = ?)"""
 ADOPT = (
@@ -163,8 +167,10 @@ class Store:
         *,
         expires: float | None = None,
         quota: int | None = None,
+        external: bool = False,
     ) -> GroupRow:
         """Store a group with its spec (the JSON of a GroupSpec), its queued sessions, and the event of its creation.
+        `external`: the agents of the group run elsewhere.
         If a session's first attempt has not started by the time `expires`, the method `expire` sets the session's
         `ending`.
 
@@ -205,8 +211,8 @@ class Store:
                     )
             inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
-                       open_sessions, created, min_usable, bytes, submitted_by, tenant)
-                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
+                       open_sessions, created, min_usable, bytes, submitted_by, tenant, harness)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
                 (
                     group.id,
                     sealed,
@@ -222,11 +228,12 @@ class Store:
                     len(spec),
                     group.submitted_by,
                     group.tenant,
+                    group.harness,
                 ),
             )
             if not inserted:
                 raise Conflict(f"there already is a group {group.id!r}")
-            bucket = queue.bucket_of(group.tenant, group.labels)
+            bucket = queue.bucket_of(group.tenant, group.labels, external=external)
             common = (group.priority, group.created, group.created, bucket, expires)
             inserted = await tx.execute_many(
                 """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated, bucket,
@@ -235,8 +242,8 @@ class Store:
             )
             if inserted != group.n:
                 raise Conflict(f"some session ids of group {group.id!r} are already in use")
-            evaluation = EVALUATION_LABEL in group.labels
-            await queue.open_share(tx, group.priority, bucket, evaluation=evaluation, since=group.created)
+            kind = queue.kind_of(group.labels, external=external)
+            await queue.open_share(tx, group.priority, bucket, kind=kind, since=group.created)
             data = {"n": group.n, "priority": group.priority}
             await self._add_event(tx, EventKind.GROUP_CREATED, group.id, None, data)
             return await self._find_group(tx, group.id)
@@ -260,6 +267,33 @@ class Store:
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE {where}{own.sql} ORDER BY created DESC, id DESC LIMIT ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (value, *own.values, limit)))
         return [self._group(row) for row in found]
+
+    async def groups_before(
+        self,
+        before: str | None,
+        *,
+        limit: int,
+        harness: str | None = None,
+        since: float = 0.0,
+        tenant: str | None = None,
+    ) -> list[GroupRow]:
+        """List up to `limit` groups that are older than the group `before`, newest first: all groups if `before` is
+        None, only groups of this harness with `harness`, and only groups created at `since` or later. Raises NotFound
+        for an unknown group."""
+
+        async def body(tx: Connection) -> list[Row]:
+            own = of_tenant(tenant)
+            sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE state <> ? AND created >= ?{own.sql}"
+            values: list[Any] = [REMOVED, since, *own.values]
+            if before is not None:
+                sql += " AND (created, id) < (?, ?)"
+                values += [(await self._find_group(tx, before, tenant)).created, before]
+            if harness is not None:
+                sql += " AND harness = ?"
+                values.append(harness)
+            return await tx.fetch(f"{sql} ORDER BY created DESC, id DESC LIMIT ?", (*values, limit))
+
+        return [self._group(row) for row in await self._db.read(body)]
 
     async def to_end(self, group_id: str | None = None) -> list[SessionRow]:
         """List the sessions with `ending` set that are not done, in sample order. `group_id` selects one group; None
@@ -286,15 +320,13 @@ class Store:
         latest: float = inf,
         under_way: Mapping[str, int] = {},
         skip: Collection[str] = (),
-        evaluations: bool = False,
+        kind: queue.QueueKind | None = None,
     ) -> list[SessionRow]:
         """Return the next queued sessions that are due, in the order of `queue.py`. For the arguments, see
         `queue.QueuePass`."""
 
         async def body(tx: Connection) -> queue.Picked:
-            reading = queue.QueuePass(
-                tx, now=now, latest=latest, under_way=under_way, skip=skip, evaluations=evaluations
-            )
+            reading = queue.QueuePass(tx, now=now, latest=latest, under_way=under_way, skip=skip, kind=kind)
             return await reading.pick(limit)
 
         picked = await self._db.read(body)
@@ -423,6 +455,86 @@ class Store:
 
         return await self._db.write(body)
 
+    async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]:
+        """Move the turns of the session's earlier attempts to an attempt under way, and return the turns of the policy
+        with the bytes of their images, in the order of their index. The turns are numbered anew if one was lost with
+        the service, before it was stored."""
+
+        async def body(tx: Connection) -> None:
+            await _under_way(tx, session_id, attempt)
+            for table in ("turns", "frozen_turns"):
+                sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt < ?"
+                await tx.execute(sql, (attempt, session_id, attempt))
+            found = await _rows_of_attempt(tx, TURNS, session_id, attempt, None)
+            turns = [rows.turn_from(packed) for (packed,) in found]
+            if any(turn.index != place for place, turn in enumerate(turns)):
+                await tx.execute("DELETE FROM turns WHERE session_id = ? AND attempt = ?", (session_id, attempt))
+                sql = "INSERT INTO turns (session_id, attempt, turn_index, turn) VALUES (?, ?, ?, ?)"
+                values = [(session_id, attempt, turn.index, rows.pack(turn)) for turn in without_gaps(turns)]
+                await tx.execute_many(sql, values)
+
+        await self._db.write(body)
+        return await self.turns(session_id, attempt, images=True)
+
+    async def drop_turns(self, session_id: str, attempt: int) -> None:
+        """Delete the turns of an attempt under way, because its agent starts over. Raises Conflict if the session was
+        completed."""
+
+        async def body(tx: Connection) -> None:
+            session = await _under_way(tx, session_id, attempt)
+            if await tx.fetch("SELECT 1 FROM session_reports WHERE session_id = ?", (session_id,)):
+                raise Conflict(f"session {session_id} was completed")
+            dropped = sum(
+                [
+                    await tx.execute(f"DELETE FROM {table} WHERE session_id = ? AND attempt = ?", (session_id, attempt))
+                    for table in ("turns", "frozen_turns")
+                ]
+            )
+            data = {"attempt": attempt, "turns": dropped}
+            await self._add_event(tx, EventKind.SESSION_RESET, session.group_id, session_id, data)
+
+        await self._db.write(body)
+
+    async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
+        """Store the report that completes a session. Repeating the call with the same bytes changes nothing. Raises
+        Conflict if the session was completed with another report, or is done without a report."""
+
+        async def body(tx: Connection) -> None:
+            session = await _find_session(tx, session_id, tenant)
+            known = await tx.fetch("SELECT report FROM session_reports WHERE session_id = ?", (session_id,))
+            if known:
+                if bytes(known[0][0]) != report:
+                    raise Conflict(
+                        f"session {session_id} was completed with another report",
+                        hint="a completion cannot be changed; grade the session again for another verdict",
+                    )
+                return
+            if session.state is SessionState.DONE or session.ending is not None:
+                assert session.result is not None or session.ending is not None
+                reason = session.ending if session.result is None else session.result.stop_reason
+                raise Conflict(f"session {session_id} is over: {reason}", hint=f"see outrider show {session_id}")
+            await tx.execute("INSERT INTO session_reports (session_id, report) VALUES (?, ?)", (session_id, report))
+
+        await self._db.write(body)
+
+    async def report(self, session_id: str) -> bytes | None:
+        """Return the report that completes a session, None if there is none yet."""
+        sql = "SELECT report FROM session_reports WHERE session_id = ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
+        return bytes(found[0][0]) if found else None
+
+    def session_key(self, session_id: str) -> str:
+        """Return the credential of an external session. The store can check the credential without having stored it,
+        so the credential outlives the service's process."""
+        return f"{EXTERNAL_KEY}{session_id}.{self._key.mark(_key_of(session_id))}"
+
+    def session_of_key(self, key: str) -> str | None:
+        """Return the id of the external session whose credential is `key`, None for any other text."""
+        session_id, dot, _ = key.removeprefix(EXTERNAL_KEY).rpartition(".")
+        if not dot or not key.startswith(EXTERNAL_KEY):
+            return None
+        return session_id if compare_digest(self.session_key(session_id).encode(), key.encode()) else None
+
     async def began_before(self, version: int) -> list[str]:
         """Return the ids of the groups that began at a lower policy version and are neither done nor cancelled, oldest
         first."""
@@ -510,18 +622,16 @@ class Store:
     ) -> list[Turn]:
         """Return the turns of one attempt (default: the newest) in the order of their index. The images in the turns
         have bytes only with `images`."""
-        sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
-        stored = await self._db.read(lambda tx: _rows_of_attempt(tx, sql, session_id, attempt, tenant))
+        stored = await self._db.read(lambda tx: _rows_of_attempt(tx, TURNS, session_id, attempt, tenant))
         found = [rows.turn_from(packed) for (packed,) in stored]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
     async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Turn]]:
         """Return the turns of several attempts, given by session and number, in one transaction. The images in the
         turns have no bytes. Raises NotFound for an unknown session."""
-        sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 
         async def body(tx: Connection) -> list[list[Turn]]:
-            found = [await _rows_of_attempt(tx, sql, id, attempt, None) for id, attempt in attempts]
+            found = [await _rows_of_attempt(tx, TURNS, id, attempt, None) for id, attempt in attempts]
             return [[rows.turn_from(packed) for (packed,) in stored] for stored in found]
 
         return await self._db.read(body)
@@ -869,6 +979,10 @@ def _no_delivery(group_id: str) -> NotFound:
 def _spec_of(group_id: str) -> str:
     """Return the place for which a spec is sealed (see `task_key.py`)."""
     return f"the task of group {group_id}"
+
+
+def _key_of(session_id: str) -> str:
+    return f"the credential of session {session_id}"
 
 
 def _url_of(group_id: str) -> str:

@@ -22,6 +22,7 @@ from outrider.errors import InvalidField, ServiceError, UnreadableTask
 
 KEY_FILE = "task.key"
 KEY_BYTES, ID_BYTES, NONCE_BYTES = 32, 8, 12
+MARK_BYTES = 24
 SEALED = b"\0sealed1"
 """Prefix of sealed bytes. No JSON begins with this prefix. The key's id, the nonce and AES-256-GCM's output follow."""
 SEALED_URL = "sealed1:"
@@ -59,6 +60,7 @@ class TaskKey:
             raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
         self._cipher = AESGCM(key)
         self._id = hmac.digest(key, b"id of a task key", hashlib.sha256)[:ID_BYTES]
+        self._marks = hmac.digest(key, b"key of marks", hashlib.sha256)
 
     @classmethod
     def new(cls) -> Self:
@@ -98,6 +100,11 @@ class TaskKey:
             raise UnreadableTask(
                 f"{place} is damaged, or was changed by somebody without the key", hint=hint
             ) from error
+
+    def mark(self, place: str) -> str:
+        """Return 32 characters that only the owner of the key can compute for `place`."""
+        found = hmac.digest(self._marks, place.encode(), hashlib.sha256)[:MARK_BYTES]
+        return base64.urlsafe_b64encode(found).decode()
 
     def seal_url(self, url: str, receiver: str, place: str) -> str:
         return f"{SEALED_URL}{receiver} {base64.b64encode(self.seal(url.encode(), place)).decode()}"

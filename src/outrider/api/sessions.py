@@ -1,0 +1,93 @@
+"""Control routes for sessions whose agents run elsewhere, and the list of sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query
+from starlette.requests import Request
+
+from outrider.api.control_router import Caller, ControlRouter, Created, Serving, body
+from outrider.errors import Conflict, InvalidField, RuntimeUnavailable
+from outrider.harnesses.base import ModelEndpoint
+from outrider.harnesses.endpoint_variables import endpoint_environment
+from outrider.lifecycle import SessionState
+from outrider.schemas import SessionEndpoint, SessionList, SessionView
+from outrider.spec import ReportSpec, SessionSpec
+
+ROUTES = ControlRouter("/sessions")
+
+
+@ROUTES.post("", "submit", SessionEndpoint, status=201, errors=(Conflict, RuntimeUnavailable))
+async def open_session(
+    service: Serving,
+    caller: Caller,
+    spec: Annotated[SessionSpec, body(SessionSpec, empty=b"{}")],
+    created: Created,
+    request: Request,
+) -> SessionEndpoint:
+    """Open a session for an agent that runs elsewhere, and get its credential and addresses. Opening it again, by its
+    idempotency key or its place in its group, gives the same credential."""
+    session, key, running = await service.open_sessions.open(spec, caller)
+    created(group_id=session.group_id, session_id=session.id)
+    urls = service.config.advertised_urls or {"default": f"{request.url.scheme}://{request.url.netloc}"}
+    bases = {network: f"{url}/s/{key}" for network, url in urls.items()}
+    base = next(iter(bases.values()))
+    endpoint = ModelEndpoint(base_url=base, api_key=key, model=service.model)
+    variables = endpoint_environment(endpoint, spec.instruction if spec.group_id is None else "")
+    return SessionEndpoint(
+        session=session,
+        running=running,
+        key=key,
+        model=service.model,
+        base_url=base,
+        base_urls=bases,
+        variables={name: value for name, value in variables.items() if value},
+    )
+
+
+@ROUTES.get("", "read", SessionList)
+async def sessions(
+    service: Serving,
+    caller: Caller,
+    state: Annotated[str | None, Query(description="queued, initializing, ready, running, evaluating or done")] = None,
+    label: Annotated[list[str] | None, Query(description="NAME=VALUE; may be repeated: all must be equal")] = None,
+    harness: Annotated[str | None, Query(description="name of a preset or agent, `command` or `external`")] = None,
+    since: Annotated[float, Query(ge=0, description="seconds since the epoch")] = 0.0,
+    after: Annotated[str | None, Query(description="the `after` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> SessionList:
+    """List sessions, newest group first. A page ends with the group that reaches `limit` sessions."""
+    try:
+        wanted = None if state is None else SessionState(state)
+    except ValueError as error:
+        known = ", ".join(each.value for each in SessionState)
+        raise InvalidField(f"{state!r} is not a session state", field="state", hint=f"known: {known}") from error
+    pairs = [each.partition("=") for each in label or ()]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise InvalidField("a label is NAME=VALUE", field="label")
+    return await service.open_sessions.page(
+        after=after,
+        limit=limit,
+        state=wanted,
+        labels={name: value for name, _, value in pairs},
+        harness=harness,
+        since=since,
+        caller=caller,
+    )
+
+
+@ROUTES.post("/{session_id}/complete", "submit", SessionView, errors=(Conflict,))
+async def complete(
+    service: Serving, caller: Caller, session_id: str, spec: Annotated[ReportSpec, body(ReportSpec)]
+) -> SessionView:
+    """Complete a session whose agent runs elsewhere: end its run, and grade it. The report is stored before the reply is
+    sent. Repeating the request with the same report changes nothing."""
+    return await service.open_sessions.complete(session_id, spec, caller)
+
+
+@ROUTES.post("/{session_id}/reset", "submit", SessionView, errors=(Conflict,))
+async def reset(service: Serving, caller: Caller, session_id: str) -> SessionView:
+    """Drop the turns of a session whose agent runs elsewhere, so that its agent can start over."""
+    return await service.open_sessions.reset(session_id, caller)

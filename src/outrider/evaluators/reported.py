@@ -1,0 +1,28 @@
+"""The evaluator of external sessions whose reward comes with their completion.
+
+`sessions/external.py` makes the verdict of the completion, so a session never calls this evaluator. Invariant: a
+session without a reported reward gets no verdict.
+"""
+
+from __future__ import annotations
+
+from outrider.errors import EvaluatorError, InvalidField
+from outrider.evaluators.base import Outcome
+from outrider.spec import EvaluatorSpec
+from outrider.trajectory import Verdict
+
+
+class ReportedEvaluator:
+    """Takes no settings. Raises EvaluatorError when a session is graded again, because nothing can be evaluated."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        plain = EvaluatorSpec(kind=spec.kind)
+        for name in EvaluatorSpec.model_fields:
+            if getattr(spec, name) != getattr(plain, name):
+                raise InvalidField("evaluator kind 'reported' takes no settings", field=f"task.evaluator.{name}")
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        raise EvaluatorError(
+            "the reward of this session was reported by its agent, and cannot be computed again",
+            hint="give another evaluator",
+        )

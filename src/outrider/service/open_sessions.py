@@ -1,0 +1,145 @@
+"""Opens, completes and lists sessions whose agents run elsewhere.
+
+A session is opened in a group of its own, or taken from a group whose harness is `external`. The host of these sessions
+is `sessions/external.py`. Invariant: a completion is stored before it is acknowledged, and is never replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from outrider.errors import InvalidField, OutriderError
+from outrider.lifecycle import SessionState
+from outrider.schemas import GroupView, SessionList, SessionView, reply_of
+from outrider.service.admission import stored_group
+from outrider.service.principals import LOCAL, Principal
+from outrider.sessions.external import ExternalSessions, check_report
+from outrider.spec import GroupSpec, ReportSpec, SessionSpec, StoredGroupSpec
+from outrider.store.rows import SessionRow
+from outrider.store.store import Store
+
+OPEN_SECONDS = 5.0
+"""Maximum seconds that opening a session waits until the session takes calls. A later call waits no more: until then,
+calls get the error `session_not_running`."""
+GROUPS_READ = 100
+"""Number of groups that are read at once for a page of sessions."""
+MOST_GROUPS = 2_000
+"""Maximum number of groups that are read for one page, so that a rare label does not read the whole history."""
+
+Submit = Callable[[GroupSpec, Principal], Awaitable[GroupView]]
+"""See `Service.submit`."""
+
+
+class OpenSessions:
+    """The service's operations on sessions. For a `caller` who is not an admin, sessions of other tenants are unknown.
+    Every method raises NotFound for an unknown session."""
+
+    def __init__(self, store: Store, host: ExternalSessions, submit: Submit) -> None:
+        self._store = store
+        self._host = host
+        self._submit = submit
+
+    async def open(self, spec: SessionSpec, caller: Principal = LOCAL) -> tuple[SessionView, str, bool]:
+        """Open a session, or find the session that was opened with the same idempotency key. Returns the session, its
+        credential, and whether the session takes calls now. Raises the errors of `Service.submit`, and InvalidField for
+        a session whose agent is not external."""
+        if spec.group_id is None:
+            with _fields_of_session():
+                group = await self._submit(spec.group(), caller)
+            session = await self._store.session(group.sessions[0].id)
+        else:
+            session = await self._of_group(spec.group_id, spec.sample_index, caller)
+        running = session.state is not SessionState.DONE and await self._host.running(session.id, OPEN_SECONDS)
+        session = await self._store.session(session.id)
+        return reply_of(SessionView, session), self._store.session_key(session.id), running
+
+    async def _of_group(self, group_id: str, sample_index: int, caller: Principal) -> SessionRow:
+        group = await self._store.group(group_id, tenant=caller.sees)
+        if (await self._external_spec(group_id)) is None:
+            raise InvalidField(
+                f"the agents of group {group_id} do not run elsewhere: its harness is {group.harness!r}",
+                field="group_id",
+                hint='submit a group with task.harness = {"external": {}}',
+            )
+        if sample_index >= group.n:
+            raise InvalidField(f"group {group_id} has {group.n} sessions, from 0", field="sample_index")
+        return (await self._store.sessions(group_id))[sample_index]
+
+    async def _external_spec(self, group_id: str) -> StoredGroupSpec | None:
+        """Return the spec of a group whose agents run elsewhere, None for any other group."""
+        spec = await stored_group(self._store, group_id)
+        return None if spec.task.harness.external is None or spec.regrades else spec
+
+    async def complete(self, session_id: str, report: ReportSpec, caller: Principal = LOCAL) -> SessionView:
+        """End the session's run, and have the session graded. Repeating the call with the same report changes nothing.
+        Raises Conflict for another report and for a session that is over, and InvalidField for a report that does not
+        fit the session."""
+        session = await self._store.session(session_id, tenant=caller.sees)
+        spec = await self._external_spec(session.group_id)
+        if spec is None:
+            raise _not_external(session_id)
+        check_report(report, spec.task, await self._store.turns(session_id))
+        await self._store.add_report(session_id, report.model_dump_json().encode(), tenant=caller.sees)
+        self._host.note_report(session_id)
+        return reply_of(SessionView, await self._store.session(session_id))
+
+    async def reset(self, session_id: str, caller: Principal = LOCAL) -> SessionView:
+        """Drop the session's turns. Its agent starts over with the same credential; the session's clocks go on. Raises
+        Conflict for a session that does not run."""
+        session = await self._store.session(session_id, tenant=caller.sees)
+        if await self._external_spec(session.group_id) is None:
+            raise _not_external(session_id)
+        await self._host.reset(session_id)
+        return reply_of(SessionView, await self._store.session(session_id))
+
+    async def page(
+        self,
+        *,
+        after: str | None,
+        limit: int,
+        state: SessionState | None = None,
+        labels: dict[str, str],
+        harness: str | None = None,
+        since: float = 0.0,
+        caller: Principal = LOCAL,
+    ) -> SessionList:
+        """List sessions, newest group first. A page ends with the group that reaches `limit` sessions. `after` is the
+        group after which the page begins."""
+        found: list[SessionView] = []
+        read = 0
+        while read < MOST_GROUPS:
+            groups = await self._store.groups_before(
+                after, limit=GROUPS_READ, harness=harness, since=since, tenant=caller.sees
+            )
+            read += len(groups)
+            for group in groups:
+                after = group.id
+                if labels.items() <= group.labels.items():
+                    sessions = await self._store.sessions(group.id)
+                    found += [reply_of(SessionView, each) for each in sessions if state in (None, each.state)]
+                if len(found) >= limit:
+                    return SessionList(sessions=tuple(found), after=after)
+            if len(groups) < GROUPS_READ:
+                after = None
+                break
+        return SessionList(sessions=tuple(found), after=after)
+
+
+@contextmanager
+def _fields_of_session() -> Iterator[None]:
+    """Within the block, an error about a field of a group's task names the field of a `SessionSpec`."""
+    try:
+        yield
+    except OutriderError as error:
+        if error.field is None or not error.field.startswith("task."):
+            raise
+        field = error.field.removeprefix("task.").removeprefix("harness.external.")
+        raise error.replace(field=field) from error.__cause__
+
+
+def _not_external(session_id: str) -> InvalidField:
+    return InvalidField(
+        f"the agent of session {session_id} does not run elsewhere: Outrider ends and grades the session itself",
+        field="session_id",
+    )

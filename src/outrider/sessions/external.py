@@ -1,0 +1,431 @@
+"""Hosts sessions whose agents run elsewhere: on another cluster, on a laptop, under another scheduler.
+
+Such a session has models, a credential and clocks, but no sandbox and no slot of a lane. The session begins when its
+attempt starts, takes model calls, and ends when somebody completes the session with a report. The report is stored
+before the completion is acknowledged. If the service is lost, the next attempt continues: the attempt takes over the
+turns that are stored, restores the conversations from these turns, and accepts the same credential.
+
+Invariants: a session that nobody completes ends with an error, never with a reward; a credential gives access to the
+model calls of one session and to nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Protocol, Self
+
+import msgspec
+
+from outrider.concurrency.events import Broadcast, wait_for_event
+from outrider.concurrency.watchdog import Watchdog
+from outrider.engines.pool.waits import Overdue
+from outrider.errors import (
+    Conflict,
+    ContextOverflow,
+    ErrorRecord,
+    HarnessError,
+    InvalidField,
+    NotFound,
+    OutriderError,
+    RuntimeFailure,
+    ServiceError,
+    Unauthorized,
+    record_of,
+)
+from outrider.evaluators.verdict import check_indexes, read_verdict
+from outrider.lifecycle import SessionState, StopReason
+from outrider.sandbox.rootfs.store import RootImage
+from outrider.schemas import NodeStats, ResourceStats
+from outrider.sessions.attempt import Attempt, AttemptStore, Node, session_result, without_secrets
+from outrider.sessions.blame import Cause, End, Facts, Stage, decide
+from outrider.sessions.calls.call import FrozenModel, ModelBackend
+from outrider.sessions.clock import Budget, Stopwatch
+from outrider.sessions.conversation import Conversation, RunEnded, overdue_error
+from outrider.sessions.filters import EndedRun, filtered
+from outrider.sessions.models import SessionModels
+from outrider.sessions.rollout import HARMFUL_SECONDS
+from outrider.spec import REPORTED, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
+from outrider.store.rows import SessionRow
+from outrider.tokens.samples import model_calls, policy_of
+from outrider.trajectory import BranchPolicy, SessionResult, StageSeconds, Turn, Verdict
+
+log = logging.getLogger("outrider.session")
+
+EXTERNAL = "external"
+"""The name under which sessions, events and lists show the host of external sessions."""
+MOST_SESSIONS = 10_000
+"""Maximum number of external sessions at once. Further sessions wait in the queue."""
+
+
+class SessionNotRunning(ServiceError):
+    """A model call with a valid credential arrived before its session runs, for example right after a restart."""
+
+    code = "session_not_running"
+    http_status = 503
+
+
+class AgentFailed(HarnessError):
+    """The agent of an external session was reported as failed, or nobody completed the session in time."""
+
+    code = "agent_failed"
+    retryable = False
+
+
+class ExternalStore(AttemptStore, Protocol):
+    """The store's methods for external sessions."""
+
+    async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]: ...
+    async def drop_turns(self, session_id: str, attempt: int) -> None: ...
+    async def report(self, session_id: str) -> bytes | None: ...
+    async def session(self, session_id: str) -> SessionRow: ...
+    def session_of_key(self, key: str) -> str | None: ...
+
+
+class ExternalSessions:
+    """The `Node` of external sessions, in the service's own process. `async with` runs its watchdog.
+
+    `grader` returns a node that grades a session, and waits until there is one. It is used for tasks whose evaluator is
+    not `reported`.
+    """
+
+    def __init__(
+        self,
+        store: ExternalStore,
+        backend: ModelBackend,
+        frozen: Sequence[FrozenModel],
+        *,
+        grader: Callable[[TaskSpec], Awaitable[Node]],
+        capacity: int = MOST_SESSIONS,
+    ) -> None:
+        self.name = self.machine = EXTERNAL
+        self._store = store
+        self._backend = backend
+        self._frozen = tuple(frozen)
+        self._grader = grader
+        self._capacity = capacity
+        self._live: dict[str, _LiveSession] = {}
+        self._begun = Broadcast()
+        self._held = AsyncExitStack()
+        self._watchdog: Watchdog
+
+    async def __aenter__(self) -> Self:
+        self._watchdog = await self._held.enter_async_context(Watchdog())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._held.aclose()
+
+    def stats(self) -> NodeStats:
+        nothing = ResourceStats(cpus=0, memory_mb=0)
+        return NodeStats(name=self.name, sessions=len(self._live), capacity=self._capacity, lanes=(), resources=nothing)
+
+    def has_image(self, runtime: RuntimeSpec) -> bool:
+        return True
+
+    async def pull_image(self, reference: str, name: str) -> RootImage:
+        raise RuntimeFailure("external sessions have no sandboxes, and so no images")
+
+    def models(self, key: str) -> SessionModels | None:
+        """Return the models to which a credential gives access now, or None."""
+        live = self._live.get(self._store.session_of_key(key) or "")
+        if live is None or live.models is None:
+            return None
+        live.calls += 1
+        return live.models
+
+    async def refusal(self, key: str) -> OutriderError:
+        """Return the error for a credential to which `models` gives no access."""
+        session_id = self._store.session_of_key(key)
+        if session_id is None:
+            return Unauthorized("this session key is unknown, or its run is over")
+        try:
+            session = await self._store.session(session_id)
+            over = session.state is SessionState.DONE or session.ending is not None
+            if over or await self._store.report(session_id) is not None:
+                return RunEnded("this session's run is over")
+        except NotFound:
+            return Unauthorized("this session was removed")
+        return SessionNotRunning("this session does not run at the moment", hint="call again in a few seconds")
+
+    async def running(self, session_id: str, seconds: float) -> bool:
+        """Wait until the session takes model calls, but at most `seconds`. Returns True if the session does."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while True:
+            begun = self._begun.next()
+            live = self._live.get(session_id)
+            left = deadline - asyncio.get_running_loop().time()
+            if (live is not None and live.models is not None) or left <= 0:
+                return left > 0
+            await wait_for_event(begun, left)
+
+    def note_report(self, session_id: str) -> None:
+        """End the session's run, because its report was stored. Does nothing for a session that does not run here: its
+        next attempt reads the report."""
+        if (live := self._live.get(session_id)) is not None:
+            live.ended.set()
+
+    async def reset(self, session_id: str) -> None:
+        """Drop the turns of a session, so that its agent can start over with the same credential. Calls under way are
+        cut off. Raises Conflict for a session that does not run or was completed."""
+        live = self._live.get(session_id)
+        if live is None or live.models is None:
+            raise Conflict(f"session {session_id} does not run, so there is nothing to reset")
+        await live.reset()
+
+    async def run(self, attempt: Attempt) -> SessionResult:
+        """Run an attempt and return its result, which has the error if something fails. Raises CancelledError, and
+        NodeLost if the node that grades the session is lost."""
+        try:
+            return without_secrets(await self._run(attempt), attempt.task)
+        except OutriderError as error:
+            return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))
+
+    async def _run(self, attempt: Attempt) -> SessionResult:
+        session, store = attempt.session, self._store
+        live = _LiveSession(attempt, store, self._backend, self._frozen, self._stalled_seconds)
+        if session.attempt > 1:
+            await live.resume()
+        self._live[session.id] = live
+        try:
+            await store.set_state(session.id, session.attempt, SessionState.READY)
+            await store.set_state(session.id, session.attempt, SessionState.RUNNING)
+            self._begun.send()
+            if await store.report(session.id) is not None:  # completed in an earlier attempt, or before this one began
+                live.ended.set()
+            failure = await live.until_ended()
+        finally:
+            del self._live[session.id]
+            await live.close()
+        # The report is read after the run has ended, because a report that was stored at the last moment counts.
+        if (stored := await store.report(session.id)) is not None:
+            return await self._ended(live, ReportSpec.model_validate_json(stored))
+        assert failure is not None
+        return await live.result(StopReason.ERROR, error=record_of(failure))
+
+    async def _ended(self, live: _LiveSession, report: ReportSpec) -> SessionResult:
+        """Return the result of a session that was completed."""
+        task, attempt = live.attempt.task, live.attempt
+        if report.error is not None:
+            return await live.result(StopReason.ERROR, error=AgentFailed(f"reported: {report.error}").record())
+        reason, error = await live.decision(report)
+        if error is not None:
+            return await live.result(StopReason.ERROR, error=error, answer=report.answer)
+        if task.evaluator.kind == REPORTED:
+            assert report.reward is not None
+            return await live.result(reason, verdict=verdict_of(report), answer=report.answer)
+        ungraded = await live.result(reason, answer=report.answer)
+        ungraded = msgspec.structs.replace(ungraded, run_reason=reason)
+        node = await self._grader(task)
+        graded = await node.run(msgspec.structs.replace(attempt, stored=ungraded))
+        seconds = msgspec.structs.replace(graded.seconds, run=ungraded.seconds.run)
+        return msgspec.structs.replace(graded, seconds=seconds)
+
+    def _stalled_seconds(self) -> float:
+        return self._watchdog.stalled_seconds() + self._backend.pool.policy.gate.paused_seconds()
+
+
+class _LiveSession:
+    """An external session while its attempt runs. `models` is None while the session is reset. `calls` counts the model
+    calls that have begun. `ended` is set when the run must end."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        store: ExternalStore,
+        backend: ModelBackend,
+        frozen: Sequence[FrozenModel],
+        stalled_seconds: Callable[[], float],
+    ) -> None:
+        self.attempt = attempt
+        self.calls = 0
+        self.ended = asyncio.Event()
+        self._store = store
+        self._backend = backend
+        self._frozen = frozen
+        self._stalled_seconds = stalled_seconds
+        self._failure: OutriderError | None = None
+        self._resetting = asyncio.Lock()
+        self._stopwatch = Stopwatch()
+        self._new_models()
+
+    def _new_models(self) -> None:
+        attempt, session, task = self.attempt, self.attempt.session, self.attempt.task
+        self._overdue = Overdue()
+
+        def conversation(backend: ModelBackend, frozen: FrozenModel | None) -> Conversation:
+            model = None if frozen is None else backend.model
+            return Conversation(
+                backend,
+                session_key=f"{attempt.name}-{model}" if model else attempt.name,
+                sample_index=session.sample_index,
+                limits=task.limits if frozen is None else frozen.limits,
+                sampling=task.sampling if frozen is None else SamplingSpec(),
+                history=task.history,
+                record=partial(self._store.add_turn, session.id, session.attempt, model=model),
+                frozen=model,
+                on_broken=self.ended.set,
+                overdue=self._overdue,
+            )
+
+        self._policy = conversation(self._backend, None)
+        others = {each.backend.model: conversation(each.backend, each) for each in self._frozen}
+        self._all = SessionModels(self._policy, others)
+        self.models: SessionModels | None = self._all
+
+    async def resume(self) -> None:
+        """Continue the session's earlier attempts."""
+        session = self.attempt.session
+        await self._policy.resume(await self._store.continue_turns(session.id, session.attempt))
+        for name, turns in (await self._store.frozen_turns(session.id, session.attempt)).items():
+            if name in self._all.frozen:
+                await self._all.frozen[name].resume(turns)
+
+    async def reset(self) -> None:
+        async with self._resetting:
+            if self.ended.is_set():
+                raise Conflict(f"session {self.attempt.session.id} has ended")
+            self.models = None
+            try:
+                await self._all.close()
+                await self._store.drop_turns(self.attempt.session.id, self.attempt.session.attempt)
+            except Conflict:  # completed meanwhile
+                raise
+            except OutriderError as error:
+                self._failure = error  # the calls are refused by now, so this attempt cannot go on
+                self.ended.set()
+                raise
+            self._new_models()
+
+    async def until_ended(self) -> OutriderError | None:
+        """Wait until the session is completed, or return the error with which the session ends."""
+        limits, external = self.attempt.task.limits, self.attempt.task.harness.external
+        assert external is not None
+        whole = Budget(limits.session_seconds, self._stalled_seconds)
+        while True:
+            idle, calls = Budget(external.idle_seconds, self._stalled_seconds), self.calls
+            try:
+                async with whole.spend(), idle.spend():
+                    await self.ended.wait()
+                return self._failure or self._all.broken
+            except TimeoutError:
+                if whole.exhausted:
+                    return AgentFailed(
+                        f"nobody completed the session within its session_seconds, {limits.session_seconds:g} s",
+                        hint="complete the session, or raise limits.session_seconds",
+                    )
+                if calls == self.calls and not self._all.under_way:
+                    return AgentFailed(
+                        f"nobody completed the session, and no model call came for {external.idle_seconds:g} s",
+                        hint="complete the session, or raise idle_seconds",
+                    )
+
+    async def close(self) -> None:
+        """End the run: later calls are refused, and calls in flight are cut off and recorded."""
+        self.ended.set()
+        async with self._resetting:
+            await self._all.close()
+        self._stopwatch.lap("run")
+
+    async def decision(self, report: ReportSpec) -> tuple[StopReason, ErrorRecord | None]:
+        """Return the reason why the run ended, and the error if the run must not be graded."""
+        policy, models = self._policy, self._all
+        in_vain: OutriderError | None = None
+        try:
+            for pending in self._overdue.pending_checks:
+                await pending()
+        except OutriderError as error:
+            in_vain = error
+        failure = models.failure
+        facts = Facts(
+            stage=Stage.RUN,
+            end=End.RETURNED,
+            unrecorded=models.broken is not None,
+            engine_failed=failure is not None,
+            overdue=self._overdue.in_run() >= HARMFUL_SECONDS,
+            in_vain=in_vain is not None,
+            hung_up=models.hung_up,
+            limit=policy.limit is not None,
+            overflow=isinstance(policy.failure, ContextOverflow) and policy.limit is None,
+            called=policy.turns > 0,
+            replied=policy.replies > 0,
+        )
+        errors = {
+            Cause.UNRECORDED: models.broken,
+            Cause.ENGINE: failure,
+            Cause.OVERDUE: overdue_error(self._overdue.in_run(), self._overdue.what),
+            Cause.IN_VAIN: in_vain,
+            Cause.NO_CALL: AgentFailed(
+                "the session was completed without a single model call",
+                hint="check the base URL and key that the agent uses",
+            ),
+        }
+        decided = decide(facts)
+        if decided.cause is not None:
+            cause = errors[decided.cause]
+            assert cause is not None
+            # The agent has ended, so another attempt would wait for calls that never come.
+            return StopReason.ERROR, msgspec.structs.replace(record_of(cause), retryable=False)
+        reported = StopReason(report.stop_reason)
+        return (reported if reported is not StopReason.COMPLETED else decided.reason or policy.limit or reported), None
+
+    async def result(
+        self,
+        reason: StopReason,
+        *,
+        verdict: Verdict | None = None,
+        error: ErrorRecord | None = None,
+        answer: str | None = None,
+    ) -> SessionResult:
+        session, task = self.attempt.session, self.attempt.task
+        turns = await self._store.turns(session.id, session.attempt)
+        at_most = BranchPolicy.TRAIN
+        if verdict is not None:
+            verdict, at_most = filtered(EndedRun(reason, turns, None), verdict, task.filters)
+        forks = {cause.value: number for cause, number in self._policy.tree.forks.items()}
+        build = partial(
+            session_result,
+            session,
+            reason,
+            turns,
+            task=task,
+            verdict=verdict,
+            at_most=at_most,
+            error=error,
+            forks=forks,
+            frozen=await self._store.frozen_turns(session.id, session.attempt) if self._frozen else {},
+            seconds=StageSeconds(**self._stopwatch.seconds),
+            answer=answer,
+        )
+        return await self._backend.offload.run(build)  # counting the tokens of a long session takes a while
+
+
+def verdict_of(report: ReportSpec) -> Verdict:
+    """Return the verdict in a report. The report has a reward."""
+    assert report.reward is not None
+    return Verdict(
+        reward=report.reward, metrics=report.metrics, reason=report.reason, turns=report.turns, rows=report.rows
+    )
+
+
+def check_report(report: ReportSpec, task: TaskSpec, turns: Sequence[Turn]) -> None:
+    """Raise InvalidField for a report that does not fit the session's task and `turns`."""
+    if report.error is not None:
+        return
+    if task.evaluator.kind != REPORTED:
+        if report.reward is not None:
+            raise InvalidField(
+                f"the evaluator of the task, {task.evaluator.kind!r}, decides the reward",
+                field="reward",
+                hint="leave reward out; an answer for the evaluator is in `answer`",
+            )
+        return
+    if report.reward is None:
+        raise InvalidField("is missing: the evaluator of the task is 'reported'", field="reward")
+    try:
+        check_indexes(read_verdict(verdict_of(report)), model_calls(turns, policy_of(task.branches)))
+    except ValueError as error:
+        raise InvalidField(f"the verdict does not fit the session: {error}", field="reward") from error
