@@ -260,7 +260,7 @@ class _LiveSession:
             model = None if frozen is None else backend.model
             return Conversation(
                 backend,
-                session_key=f"{attempt.name}-{model}" if model else attempt.name,
+                session_key=f"{session.id}-{model}" if model else session.id,
                 sample_index=session.sample_index,
                 limits=task.limits if frozen is None else frozen.limits,
                 sampling=task.sampling if frozen is None else SamplingSpec(),
