@@ -38,7 +38,20 @@ OWN_VARIABLES = (
 )
 """Variables that Outrider reads, apart from the settings of a service."""
 SANDBOX_VARIABLES = frozenset(
-    f"{PREFIX}{name}" for name in ("API_KEY", "BASE_URL", "CALL", "FAKE_FAIL", "INSTRUCTION", "MODEL", "VERDICT")
+    f"{PREFIX}{name}"
+    for name in (
+        "API_KEY",
+        "ATTEMPT",
+        "BASE_URL",
+        "CALL",
+        "FAKE_FAIL",
+        "GROUP",
+        "INSTRUCTION",
+        "MODEL",
+        "SAMPLE",
+        "SESSION",
+        "VERDICT",
+    )
 )
 """Variables that Outrider sets for programs in a sandbox. An Outrider that is started in a sandbox must not warn about
 these variables."""

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from outrider.api.gateway import Gateway, _ClientReply, _with_pings
+from outrider.errors import Unauthorized
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
@@ -33,6 +34,9 @@ class OneSession:
 
     def __init__(self, models: SessionModels) -> None:
         self._models = models
+
+    async def refusal(self, key: str) -> Unauthorized:
+        return Unauthorized("this session key is unknown, or its run is over")
 
     def models(self, key: str) -> SessionModels | None:
         return self._models if key == KEY else None

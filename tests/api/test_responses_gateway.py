@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from outrider.api.gateway import Gateway
+from outrider.errors import Unauthorized
 from outrider.lab.fakes.engine_servers.app import serving
 from outrider.sessions.models import SessionModels
 from outrider.spec import Limits
@@ -32,6 +33,9 @@ class OneSession:
 
     def __init__(self, models: SessionModels) -> None:
         self._models = models
+
+    async def refusal(self, key: str) -> Unauthorized:
+        return Unauthorized("this session key is unknown, or its run is over")
 
     def models(self, key: str) -> SessionModels | None:
         return self._models if key == KEY else None

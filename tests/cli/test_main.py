@@ -44,6 +44,8 @@ def test_there_is_every_command() -> None:
             "task",
             "token",
             "slurm",
+            "session",
+            "capture",
         ),
     }
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from outrider.errors import Conflict
 from outrider.lifecycle import StopReason
 from outrider.spec import EVALUATION_LABEL, OPERATOR_TENANT, tenant_of
-from outrider.store.queue import MOST_PASSED, bucket_of
+from outrider.store.queue import MOST_PASSED, QueueKind, bucket_of
 from outrider.store.rows import QueueLength, SessionRow
 from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
@@ -142,7 +142,7 @@ async def test_labels_and_priorities_may_be_anything(store: Store) -> None:
 async def test_evaluations_can_be_asked_for_alone(store: Store) -> None:
     await put(store, "train", 2, labels=run("a"), priority=9)
     await put(store, "eval", 2, labels={**run("a"), EVALUATION_LABEL: "held out"}, priority=-9)
-    assert await order(store, evaluations=True) == ["eval.0", "eval.1"]
+    assert await order(store, kind=QueueKind.EVALUATION) == ["eval.0", "eval.1"]
     assert await order(store) == ["train.0", "train.1", "eval.0", "eval.1"]
 
 

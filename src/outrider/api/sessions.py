@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from outrider.api.control_router import Caller, ControlRouter, Created, Serving, body
 from outrider.errors import Conflict, InvalidField, RuntimeUnavailable
-from outrider.harnesses.base import ModelEndpoint
+from outrider.harnesses.base import ModelEndpoint, SessionIds
 from outrider.harnesses.endpoint_variables import endpoint_environment
 from outrider.lifecycle import SessionState
 from outrider.schemas import SessionEndpoint, SessionList, SessionView
@@ -34,7 +34,13 @@ async def open_session(
     bases = {network: f"{url}/s/{key}" for network, url in urls.items()}
     base = next(iter(bases.values()))
     endpoint = ModelEndpoint(base_url=base, api_key=key, model=service.model)
-    variables = endpoint_environment(endpoint, spec.instruction if spec.group_id is None else "")
+    ids = SessionIds(
+        group_id=session.group_id,
+        session_id=session.id,
+        sample_index=session.sample_index,
+        attempt=max(1, session.attempt),
+    )
+    variables = endpoint_environment(endpoint, spec.instruction if spec.group_id is None else "", ids)
     return SessionEndpoint(
         session=session,
         running=running,
@@ -82,8 +88,8 @@ async def sessions(
 async def complete(
     service: Serving, caller: Caller, session_id: str, spec: Annotated[ReportSpec, body(ReportSpec)]
 ) -> SessionView:
-    """Complete a session whose agent runs elsewhere: end its run, and grade it. The report is stored before the reply is
-    sent. Repeating the request with the same report changes nothing."""
+    """Complete a session whose agent runs elsewhere: end its run, and grade it. The report is stored before the reply
+    is sent. Repeating the request with the same report changes nothing."""
     return await service.open_sessions.complete(session_id, spec, caller)
 
 

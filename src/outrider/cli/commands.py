@@ -57,6 +57,7 @@ COMMANDS = {
     "cancel": ("status:cancel", "Cancel a group, or one session of it."),
     "show": ("show:show", "Show a session: what the model was shown, what it sampled, and how it ended."),
     "regrade": ("regrade:regrade", "Grade sessions again, with another evaluator or the same one."),
+    "capture": ("session:capture", "Run a program here as the agent of a session, and show what it did."),
     "artifacts": ("artifacts:artifacts", "List the files kept from a session's sandbox, or get one of them."),
     "export": ("export:export", "Write the training samples of done groups."),
     "gc": ("delivery:gc", "Remove old groups with their sessions, turns, images, artifacts and events."),
@@ -120,6 +121,15 @@ GROUPS = {
     "policy": (
         "Show, pause, resume and update the policy that the engines serve.",
         {"show": "policy:show", "pause": "policy:pause", "resume": "policy:resume", "update": "policy:update"},
+    ),
+    "session": (
+        "Open, complete, reset and list sessions whose agents run elsewhere.",
+        {
+            "open": "session:open_",
+            "complete": "session:complete",
+            "reset": "session:reset",
+            "list": "session:list_sessions",
+        },
     ),
     "task": (
         "Look at tasks, and check them, before a model sees them.",

@@ -24,6 +24,7 @@ from outrider.schemas import (
     NodeStats,
     PolicyStatus,
     ResourceStats,
+    SessionView,
     TokenView,
 )
 from outrider.trajectory import StageSeconds
@@ -104,6 +105,20 @@ def session_table(group: GroupView) -> RenderableType:
         counts = (reward, result.turns, result.tokens.sampled, *stage_seconds(result.seconds))
         rows.append((session.id, word(result.stop_reason.value), *counts, shown))
     return table(columns, rows)
+
+
+def sessions_table(sessions: Sequence[SessionView]) -> RenderableType:
+    """Return a row for each session of several groups: state or stop reason, reward, turns, sampled tokens, error."""
+    rows: list[Sequence[object]] = []
+    for session in sessions:
+        result = session.result
+        if result is None:
+            rows.append((session.id, word(session.state.value), "-", "-", "-", ""))
+            continue
+        reward = result.verdict.reward if result.verdict else None
+        error = result.error.code if result.error else ""
+        rows.append((session.id, word(result.stop_reason.value), reward, result.turns, result.tokens.sampled, error))
+    return table(("session", "state", "reward>", "turns>", "tokens>", "error"), rows)
 
 
 def counted(number: int, noun: str) -> str:

@@ -21,7 +21,13 @@ import os
 import random
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from urllib.parse import quote, unquote, urlencode, urlsplit
@@ -72,6 +78,8 @@ from outrider.schemas import (
     Role,
     SampleList,
     ServiceStatus,
+    SessionEndpoint,
+    SessionList,
     SessionView,
     TokenList,
     TokenView,
@@ -83,15 +91,15 @@ from outrider.wire.http_connections import Connections, Response
 from outrider.wire.tls import trusting
 
 if TYPE_CHECKING:
-    from outrider.spec import EngineSpec, GroupSpec, RegradeSpec, Spec
+    from outrider.spec import EngineSpec, GroupSpec, RegradeSpec, ReportSpec, SessionSpec, Spec
 
 log = logging.getLogger("outrider.client")
 
 T = TypeVar("T")
 P = ParamSpec("P")
 Watch = Callable[[Sequence[GroupView]], None]
-Query = Mapping[str, str | float | bool | None]
-"""The parameters of a request's URL. A parameter that is None is not sent."""
+Query = Mapping[str, str | float | bool | list[str] | None]
+"""The parameters of a request's URL. A parameter that is None is not sent, and a list is sent as several parameters."""
 
 TOTAL_SECONDS = 300.0
 """Maximum seconds of a request and its reply."""
@@ -360,8 +368,69 @@ class AsyncClient:
     async def session(self, session_id: str) -> SessionView:
         return await self._call("GET", _path("sessions", session_id), SessionView)
 
-    async def turns(self, session_id: str) -> tuple[TurnView, ...]:
-        return (await self._call("GET", _path("sessions", session_id, "turns"), TurnList)).turns
+    async def turns(self, session_id: str, *, tokens: bool = False) -> tuple[TurnView, ...]:
+        """Return a session's model calls. With `tokens`, the turns have their ids, log-probabilities and messages."""
+        query = {"tokens": tokens or None}
+        return (await self._call("GET", _path("sessions", session_id, "turns"), TurnList, query=query)).turns
+
+    async def open_session(
+        self, session: SessionSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
+    ) -> SessionEndpoint:
+        """Open a session for an agent that runs elsewhere. Returns the session with its credential and addresses. For
+        `patience` see `submit`."""
+        opening = partial(self._call, "POST", "/v1/sessions", SessionEndpoint, body=_encoded(session or {}))
+        return await patiently(opening, patience, unreachable=False)
+
+    async def complete_session(self, session_id: str, report: ReportSpec | Mapping[str, Any]) -> SessionView:
+        """Complete a session whose agent runs elsewhere. The report is stored when this method returns. Repeating the
+        call with the same report changes nothing."""
+        path = _path("sessions", session_id, "complete")
+        return await self._call("POST", path, SessionView, body=_encoded(report))
+
+    async def reset_session(self, session_id: str) -> SessionView:
+        """Drop the turns of a session whose agent runs elsewhere, so that the agent can start over."""
+        return await self._call("POST", _path("sessions", session_id, "reset"), SessionView, body=b"{}")
+
+    async def sessions(
+        self,
+        *,
+        state: str | None = None,
+        labels: Mapping[str, str] = {},
+        harness: str | None = None,
+        since: float = 0.0,
+        after: str | None = None,
+        limit: int = 100,
+    ) -> SessionList:
+        """Return one page of sessions, newest group first. `after` is the `after` of the page before. `since` is in
+        seconds since the epoch. A page ends with the group that reaches `limit` sessions."""
+        query: Query = {
+            "state": state,
+            "harness": harness,
+            "since": since or None,
+            "after": after,
+            "limit": limit,
+            "label": [f"{name}={value}" for name, value in labels.items()],
+        }
+        return await self._call("GET", "/v1/sessions", SessionList, query=query)
+
+    @asynccontextmanager
+    async def external_session(
+        self, session: SessionSpec | Mapping[str, Any] | None = None
+    ) -> AsyncIterator[ExternalSession]:
+        """Open a session for an agent that the block runs: `async with client.external_session() as session`. The block
+        calls `session.complete`. If the block raises, or ends without a completion, the session ends as an error."""
+        opened = ExternalSession(self, await self.open_session(session))
+        try:
+            yield opened
+        except BaseException as error:
+            if not opened.completed:
+                # The error of the block is raised, whatever becomes of the report: a session that nobody completes
+                # ends as an error by its own clock.
+                with suppress(OutriderError):
+                    await opened.complete(error=f"{type(error).__name__}: {error}")
+            raise
+        if not opened.completed:
+            await opened.complete(error="the block ended without a completion")
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
         _, rows = await self._with_samples(_path("sessions", session_id, "samples"), SampleList, {})
@@ -669,6 +738,53 @@ async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: st
         ) from error
 
 
+class ExternalSession:
+    """A session of an agent that runs elsewhere, for the code that runs the agent. `base_url` and `key` are the agent's
+    base URL (without `/v1`) and API key, `model` is the name of its model, and `variables` are environment variables
+    for agent programs of all vendors."""
+
+    def __init__(self, client: AsyncClient, opened: SessionEndpoint) -> None:
+        self._client = client
+        self.opened = opened
+        self.id, self.group_id = opened.session.id, opened.session.group_id
+        self.base_url, self.key, self.model = opened.base_url, opened.key, opened.model
+        self.variables = opened.variables
+        self.completed = False
+        """True once a report was accepted."""
+
+    async def complete(self, **report: Any) -> SessionView:
+        """Complete the session with the fields of a `ReportSpec`: `reward`, `metrics`, `reason`, `turns`, `rows`,
+        `answer`, `stop_reason`, `error`. Retries while the service cannot be reached, because a report may be
+        repeated."""
+        done = await patiently(lambda: self._client.complete_session(self.id, report))
+        self.completed = True
+        return done
+
+    async def reset(self) -> None:
+        """Drop the turns, because the agent starts over."""
+        await self._client.reset_session(self.id)
+
+
+class BlockingExternalSession:
+    """An `ExternalSession` for code that does not await."""
+
+    def __init__(self, client: Client, session: ExternalSession) -> None:
+        self._client = client
+        self._session = session
+        self.opened = session.opened
+        self.id, self.group_id = session.id, session.group_id
+        self.base_url, self.key, self.model = session.base_url, session.key, session.model
+        self.variables = session.variables
+
+    def complete(self, **report: Any) -> SessionView:
+        """See `ExternalSession.complete`."""
+        return self._client.run(self._session.complete(**report))
+
+    def reset(self) -> None:
+        """See `ExternalSession.reset`."""
+        self._client.run(self._session.reset())
+
+
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
@@ -738,6 +854,14 @@ class Client:
             raise _not_open()
         return self._loop.open(manager)
 
+    @contextmanager
+    def external_session(
+        self, session: SessionSpec | Mapping[str, Any] | None = None
+    ) -> Iterator[BlockingExternalSession]:
+        """See `AsyncClient.external_session`."""
+        with self.open(self.asynchronous.external_session(session)) as opened:
+            yield BlockingExternalSession(self, opened)
+
     submit = _blocking(AsyncClient.submit)
     regrade = _blocking(AsyncClient.regrade)
     group = _blocking(AsyncClient.group)
@@ -757,6 +881,10 @@ class Client:
     events = _blocking_iterator(AsyncClient.events)
     session = _blocking(AsyncClient.session)
     turns = _blocking(AsyncClient.turns)
+    open_session = _blocking(AsyncClient.open_session)
+    complete_session = _blocking(AsyncClient.complete_session)
+    reset_session = _blocking(AsyncClient.reset_session)
+    sessions = _blocking(AsyncClient.sessions)
     samples = _blocking(AsyncClient.samples)
     chat_rows = _blocking(AsyncClient.chat_rows)
     artifacts = _blocking(AsyncClient.artifacts)
@@ -795,8 +923,9 @@ def _path(*segments: str) -> str:
 
 def _with_query(path: str, query: Query) -> str:
     given = {name: value for name, value in query.items() if value is not None}
-    sent = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
-    return f"{path}?{urlencode(sent)}" if sent else path
+    sent = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items()}
+    pairs = urlencode(sent, doseq=True)
+    return f"{path}?{pairs}" if pairs else path
 
 
 def _encoded(body: Spec | Mapping[str, Any]) -> bytes:

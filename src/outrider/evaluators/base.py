@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol, runtime_checkable
 import msgspec
 
 from outrider.errors import EvaluatorError
-from outrider.harnesses.base import HarnessOutcome
+from outrider.harnesses.base import HarnessOutcome, SessionIds
 from outrider.lifecycle import StopReason
 from outrider.messages import Message
 from outrider.sandbox.runtimes.base import Runtime
@@ -76,7 +76,8 @@ class NothingKept:
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session to grade. `transcript` is the main branch as messages, with the last reply. `turns` is
-    the number of model calls. `calls` are the model calls in the order in which they ended.
+    the number of model calls. `calls` are the model calls in the order in which they ended. `ids` are the ids of the
+    attempt.
 
     `runtime` is the graded sandbox. For a regraded outcome without kept files, `runtime` is a `NothingKept`. `patch` is
     the agent's change to a repository in the format of `git diff`, if the task carries a diff.
@@ -100,6 +101,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     transcript: tuple[Message, ...]
     turns: int
     calls: tuple[GradedTurn, ...] = ()
+    ids: SessionIds = SessionIds()
     patch: bytes | None = None
     beside: OpenSandbox = no_sandbox
     call_frozen: CallFrozen = no_model

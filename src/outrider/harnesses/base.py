@@ -27,6 +27,16 @@ class ModelEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
 
+class SessionIds(msgspec.Struct, frozen=True, kw_only=True):
+    """The ids of an attempt: of its group and session, the session's place in the group (from 0), and the number of the
+    attempt (from 1)."""
+
+    group_id: str = ""
+    session_id: str = ""
+    sample_index: int = 0
+    attempt: int = 1
+
+
 class ModelRefused(RequestError):
     """A frozen model refused a call because of the agent: the session has used up its turns or tokens of the model, or
     the prompt is too long. If an agent does not catch this error, the session is graded, as after a non-zero exit of a
@@ -62,6 +72,7 @@ class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
     runtime: Runtime
     endpoint: ModelEndpoint
     model: ModelClient
+    ids: SessionIds = SessionIds()
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -162,7 +162,7 @@ class CommandHarness:
 
     def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
         own = {name: fill(text, words) for name, text in (self._preset.env | self._env).items()}
-        return own | endpoint_environment(context.endpoint, context.task.instruction)
+        return own | endpoint_environment(context.endpoint, context.task.instruction, context.ids)
 
 
 def check_instruction(instruction: str) -> None:

@@ -1,15 +1,17 @@
-"""The environment variables of a session's model endpoint, under the names that the vendors' programs read.
+"""The environment variables of a session: its model endpoint, under the names that the vendors' programs read, and its
+ids.
 
 Invariant: no task can set these variables.
 """
 
 from __future__ import annotations
 
-from outrider.harnesses.base import ModelEndpoint
+from outrider.harnesses.base import ModelEndpoint, SessionIds
 
 
-def endpoint_environment(endpoint: ModelEndpoint, instruction: str) -> dict[str, str]:
-    """Return the variables from which agent programs of all vendors read the endpoint and the instruction."""
+def endpoint_environment(endpoint: ModelEndpoint, instruction: str, ids: SessionIds) -> dict[str, str]:
+    """Return the variables from which agent programs of all vendors read the endpoint and the instruction, and agents
+    for Outrider the ids of their attempt."""
     base, key = endpoint.base_url, endpoint.api_key
     return {
         "OPENAI_BASE_URL": f"{base}/v1",
@@ -23,7 +25,11 @@ def endpoint_environment(endpoint: ModelEndpoint, instruction: str) -> dict[str,
         "OUTRIDER_API_KEY": key,
         "OUTRIDER_MODEL": endpoint.model,
         "OUTRIDER_INSTRUCTION": instruction,
+        "OUTRIDER_GROUP": ids.group_id,
+        "OUTRIDER_SESSION": ids.session_id,
+        "OUTRIDER_SAMPLE": str(ids.sample_index),
+        "OUTRIDER_ATTEMPT": str(ids.attempt),
     }
 
 
-ENDPOINT_VARIABLES = frozenset(endpoint_environment(ModelEndpoint(base_url="", api_key="", model=""), ""))
+ENDPOINT_VARIABLES = frozenset(endpoint_environment(ModelEndpoint(base_url="", api_key="", model=""), "", SessionIds()))

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from outrider.errors import ErrorRecord
+from outrider.harnesses.base import SessionIds
 from outrider.lifecycle import SessionState, StopReason
 from outrider.redaction import redacted, secrets_in
 from outrider.sandbox.rootfs.store import RootImage
@@ -40,6 +41,16 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """A name that is unique among all attempts of all sessions."""
         return f"{self.session.id}-{self.session.attempt}"
+
+    @property
+    def ids(self) -> SessionIds:
+        session = self.session
+        return SessionIds(
+            group_id=session.group_id,
+            session_id=session.id,
+            sample_index=session.sample_index,
+            attempt=session.attempt,
+        )
 
     @property
     def priority(self) -> int:

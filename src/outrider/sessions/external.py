@@ -253,7 +253,7 @@ class _LiveSession:
         self._new_models()
 
     def _new_models(self) -> None:
-        attempt, session, task = self.attempt, self.attempt.session, self.attempt.task
+        session, task = self.attempt.session, self.attempt.task
         self._overdue = Overdue()
 
         def conversation(backend: ModelBackend, frozen: FrozenModel | None) -> Conversation:

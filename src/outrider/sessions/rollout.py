@@ -389,6 +389,7 @@ class Rollout:
             runtime=runtime,
             endpoint=ModelEndpoint(base_url=f"{runtime.endpoint}/s/{self._key}", api_key=self._key, model=model),
             model=InProcessClient(self.models),
+            ids=self._attempt.ids,
         )
         await harness.install(context)
         return context
@@ -589,6 +590,7 @@ class Rollout:
             transcript=said,
             turns=len(turns),
             calls=calls,
+            ids=self._attempt.ids,
             call_frozen=self._call_frozen,
             host=self._node.sandboxes.host,
             bucket=self._session.bucket,

@@ -32,7 +32,7 @@ from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
-from outrider.store.task_key import KeySource, TaskKey, receiver_of_sealed
+from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.trajectory import SessionResult, Turn, without_gaps
 
@@ -526,13 +526,13 @@ class Store:
     def session_key(self, session_id: str) -> str:
         """Return the credential of an external session. The store can check the credential without having stored it,
         so the credential outlives the service's process."""
-        return f"{EXTERNAL_KEY}{session_id}.{self._key.mark(_key_of(session_id))}"
+        return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"
 
     def session_of_key(self, key: str) -> str | None:
         """Return the id of the external session whose credential is `key`, None for any other text."""
-        session_id, dot, _ = key.removeprefix(EXTERNAL_KEY).rpartition(".")
-        if not dot or not key.startswith(EXTERNAL_KEY):
+        if not key.startswith(EXTERNAL_KEY):
             return None
+        session_id = key[len(EXTERNAL_KEY) : -MARK_LENGTH - 1]
         return session_id if compare_digest(self.session_key(session_id).encode(), key.encode()) else None
 
     async def began_before(self, version: int) -> list[str]:

@@ -22,7 +22,8 @@ from outrider.errors import InvalidField, ServiceError, UnreadableTask
 
 KEY_FILE = "task.key"
 KEY_BYTES, ID_BYTES, NONCE_BYTES = 32, 8, 12
-MARK_BYTES = 24
+MARK_BYTES, MARK_LENGTH = 24, 32
+"""Length of a mark in bytes, and in characters of base64."""
 SEALED = b"\0sealed1"
 """Prefix of sealed bytes. No JSON begins with this prefix. The key's id, the nonce and AES-256-GCM's output follow."""
 SEALED_URL = "sealed1:"
@@ -102,7 +103,7 @@ class TaskKey:
             ) from error
 
     def mark(self, place: str) -> str:
-        """Return 32 characters that only the owner of the key can compute for `place`."""
+        """Return MARK_LENGTH characters that only the owner of the key can compute for `place`."""
         found = hmac.digest(self._marks, place.encode(), hashlib.sha256)[:MARK_BYTES]
         return base64.urlsafe_b64encode(found).decode()
 

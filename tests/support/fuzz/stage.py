@@ -16,6 +16,7 @@ import msgspec
 from outrider.api.gateway import Gateway
 from outrider.engines.base import EngineOptions
 from outrider.engines.pool.pool import EnginePool
+from outrider.errors import Unauthorized
 from outrider.sessions.calls.call import ModelBackend
 from outrider.sessions.conversation import Conversation
 from outrider.sessions.models import SessionModels
@@ -53,6 +54,9 @@ class Stage:
         self.application = Gateway(self)
         self._conversation = conversation
         self._models = SessionModels(conversation)
+
+    async def refusal(self, key: str) -> Unauthorized:
+        return Unauthorized("this session key is unknown, or its run is over")
 
     def models(self, key: str) -> SessionModels | None:
         return self._models if key == self.key else None

@@ -1,0 +1,119 @@
+"""What a store promises about sessions whose agents run elsewhere."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from outrider.errors import Conflict, NotFound
+from outrider.redaction import redacted
+from outrider.store.queue import QueueKind
+from outrider.store.store import Store
+from outrider.store.task_key import TaskKey
+
+from .world import FAILURE, group_row, result, session_ids, start, submit, turn
+
+NO_TENANT = "somebody"
+
+
+async def test_turns_are_taken_over_by_the_next_attempt(store: Store) -> None:
+    await submit(store, group_row())
+    await start(store, "g.0")
+    await store.add_turn("g.0", 1, turn(0, text="first"))
+    await store.add_turn("g.0", 1, turn(0, text="judge"), model="judge")
+    await store.requeue("g.0", 1, FAILURE)
+    await start(store, "g.0")
+    assert await store.continue_turns("g.0", 2) == [turn(0, text="first")]
+    await store.add_turn("g.0", 2, turn(1, text="second"))
+    assert await store.turns("g.0") == [turn(0, text="first"), turn(1, text="second")]
+    assert await store.frozen_turns("g.0") == {"judge": [turn(0, text="judge")]}
+    assert await store.turns("g.0", 1) == []
+    assert len(await store.continue_turns("g.0", 2)) == 2, "again"
+    with pytest.raises(Conflict):
+        await store.continue_turns("g.0", 1)
+
+
+async def test_a_turn_that_was_lost_leaves_no_gap(store: Store) -> None:
+    await submit(store, group_row())
+    await start(store, "g.0")
+    kept = [turn(0), msgspec.structs.replace(turn(2), parent=0), msgspec.structs.replace(turn(3), parent=2)]
+    kept[1] = msgspec.structs.replace(kept[1], forked_from=1)
+    for each in kept:
+        await store.add_turn("g.0", 1, each)
+    await store.requeue("g.0", 1, FAILURE)
+    await start(store, "g.0")
+    found = await store.continue_turns("g.0", 2)
+    assert [(each.index, each.parent, each.forked_from) for each in found] == [
+        (0, None, None),
+        (1, 0, None),
+        (2, 1, None),
+    ]
+
+
+async def test_turns_are_dropped_until_there_is_a_report(store: Store) -> None:
+    await submit(store, group_row())
+    await start(store, "g.0")
+    await store.add_turn("g.0", 1, turn(0))
+    await store.drop_turns("g.0", 1)
+    assert await store.turns("g.0") == []
+    [event] = [each for each in await store.events(after=0, limit=100) if each.kind == "session.reset"]
+    assert event.data == {"attempt": 1, "turns": 1}
+    await store.add_turn("g.0", 1, turn(0))
+    await store.add_report("g.0", b"{}")
+    with pytest.raises(Conflict, match="was completed"):
+        await store.drop_turns("g.0", 1)
+    assert len(await store.turns("g.0")) == 1
+
+
+async def test_a_report_is_stored_once(store: Store) -> None:
+    await submit(store, group_row())
+    assert await store.report("g.0") is None
+    await store.add_report("g.0", b"first")
+    await store.add_report("g.0", b"first")
+    with pytest.raises(Conflict, match="another report"):
+        await store.add_report("g.0", b"second")
+    assert await store.report("g.0") == b"first"
+    with pytest.raises(NotFound):
+        await store.add_report("g.9", b"first")
+    with pytest.raises(NotFound):
+        await store.add_report("g.1", b"first", tenant=NO_TENANT)
+    await store.cancel_session("g.1")
+    with pytest.raises(Conflict, match="cancelled"):
+        await store.add_report("g.1", b"late")
+
+
+async def test_a_session_that_is_done_takes_no_report(store: Store) -> None:
+    await submit(store, group_row())
+    await start(store, "g.0")
+    await store.finish("g.0", 1, result("g.0"))
+    with pytest.raises(Conflict, match="is over: completed"):
+        await store.add_report("g.0", b"late")
+
+
+async def test_external_sessions_wait_in_a_line_of_their_own(store: Store) -> None:
+    for id, external in (("a", False), ("b", True)):
+        group = group_row(id, n=1)
+        await store.create_group(group, b"{}", session_ids(group), external=external)
+    assert [each.id for each in await store.queued(9)] == ["a.0"]
+    assert [each.id for each in await store.queued(9, kind=QueueKind.EXTERNAL)] == ["b.0"]
+    assert (await store.queue_length()).sessions == 2
+
+
+async def test_keys_belong_to_one_session_and_one_service(store: Store) -> None:
+    key = store.session_key("s-1-0")
+    assert store.session_of_key(key) == "s-1-0"
+    assert key == store.session_key("s-1-0")
+    assert key not in redacted(f"POST /s/{key}/v1/chat")
+    mac = key[-32:]
+    assert store.session_key("s-1-1")[-32:] != mac
+    for wrong in (
+        key[:-1],
+        f"{key}x",
+        key.replace("s-1-0", "s-1-1"),
+        "outrider_x_",
+        "",
+        f"outrider_x_s-1-0_{'A' * 32}",
+        mac,
+    ):
+        assert store.session_of_key(wrong) is None
+    assert TaskKey.new().mark("x") != TaskKey.new().mark("x")
