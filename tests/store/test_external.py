@@ -85,7 +85,7 @@ async def test_a_report_is_stored_once(store: Store) -> None:
 async def test_a_session_that_is_done_takes_no_report(store: Store) -> None:
     await submit(store, group_row())
     await start(store, "g.0")
-    await store.finish("g.0", 1, result("g.0"))
+    await store.finish("g.0", 1, result("g.0", 1))
     with pytest.raises(Conflict, match="is over: completed"):
         await store.add_report("g.0", b"late")
 
