@@ -26,7 +26,12 @@ OF_CHART = {
 }
 """Settings that the chart itself sets, from other values. `task_key` is stored on the data volume, or is a variable of
 `service.envFromSecret`."""
-DEFINITIONS = {"EngineSpec": "engine", "FrozenConfig": "frozen", "GraderConfig": "grader"}
+DEFINITIONS = {
+    "AgentServiceConfig": "agents",
+    "EngineSpec": "engine",
+    "FrozenConfig": "frozen",
+    "GraderConfig": "grader",
+}
 WIDTH = 120
 
 

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -175,19 +184,15 @@ class FrozenConfig(Section):
     response_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 1 << 20
 
 
-class GraderConfig(Section):
-    """A judge model or a grading service at an address set by the operator. Tasks refer to it by name and give no
-    address.
+class NamedServer(Section):
+    """A server at an address set by the operator. Tasks refer to it by name and give no address.
 
-    `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `model`: the model named in a judge's
-    requests. `key_variable`: the variable, in the environment of the service and of its nodes, with the API key.
-    `secret_variable`: the variable with the key for signing requests to a grader; without this variable requests are
-    not signed.
+    `key_variable`: the variable, in the environment of the service and of its nodes, with the API key.
+    `secret_variable`: the variable with the key for signing requests; without this variable requests are not signed.
     """
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     url: str
-    model: str | None = None
     key_variable: str | None = None
     secret_variable: str | None = None
 
@@ -207,6 +212,29 @@ class GraderConfig(Section):
         if value is not None and value.startswith(PREFIX):  # node processes do not inherit variables with this prefix
             raise ValueError(f"must not begin with {PREFIX}, as the service's own settings do")
         return value
+
+
+class GraderConfig(NamedServer):
+    """A judge model or a grading service.
+
+    `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `model`: the model named in a judge's
+    requests.
+    """
+
+    model: str | None = None
+
+
+class AgentServiceConfig(NamedServer):
+    """A service that runs agents: Outrider gives it runs, and follows them.
+
+    `network`: the name of the advertised address under which its agents reach Outrider; the first by default.
+    `poll_seconds`: the seconds between two looks at a run. `patience_seconds`: the seconds for which the service may be
+    out of reach before a run counts as lost.
+    """
+
+    network: str | None = None
+    poll_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
+    patience_seconds: Annotated[float, Field(ge=0, le=86_400)] = 300.0
 
 
 class PluginsConfig(Section):
@@ -314,6 +342,8 @@ class Config(Section):
     """Models that are served beside the policy and never trained: [fields](frozen-models.md)."""
     graders: tuple[GraderConfig, ...] = ()
     """External judges and graders that tasks may name: [fields](evaluators/http.md#where-graders-are)."""
+    agents: tuple[AgentServiceConfig, ...] = ()
+    """Services that run agents for tasks with a [remote](external.md#a-service-that-runs-agents) harness."""
     compat: Annotated[tuple[Literal["prorl", "polar"], ...], Setting("--compat SYSTEM")] = ()
     """Other systems whose HTTP interfaces are served, too: `prorl` and `polar`. The first has the root of the URL, each
     has `/NAME`."""
@@ -353,12 +383,20 @@ class Config(Section):
         """The advertised URLs by the name of their network."""
         return dict(map(advertised, self.advertise))
 
-    @field_validator("graders")
+    @field_validator("graders", "agents")
     @classmethod
-    def _named_apart(cls, value: tuple[GraderConfig, ...]) -> tuple[GraderConfig, ...]:
-        if len({grader.name for grader in value}) < len(value):
-            raise ValueError("two graders have the same name")
+    def _named_apart(cls, value: tuple[NamedServer, ...]) -> tuple[NamedServer, ...]:
+        if len({server.name for server in value}) < len(value):
+            raise ValueError("two of them have the same name")
         return value
+
+    @model_validator(mode="after")
+    def _networks_are_advertised(self) -> Self:
+        for service in self.agents:
+            if service.network is not None and service.network not in self.advertised_urls:
+                known = ", ".join(self.advertised_urls) or "none"
+                raise ValueError(f"agents: {service.name!r} is in network {service.network!r}; advertised are: {known}")
+        return self
 
     @property
     def public(self) -> bool:
@@ -371,6 +409,10 @@ ADDED = {"plugins.allow": PluginsConfig().allow}
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"})
 """Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
 service."""
+
+
+WILDCARDS = frozenset({"0.0.0.0", "::"})
+"""Addresses to listen on, at which nobody can be reached."""
 
 
 def advertised(text: str) -> tuple[str, str]:
@@ -387,7 +429,7 @@ def advertised(text: str) -> tuple[str, str]:
         raise ValueError(f"{url!r} is no URL of a service: write http://HOST:PORT or https://HOST:PORT")
     if parts.query or parts.fragment or parts.username or parts.password:
         raise ValueError(f"{url!r} must have no user, query or fragment")
-    if host in ("0.0.0.0", "::"):
+    if host in WILDCARDS:
         raise ValueError(f"{url!r} is an address to listen on, and no agent can reach it: name the machine")
     return network, url.rstrip("/")
 

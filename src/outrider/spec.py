@@ -254,18 +254,27 @@ class ExternalSpec(Spec):
     idle_seconds: Seconds = 1800
 
 
+class RemoteSpec(Spec):
+    """An agent that a service of the operator's runs: `service` is its name in the setting `agents`. `options` are
+    passed on. For `idle_seconds` see `ExternalSpec`."""
+
+    service: Name
+    options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
+    idle_seconds: Seconds = 1800
+
+
 NonzeroExit = Literal["error", "grade"]
 """The effect of an agent program's exit code other than 0 after its model has replied: the attempt fails and is
 repeated ("error"), or its work is graded as it is ("grade"). With "error", model behaviour that crashes the program
 disappears from the data."""
 
 
-HARNESS_KINDS = ("preset", "command", "agent", "external")
+HARNESS_KINDS = ("preset", "command", "agent", "external", "remote")
 
 
 class HarnessSpec(Spec):
-    """The agent: a `preset` by name, a `command` to run in the sandbox, an in-process `agent`, or an `external` agent,
-    which runs elsewhere.
+    """The agent: a `preset` by name, a `command` to run in the sandbox, an in-process `agent`, or an agent that runs
+    elsewhere: `external` agents are started by others, `remote` agents by a service of the operator's.
 
     The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, the values of `env` and
     the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written before
@@ -277,6 +286,7 @@ class HarnessSpec(Spec):
     command: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
     agent: Name | None = None
     external: ExternalSpec | None = None
+    remote: RemoteSpec | None = None
     env: Annotated[dict[EnvName, Text], Field(max_length=1024)] = {}
     files: Annotated[dict[SandboxPath, Text], Field(max_length=64)] = {}
     venv: AbsolutePath | None = None
@@ -290,9 +300,14 @@ class HarnessSpec(Spec):
             raise ValueError(f"give exactly one of {', '.join(HARNESS_KINDS)} (got {', '.join(given) or 'none'})")
         if self.command is None and (self.files or self.venv is not None):
             raise ValueError(f"files and venv are a command's: a {given[0]} has its own")
-        if self.external is not None and (self.env or self.options or self.nonzero_exit is not None):
-            raise ValueError("an external agent takes no env, options or nonzero_exit: Outrider does not start it")
+        if self.elsewhere is not None and (self.env or self.options or self.nonzero_exit is not None):
+            raise ValueError(f"{given[0]} agents take no env, options or nonzero_exit: Outrider does not start them")
         return self
+
+    @property
+    def elsewhere(self) -> ExternalSpec | RemoteSpec | None:
+        """The settings of an agent that runs elsewhere; None for an agent that Outrider starts."""
+        return self.external or self.remote
 
     @property
     def name(self) -> str:
@@ -434,18 +449,22 @@ class TaskSpec(Spec):
 
     @model_validator(mode="after")
     def _runs_elsewhere(self) -> Self:
-        external = self.harness.external is not None
-        if self.evaluator.kind == REPORTED and not external:
-            raise ValueError("evaluator kind 'reported' is for an external harness, whose sessions somebody completes")
-        if external:
+        elsewhere = self.harness.elsewhere is not None
+        if self.evaluator.kind == REPORTED and not elsewhere:
+            raise ValueError(
+                "evaluator kind 'reported' is for a harness external or remote, whose agents run elsewhere"
+            )
+        if elsewhere:
             for name in ("then", "collect", "artifacts"):
                 if getattr(self, name):
-                    raise ValueError(f"{name} is carried out in the agent's sandbox: an external agent has none")
+                    raise ValueError(f"{name} is carried out in the agent's sandbox: an agent elsewhere has none")
+            if self.evaluator.kind == REPORTED and any(isinstance(step, Run) for step in self.runtime.prepare):
+                raise ValueError("runtime.prepare runs commands in the agent's sandbox: an agent elsewhere has none")
             for name in ("agent_seconds", "prepare_seconds"):
                 if getattr(self.limits, name) != getattr(Limits(), name):
-                    raise ValueError(f"limits.{name} does not apply to an external agent: give session_seconds")
+                    raise ValueError(f"limits.{name} does not apply to an agent elsewhere: give session_seconds")
             if self.evaluator.carry is not None:
-                raise ValueError("evaluator.carry takes files of the agent's sandbox: an external agent has none")
+                raise ValueError("evaluator.carry takes files of the agent's sandbox: an agent elsewhere has none")
         return self
 
     @model_validator(mode="after")

@@ -37,8 +37,8 @@ async def engine_server(tmp_path: Path, **options: Any) -> AsyncIterator[tuple[S
 
 
 @asynccontextmanager
-async def on_engine(tmp_path: Path, url: str) -> AsyncIterator[Elsewhere]:
-    async with elsewhere(tmp_path, engines=({"kind": "vllm", "name": "e", "url": url},)) as world:
+async def on_engine(tmp_path: Path, url: str, **settings: Any) -> AsyncIterator[Elsewhere]:
+    async with elsewhere(tmp_path, engines=({"kind": "vllm", "name": "e", "url": url},), **settings) as world:
         yield world
 
 

@@ -81,7 +81,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
                 await stack.enter_async_context(serving_gateway(node))
             stack.enter_context(noting_refusals(service.failures))
             await stack.enter_async_context(running(server, outside))
-            await stack.enter_async_context(service.running())
+            await stack.enter_async_context(service.running(url))
             yield url
 
 

@@ -25,7 +25,7 @@ FIELD = "task.harness"
 
 def make_harness(spec: HarnessSpec) -> Harness:
     """Make the harness of a task's spec. Raises InvalidField."""
-    if spec.external is not None:
+    if spec.elsewhere is not None:
         return ExternalHarness()
     if spec.agent is not None:
         return InProcessHarness(_make_agent(spec))

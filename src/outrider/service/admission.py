@@ -254,7 +254,7 @@ def check_group(
     evaluators = []
     for number, step in enumerate(steps):
         with fields_of_step(number):
-            if task.harness.agent is None and task.harness.external is None:
+            if task.harness.agent is None and task.harness.elsewhere is None:
                 check_instruction(step.instruction)
             evaluators.append(make_evaluator(step.evaluator, endpoints))
             if step.evaluator.carry == "all" and not getattr(runtime, "saves_layers", False):
@@ -279,7 +279,7 @@ def check_group(
                 field=f"task.harness.files.{path}",
             )
     _check_venv(task, runtime, paths)
-    if not here or (task.harness.external is not None and task.evaluator.kind == REPORTED):
+    if not here or (task.harness.elsewhere is not None and task.evaluator.kind == REPORTED):
         return evaluators  # no session of the task has a sandbox on this machine
     for kind, (one, field) in zip(kinds, runtimes, strict=True):
         with renamed_field(RUNTIME, field):

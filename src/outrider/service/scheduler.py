@@ -258,7 +258,7 @@ class Scheduler:
             await self._end_with_turns(session, StopReason.ERROR, task=None, error=error.record())
             return True
         graded = self._specs[session.group_id].regrades
-        external = task.harness.external is not None and not graded
+        external = task.harness.elsewhere is not None and not graded
         node = self._external if external else self.places.find(task)
         if node is None:
             return False

@@ -21,7 +21,7 @@ from outrider.concurrency.cancellation import Steps
 from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.retries import RetryPolicy
-from outrider.config import Config
+from outrider.config import WILDCARDS, Config
 from outrider.environment import installed_version
 from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field
 from outrider.evaluators.base import Evaluator
@@ -56,6 +56,7 @@ from outrider.sessions.attempt import Node
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LARGE, MAX_VALUES, BodyCapacity
 from outrider.sessions.external import ExternalSessions
+from outrider.sessions.remote_runs import AgentServices
 from outrider.sessions.resources import session_needs
 from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, RegradeSpec, Spec, StoredGroupSpec
 from outrider.store.artifacts import ArtifactStore
@@ -132,7 +133,17 @@ class Service:
         )
         self.retention = Retention(store, artifacts, config.retention, failures=failures)
         self._back_pressure = BackPressure(store, config.queue.sessions)
-        self.external = ExternalSessions(store, backend, frozen, grader=lambda task: self.scheduler.grader(task))
+        self._agent_services = AgentServices(config.agents)
+        self._url = ""
+        self.external = ExternalSessions(
+            store,
+            backend,
+            frozen,
+            grader=lambda task: self.scheduler.grader(task),
+            services=self._agent_services,
+            paths=paths,
+            address=self._address,
+        )
         self.open_sessions = OpenSessions(store, self.external, self.submit)
         self.model = backend.model
         """The name of the policy's model."""
@@ -154,13 +165,15 @@ class Service:
         self._group_done = Broadcast()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Run sessions and deliver results while the block runs. Can be entered once.
+    async def running(self, url: str = "") -> AsyncIterator[None]:
+        """Run sessions and deliver results while the block runs. Can be entered once. `url` is the base URL at which
+        the service is served.
 
         Enter the block once the model gateway is served, and leave it before the gateway stops, because a session
         without a gateway fails. Sessions under way at the end are interrupted. The next service on the same data starts
         them again.
         """
+        self._url = url
         tasks = asyncio.TaskGroup()
         async with AsyncExitStack() as stack:
             await tasks.__aenter__()
@@ -172,6 +185,11 @@ class Service:
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
             stack.callback(tasks.create_task(self.retention.run(), name="retention").cancel)
             yield
+
+    def _address(self, network: str | None) -> str:
+        """Return the URL under which agents in a network reach the service."""
+        urls = self.config.advertised_urls
+        return urls[network] if network is not None else next(iter(urls.values()), self._url)
 
     async def run_dry(self, seconds: float) -> bool:
         """Start no more sessions, and wait up to `seconds` for the sessions under way. Returns True if all sessions
@@ -227,7 +245,15 @@ class Service:
             )
         if not caller.may("admin"):
             check_bounds(spec.task)
-        external = spec.task.harness.external is not None and not getattr(spec, "regrades", [])
+        if (remote := spec.task.harness.remote) is not None:
+            self._agent_services.named(remote.service)
+            if self.config.host in WILDCARDS and not self.config.advertise:
+                raise InvalidField(
+                    f"the service listens on {self.config.host}, and no remote agent knows its address",
+                    field="task.harness.remote",
+                    hint="the operator names the address: --advertise URL, or the setting advertise",
+                )
+        external = spec.task.harness.elsewhere is not None and not getattr(spec, "regrades", [])
         # A service that runs no sessions itself depends on nodes that join. Before the first node joins, the nodes'
         # resources are unknown.
         if not self.scheduler.places.may_fit(session_needs(spec.task), others=self.config.processes == 0):

@@ -20,6 +20,7 @@ from typing import Protocol, Self
 
 import msgspec
 
+from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.watchdog import Watchdog
 from outrider.engines.pool.waits import Overdue
@@ -37,7 +38,10 @@ from outrider.errors import (
     record_of,
 )
 from outrider.evaluators.verdict import check_indexes, read_verdict
+from outrider.harnesses.base import ModelEndpoint
+from outrider.harnesses.endpoint_variables import endpoint_environment
 from outrider.lifecycle import SessionState, StopReason
+from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.sessions.attempt import Attempt, AttemptStore, Node, session_result, without_secrets
@@ -47,8 +51,9 @@ from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, RunEnded, overdue_error
 from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.models import SessionModels
+from outrider.sessions.remote_runs import AgentServices, RemoteRun, RemoteRunFailed, RunRequest, archive_of, has_files
 from outrider.sessions.rollout import HARMFUL_SECONDS
-from outrider.spec import REPORTED, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
+from outrider.spec import REPORTED, RemoteSpec, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, SessionResult, StageSeconds, Turn, Verdict
@@ -57,6 +62,8 @@ log = logging.getLogger("outrider.session")
 
 EXTERNAL = "external"
 """The name under which sessions, events and lists show the host of external sessions."""
+LEASE_EXPIRED = "lease_expired"
+"""Code of a session's error after the loss of its service."""
 MOST_SESSIONS = 10_000
 """Maximum number of external sessions at once. Further sessions wait in the queue."""
 
@@ -80,8 +87,11 @@ class ExternalStore(AttemptStore, Protocol):
 
     async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]: ...
     async def drop_turns(self, session_id: str, attempt: int) -> None: ...
+    async def drop_earlier_turns(self, session_id: str, attempt: int) -> None: ...
     async def report(self, session_id: str) -> bytes | None: ...
     async def session(self, session_id: str) -> SessionRow: ...
+    async def add_report(self, session_id: str, report: bytes) -> None: ...
+    def session_key(self, session_id: str) -> str: ...
     def session_of_key(self, key: str) -> str | None: ...
 
 
@@ -89,7 +99,8 @@ class ExternalSessions:
     """The `Node` of external sessions, in the service's own process. `async with` runs its watchdog.
 
     `grader` returns a node that grades a session, and waits until there is one. It is used for tasks whose evaluator is
-    not `reported`.
+    not `reported`. `services` run the agents of tasks with a remote harness; the files of such tasks are read from
+    `paths`. `address` returns the base URL of this service in a network, for the agents of such tasks.
     """
 
     def __init__(
@@ -99,6 +110,9 @@ class ExternalSessions:
         frozen: Sequence[FrozenModel],
         *,
         grader: Callable[[TaskSpec], Awaitable[Node]],
+        services: AgentServices,
+        paths: HostPaths,
+        address: Callable[[str | None], str],
         capacity: int = MOST_SESSIONS,
     ) -> None:
         self.name = self.machine = EXTERNAL
@@ -106,6 +120,9 @@ class ExternalSessions:
         self._backend = backend
         self._frozen = tuple(frozen)
         self._grader = grader
+        self._services = services
+        self._paths = paths
+        self._address = address
         self._capacity = capacity
         self._live: dict[str, _LiveSession] = {}
         self._begun = Broadcast()
@@ -188,7 +205,10 @@ class ExternalSessions:
         session, store = attempt.session, self._store
         live = _LiveSession(attempt, store, self._backend, self._frozen, self._stalled_seconds)
         if session.attempt > 1:
-            await live.resume()
+            if self._continues(attempt):
+                await live.resume()
+            else:
+                await store.drop_earlier_turns(session.id, session.attempt)
         self._live[session.id] = live
         try:
             await store.set_state(session.id, session.attempt, SessionState.READY)
@@ -196,7 +216,7 @@ class ExternalSessions:
             self._begun.send()
             if await store.report(session.id) is not None:  # completed in an earlier attempt, or before this one began
                 live.ended.set()
-            failure = await live.until_ended()
+            failure = await (live.until_ended() if live.ended.is_set() else self._until_ended(live))
         finally:
             del self._live[session.id]
             await live.close()
@@ -205,6 +225,80 @@ class ExternalSessions:
             return await self._ended(live, ReportSpec.model_validate_json(stored))
         assert failure is not None
         return await live.result(StopReason.ERROR, error=record_of(failure))
+
+    def _continues(self, attempt: Attempt) -> bool:
+        """Return True if the attempt continues the turns of the attempt before. A remote agent starts anew after a
+        failure, but not after the loss of the service."""
+        error = attempt.session.last_error
+        return attempt.task.harness.remote is None or error is None or error.code == LEASE_EXPIRED
+
+    async def _until_ended(self, live: _LiveSession) -> OutriderError | None:
+        """Wait until the session is completed, and have a remote agent run meanwhile. Returns the error with which the
+        session ends, None for a completed session."""
+        remote = live.attempt.task.harness.remote
+        if remote is None:
+            return await live.until_ended()
+        run = self._remote_run(live.attempt, remote)
+        try:
+            async with asyncio.TaskGroup() as group:
+                waiting = group.create_task(live.until_ended(), name="session")
+                following = group.create_task(self._followed(live, run), name="remote run")
+                await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
+                if following.done() and following.result() is None:
+                    return await waiting
+                if not following.done():  # somebody else has completed the session, or its clock has ended it
+                    await run.cancel()
+                    following.cancel()
+                    return await waiting
+                waiting.cancel()
+                return following.result()
+        except asyncio.CancelledError:
+            session = await shielded(lambda: self._store.session(live.attempt.session.id))
+            if session.ending is not None:  # otherwise the service stops, and the next service follows the run
+                await shielded(run.cancel)
+            raise
+
+    def _remote_run(self, attempt: Attempt, remote: RemoteSpec) -> RemoteRun:
+        session, task = attempt.session, attempt.task
+        service = self._services.named(remote.service)
+        key = self._store.session_key(session.id)
+        base_url = f"{self._address(service.network)}/s/{key}"
+        endpoint = ModelEndpoint(base_url=base_url, api_key=key, model=self._backend.model)
+        return RemoteRun(
+            service,
+            RunRequest(
+                run_id=f"{session.id}-{session.attempt - session.recovered}",
+                session=attempt.ids,
+                instruction=task.instruction,
+                model=self._backend.model,
+                base_url=base_url,
+                key=key,
+                variables=endpoint_environment(endpoint, task.instruction, attempt.ids),
+                options=remote.options,
+                labels=task.labels,
+                seconds=task.limits.session_seconds,
+                files=has_files(task),
+            ),
+        )
+
+    async def _followed(self, live: _LiveSession, run: RemoteRun) -> OutriderError | None:
+        """Follow a run to its end, and store its report. Returns the error of a run that failed."""
+        session, task = live.attempt.session, live.attempt.task
+        try:
+            archive = await asyncio.to_thread(archive_of, task, self._paths)
+            report = await run.follow(archive)
+            check_report(report, task, await self._store.turns(session.id, session.attempt))
+            await self._store.add_report(session.id, report.model_dump_json().encode())
+        except Conflict:  # somebody else has completed the session
+            return None
+        except InvalidField as error:
+            return RemoteRunFailed(f"the report of the run does not fit the session: {error.message}", hint=error.hint)
+        except OutriderError as error:
+            return error
+        finally:
+            if await self._store.report(session.id) is not None:
+                live.ended.set()
+        return None
 
     async def _ended(self, live: _LiveSession, report: ReportSpec) -> SessionResult:
         """Return the result of a session that was completed."""
@@ -302,11 +396,11 @@ class _LiveSession:
 
     async def until_ended(self) -> OutriderError | None:
         """Wait until the session is completed, or return the error with which the session ends."""
-        limits, external = self.attempt.task.limits, self.attempt.task.harness.external
-        assert external is not None
+        limits, elsewhere = self.attempt.task.limits, self.attempt.task.harness.elsewhere
+        assert elsewhere is not None
         whole = Budget(limits.session_seconds, self._stalled_seconds)
         while True:
-            idle, calls = Budget(external.idle_seconds, self._stalled_seconds), self.calls
+            idle, calls = Budget(elsewhere.idle_seconds, self._stalled_seconds), self.calls
             try:
                 async with whole.spend(), idle.spend():
                     await self.ended.wait()
@@ -319,7 +413,7 @@ class _LiveSession:
                     )
                 if calls == self.calls and not self._all.under_way:
                     return AgentFailed(
-                        f"nobody completed the session, and no model call came for {external.idle_seconds:g} s",
+                        f"nobody completed the session, and no model call came for {elsewhere.idle_seconds:g} s",
                         hint="complete the session, or raise idle_seconds",
                     )
 
@@ -424,7 +518,7 @@ def check_report(report: ReportSpec, task: TaskSpec, turns: Sequence[Turn]) -> N
             )
         return
     if report.reward is None:
-        raise InvalidField("is missing: the evaluator of the task is 'reported'", field="reward")
+        raise InvalidField("the reward is missing: the evaluator of the task is 'reported'", field="reward")
     try:
         check_indexes(read_verdict(verdict_of(report)), model_calls(turns, policy_of(task.branches)))
     except ValueError as error:

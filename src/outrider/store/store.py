@@ -57,6 +57,7 @@ ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
 ADD_FROZEN_TURN = """INSERT INTO frozen_turns (session_id, attempt, model, turn_index, turn)
     SELECT id, attempt, ?, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
+TURN_TABLES = ("turns", "frozen_turns")
 TURNS = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 COUNT_TURNS = """SELECT (SELECT COUNT(*) FROM turns WHERE session_id = ? AND attempt = ?)
     + (SELECT COUNT(*) FROM frozen_turns WHERE session_id = ? AND attempt = ?)"""
@@ -456,13 +457,13 @@ class Store:
         return await self._db.write(body)
 
     async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]:
-        """Move the turns of the session's earlier attempts to an attempt under way, and return the turns of the policy
-        with the bytes of their images, in the order of their index. The turns are numbered anew if one was lost with
-        the service, before it was stored."""
+        """Move the turns of the session's earlier attempts, of which one at most has turns, to an attempt under way.
+        Returns the turns of the policy with the bytes of their images, in the order of their index. The turns are
+        numbered anew if one was lost with the service, before it was stored."""
 
         async def body(tx: Connection) -> None:
             await _under_way(tx, session_id, attempt)
-            for table in ("turns", "frozen_turns"):
+            for table in TURN_TABLES:
                 sql = f"UPDATE {table} SET attempt = ? WHERE session_id = ? AND attempt < ?"
                 await tx.execute(sql, (attempt, session_id, attempt))
             found = await _rows_of_attempt(tx, TURNS, session_id, attempt, None)
@@ -476,6 +477,16 @@ class Store:
         await self._db.write(body)
         return await self.turns(session_id, attempt, images=True)
 
+    async def drop_earlier_turns(self, session_id: str, attempt: int) -> None:
+        """Delete the turns of the session's earlier attempts, because the agent of this attempt starts anew."""
+
+        async def body(tx: Connection) -> None:
+            await _under_way(tx, session_id, attempt)
+            for table in TURN_TABLES:
+                await tx.execute(f"DELETE FROM {table} WHERE session_id = ? AND attempt < ?", (session_id, attempt))
+
+        await self._db.write(body)
+
     async def drop_turns(self, session_id: str, attempt: int) -> None:
         """Delete the turns of an attempt under way, because its agent starts over. Raises Conflict if the session was
         completed."""
@@ -487,7 +498,7 @@ class Store:
             dropped = sum(
                 [
                     await tx.execute(f"DELETE FROM {table} WHERE session_id = ? AND attempt = ?", (session_id, attempt))
-                    for table in ("turns", "frozen_turns")
+                    for table in TURN_TABLES
                 ]
             )
             data = {"attempt": attempt, "turns": dropped}

@@ -1,0 +1,235 @@
+"""Has agents run by services of the operator's, and follows their runs.
+
+The contract of an agent service is four requests below its URL (docs/external.md): PUT the files of a run, PUT the run,
+GET its state, DELETE it. A run's id is its session's id and the number of failed attempts. So every request may be
+repeated, and the next service process continues a run that it finds. Requests are signed like callbacks.
+
+Invariants: a run is started once, however often it is requested; a run that is lost or fails is an error, never a
+reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import aiohttp
+import msgspec
+
+from outrider.callbacks import signed_headers
+from outrider.config import AgentServiceConfig
+from outrider.environment import environment
+from outrider.errors import HarnessError, InvalidField, OutriderError
+from outrider.harnesses.base import SessionIds
+from outrider.redaction import redacted
+from outrider.sandbox.host_paths import HostPaths
+from outrider.spec import ReportSpec, TaskSpec, Upload, Write
+
+MAX_STATE = 4 << 20
+"""Maximum bytes of a run's state."""
+REQUEST_SECONDS = 60.0
+FILES_SECONDS = 600.0
+CANCEL_SECONDS = 10.0
+RETRY_SECONDS = 2.0
+"""Seconds between two tries of a request while the agent service is out of reach."""
+MAX_SAID = 2000
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class RemoteRunFailed(HarnessError):
+    """A run of an agent service failed, was lost, or could not be started. The session may be tried again."""
+
+    code = "remote_run_failed"
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `PUT /runs/{run_id}`. `variables` are environment variables for agent programs of all vendors. The
+    run has `seconds` at most. `files`: an archive was sent to `/runs/{run_id}/files` before."""
+
+    run_id: str
+    session: SessionIds
+    instruction: str
+    model: str
+    base_url: str
+    key: str
+    variables: dict[str, str]
+    options: dict[str, object]
+    labels: dict[str, str]
+    seconds: float
+    files: bool
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply of `GET /runs/{run_id}`. `report` is set if the run is completed: the fields of a `ReportSpec`. `error`
+    is set if the run failed."""
+
+    status: Literal["running", "completed", "failed"]
+    report: Annotated[dict[str, object], msgspec.Meta(description="fields of a report")] = {}
+    error: str = ""
+
+
+class AgentServices:
+    """The agent services in the settings, by name."""
+
+    def __init__(self, services: Sequence[AgentServiceConfig] = ()) -> None:
+        self._services = {service.name: service for service in services}
+
+    def named(self, name: str, *, field: str = "task.harness.remote.service") -> AgentServiceConfig:
+        """Return the service with this name. Raises InvalidField for an unknown name, with all known names."""
+        if name not in self._services:
+            known = ", ".join(sorted(self._services)) or "none"
+            hint = f"the operator's setting agents has: {known}"
+            raise InvalidField(f"there is no agent service {name!r}", field=field, hint=hint)
+        return self._services[name]
+
+
+class RemoteRun:
+    """One run of an agent service."""
+
+    def __init__(self, service: AgentServiceConfig, request: RunRequest) -> None:
+        self._service = service
+        self._request = request
+        self._url = f"{service.url.rstrip('/')}/runs/{request.run_id}"
+
+    async def follow(self, archive: bytes | None) -> ReportSpec:
+        """Start the run, unless it was started before, and wait for its end. `archive` has the task's files. Raises
+        RemoteRunFailed."""
+        async with self._client() as http:
+            if archive is not None:
+                await self._ask(http, "PUT", "/files", archive, "application/gzip", seconds=FILES_SECONDS)
+            await self._ask(http, "PUT", "", msgspec.json.encode(self._request), "application/json")
+            while True:
+                state = self._state(await self._ask(http, "GET", ""))
+                if state.status == "failed":
+                    raise RemoteRunFailed(f"agent service {self._service.name!r}: {state.error or 'the run failed'}")
+                if state.status == "completed":
+                    return self._report(state)
+                await asyncio.sleep(self._service.poll_seconds)
+
+    async def cancel(self) -> None:
+        """Have the service end the run. Does nothing if the service is out of reach."""
+        try:
+            async with asyncio.timeout(CANCEL_SECONDS), self._client() as http:
+                await self._once(http, "DELETE", "", b"", "application/json", CANCEL_SECONDS)
+        except (OutriderError, aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            return
+
+    def _client(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+
+    async def _ask(
+        self,
+        http: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        kind: str = "application/json",
+        *,
+        seconds: float = REQUEST_SECONDS,
+    ) -> bytes:
+        """Send a request until the service replies, for `patience_seconds` at most. Raises RemoteRunFailed."""
+        loop, name = asyncio.get_running_loop(), self._service.name
+        give_up_at = loop.time() + self._service.patience_seconds
+        while True:
+            try:
+                status, content = await self._once(http, method, path, body, kind, seconds)
+                if 200 <= status < 300:
+                    return content
+                failure = f"answered {status}"
+                if status == 404 and method == "GET":
+                    failure = "does not know the run any more"
+                if status not in TRANSIENT:
+                    said = redacted(content.decode("utf-8", "replace"))[:MAX_SAID]
+                    raise RemoteRunFailed(f"agent service {name!r} {failure}", log_tail=said or None)
+            except TimeoutError:
+                failure = f"did not answer within {seconds:g} s"
+            except (aiohttp.ClientError, OSError) as error:  # the error's text may have the operator's address
+                failure = f"cannot be reached: {type(error).__name__}"
+            if loop.time() >= give_up_at:
+                raise RemoteRunFailed(
+                    f"agent service {name!r} {failure}, for {self._service.patience_seconds:g} s",
+                    hint="see whether it runs, and the setting agents",
+                )
+            await asyncio.sleep(min(RETRY_SECONDS, self._service.poll_seconds))
+
+    async def _once(
+        self, http: aiohttp.ClientSession, method: str, path: str, body: bytes, kind: str, seconds: float
+    ) -> tuple[int, bytes]:
+        headers = {"Content-Type": kind, "Accept-Encoding": "identity", **self._signature(body)}
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        url = self._url + path
+        async with http.request(
+            method, url, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+        ) as reply:
+            content = bytearray()
+            async for part in reply.content.iter_chunked(1 << 16):
+                content += part
+                if len(content) > MAX_STATE:
+                    raise RemoteRunFailed(f"agent service {self._service.name!r} sent more than {MAX_STATE} bytes")
+            return reply.status, bytes(content)
+
+    def _signature(self, body: bytes) -> Mapping[str, str]:
+        headers = {}
+        if (key := self._variable(self._service.key_variable)) is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        if (secret := self._variable(self._service.secret_variable)) is not None:
+            headers |= signed_headers(secret, self._request.run_id, body, now=time.time())
+        return headers
+
+    def _variable(self, name: str | None) -> str | None:
+        if name is None:
+            return None
+        if not (value := (environment(name) or "").strip()):
+            raise RemoteRunFailed(
+                f"the variable {name} of agent service {self._service.name!r} is not set",
+                hint="set it in the environment of the service",
+            )
+        return value
+
+    def _state(self, content: bytes) -> RunState:
+        try:
+            return msgspec.json.decode(content, type=RunState)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise RemoteRunFailed(f"the state that agent service {self._service.name!r} gave: {error}") from error
+
+    def _report(self, state: RunState) -> ReportSpec:
+        try:
+            return ReportSpec.model_validate_json(msgspec.json.encode(state.report))
+        except ValueError as error:  # pydantic's ValidationError
+            raise RemoteRunFailed(f"the report of agent service {self._service.name!r}: {error}") from error
+
+
+def has_files(task: TaskSpec) -> bool:
+    return any(isinstance(step, Upload | Write) for step in task.runtime.prepare)
+
+
+def archive_of(task: TaskSpec, paths: HostPaths) -> bytes | None:
+    """Return the files of the task's prepare steps as a tar archive with gzip, None without files. The names are those
+    of the steps' `to`, relative to the working directory or, without their first slash, absolute. Blocks. Raises
+    RuntimeFailure for an upload that cannot be read."""
+    if not has_files(task):
+        return None
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w:gz", compresslevel=1) as archive:
+        for number, step in enumerate(task.runtime.prepare):
+            match step:
+                case Write():
+                    data = step.data()
+                    entry = tarfile.TarInfo(step.to.lstrip("/"))
+                    entry.size, entry.mode = len(data), 0o755 if step.executable else 0o644
+                    archive.addfile(entry, io.BytesIO(data))
+                case Upload():
+                    source = paths.upload_now(step.upload, field=f"task.runtime.prepare.{number}.upload")
+                    archive.add(source, step.to.lstrip("/"), filter=_plain)
+    return written.getvalue()
+
+
+def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Leave the owner out."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry

@@ -1,0 +1,261 @@
+"""Agents that a service of the operator's runs."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from outrider.callbacks import check_signature
+from support.service import say
+
+from .test_restart import engine_server, on_engine
+from .world import Agent, Elsewhere, elsewhere
+
+SECRET = "a secret of sixteen characters"
+REPLIES = (say("It is in a file."), say("Done."))
+Work = Callable[[Agent, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class AgentService:
+    """The contract of docs/external.md. `work` is what an agent does in a run: it returns the run's last state."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.world: Elsewhere | None = None
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.states: dict[str, dict[str, Any]] = {}
+        self.archives: dict[str, bytes] = {}
+        self.cancelled: list[str] = []
+        self.agents: dict[str, asyncio.Task[None]] = {}
+        self.down = False
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        check_signature(request.headers, body, SECRET)
+        run_id = request.match_info["run_id"]
+        if self.down:
+            return web.Response(status=503)
+        if request.path.endswith("/files"):
+            self.archives[run_id] = body
+        elif request.method == "PUT" and run_id not in self.runs:
+            self.runs[run_id] = json.loads(body)
+            self.states[run_id] = {"status": "running"}
+            self.agents[run_id] = asyncio.get_running_loop().create_task(self.run(run_id))
+        elif request.method == "GET":
+            return web.json_response(self.states[run_id]) if run_id in self.states else web.Response(status=404)
+        elif request.method == "DELETE":
+            self.cancelled.append(run_id)
+            self.agents[run_id].cancel()
+        return web.json_response({})
+
+    async def run(self, run_id: str) -> None:
+        assert self.world is not None
+        agent = Agent(self.world.http, self.runs[run_id])
+        self.states[run_id] = await self.work(agent, self.runs[run_id])
+
+
+@asynccontextmanager
+async def agent_service(work: Work) -> AsyncIterator[tuple[AgentService, str]]:
+    service = AgentService(work)
+    app = web.Application(client_max_size=1 << 28)
+    app.router.add_route("*", "/api/runs/{run_id}", service.handle)
+    app.router.add_route("*", "/api/runs/{run_id}/files", service.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield service, f"http://127.0.0.1:{runner.addresses[0][1]}/api"
+    finally:
+        for task in service.agents.values():
+            task.cancel()
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def with_agents(tmp_path: Path, work: Work, **more: Any) -> AsyncIterator[tuple[AgentService, Elsewhere]]:
+    async with (
+        agent_service(work) as (agents, url),
+        elsewhere(tmp_path, replies=REPLIES, agents=declared(url, **more)) as world,
+    ):
+        agents.world = world
+        yield agents, world
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER_SECRET", SECRET)
+
+
+def declared(url: str, **more: Any) -> tuple[dict[str, Any], ...]:
+    return ({"name": "cluster", "url": url, "secret_variable": "CLUSTER_SECRET", "poll_seconds": 0.02, **more},)
+
+
+def task(**more: Any) -> dict[str, Any]:
+    return {
+        "instruction": "Find it.",
+        "harness": {"remote": {"service": "cluster", "options": {"image": "agent:1"}}},
+        "evaluator": {"kind": "reported"},
+        "labels": {"run": "r"},
+        **more,
+    }
+
+
+async def submitted(world: Elsewhere, n: int = 1, **more: Any) -> str:
+    reply = await world.owner.call("POST", "/groups", {"task": task(**more), "n": n})
+    assert reply.status_code == 201, reply.text
+    id: str = reply.json()["id"]
+    return id
+
+
+async def until(true: Callable[[], object]) -> None:
+    for _ in range(1000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never becomes true")
+
+
+async def asks(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+    await agent.ask(run["instruction"])
+    return {"status": "completed", "report": {"reward": 0.5, "metrics": {"x": 1}, "turns": {"0": 1}}}
+
+
+async def test_a_service_runs_a_group(tmp_path: Path) -> None:
+    async with with_agents(tmp_path, asks) as (agents, world):
+        files = world.service.config.files
+        assert files is not None
+        (files / "set").mkdir()
+        (files / "set" / "a.txt").write_text("from the folder")
+        prepare = [{"write": "told", "to": "b.txt"}, {"upload": "set", "to": "/data"}]
+        done = await world.owner.done(await submitted(world, 3, runtime={"prepare": prepare}))
+        assert [each["result"]["verdict"]["reward"] for each in done["sessions"]] == [0.5] * 3
+        assert [row["turn_rewards"] for row in done["samples"]] == [[1.0]] * 3
+        first = done["sessions"][0]["id"]
+        run = agents.runs[f"{first}-1"]
+        assert (run["options"], run["labels"]) == ({"image": "agent:1"}, {"run": "r"})
+        assert run["session"]["sample_index"] == 0
+        assert run["variables"]["OUTRIDER_SESSION"] == first
+        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(agents.archives[f"{first}-1"]))) as archive:
+            found = {entry.name: archive.extractfile(entry) for entry in archive if entry.isfile()}
+            texts = {name: file.read().decode() for name, file in found.items() if file is not None}
+        assert texts == {"b.txt": "told", "data/a.txt": "from the folder"}
+
+
+async def test_a_run_that_fails_is_tried_again_from_the_beginning(tmp_path: Path) -> None:
+    async def fails_once(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+        if run["run_id"].endswith("-1"):
+            await agent.ask("Try.")
+            return {"status": "failed", "error": "no machine"}
+        return await asks(agent, run)
+
+    async with with_agents(tmp_path, fails_once) as (_, world):
+        [session] = (await world.owner.done(await submitted(world)))["sessions"]
+        assert (session["attempt"], session["last_error"]["code"]) == (2, "remote_run_failed")
+        assert "no machine" in session["last_error"]["message"]
+        assert (session["result"]["turns"], session["result"]["verdict"]["reward"]) == (1, 0.5)
+
+
+async def test_a_session_that_ends_cancels_its_run(tmp_path: Path) -> None:
+    async def waits(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {}
+
+    async with with_agents(tmp_path, waits) as (agents, world):
+        group = await submitted(world, 2)
+        late = await submitted(world, limits={"session_seconds": 0.3}, max_attempts=1)
+        await until(lambda: len(agents.runs) == 3)
+        await world.owner.call("DELETE", f"/groups/{group}")
+        await world.owner.done(group)
+        [session] = (await world.owner.done(late))["sessions"]
+        assert session["result"]["error"]["code"] == "agent_failed"
+        assert sorted(agents.cancelled) == sorted(agents.runs)
+
+
+async def test_a_service_out_of_reach_is_waited_for(tmp_path: Path) -> None:
+    async with with_agents(tmp_path, asks) as (agents, world):
+        agents.down = True
+        group = await submitted(world)
+        await asyncio.sleep(0.2)
+        agents.down = False
+        [session] = (await world.owner.done(group))["sessions"]
+        assert (session["attempt"], session["result"]["verdict"]["reward"]) == (1, 0.5)
+
+
+async def test_a_service_that_stays_away_is_an_error(tmp_path: Path) -> None:
+    async with with_agents(tmp_path, asks, patience_seconds=0.1) as (agents, world):
+        agents.down = True
+        [session] = (await world.owner.done(await submitted(world, max_attempts=1)))["sessions"]
+        assert (session["result"]["verdict"], session["result"]["error"]["code"]) == (None, "remote_run_failed")
+        assert "answered 503, for 0.1 s" in session["result"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"status": "completed", "report": {}}, "reward"),
+        ({"status": "completed", "report": {"reward": 1, "turns": {"9": 1}}}, "turn 9"),
+        ({"status": "completed", "report": {"reward": "much"}}, "report"),
+        ({"status": "sleeping"}, "state"),
+        ({"status": "failed"}, "failed"),
+    ],
+)
+async def test_an_odd_state_is_no_reward(tmp_path: Path, state: dict[str, Any], said: str) -> None:
+    async def odd(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+        await agent.ask("Hm.")
+        return state
+
+    async with with_agents(tmp_path, odd) as (_, world):
+        [session] = (await world.owner.done(await submitted(world, max_attempts=1)))["sessions"]
+        assert session["result"]["verdict"] is None
+        assert said in session["result"]["error"]["message"]
+
+
+async def test_what_cannot_run_there_is_refused(tmp_path: Path) -> None:
+    async with elsewhere(tmp_path, replies=REPLIES, agents=declared("http://127.0.0.1:9")) as world:
+        for changes, field in (
+            ({"harness": {"remote": {"service": "other"}}}, "task.harness.remote.service"),
+            ({"runtime": {"prepare": [{"run": "true"}]}}, "task"),
+            ({"harness": {"remote": {"service": "cluster"}, "env": {"A": "b"}}}, "task.harness"),
+        ):
+            reply = await world.owner.call("POST", "/groups", {"task": task(**changes)})
+            assert (reply.status_code, reply.json()["field"]) == (422, field)
+
+
+async def test_the_next_service_follows_the_run(tmp_path: Path) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def long(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+        await agent.ask("Where is it?")
+        begun.set()
+        await go_on.wait()
+        assert agents.world is not None
+        again = Agent(agents.world.http, run)
+        again.messages, again.base_url = agent.messages, f"{agents.world.owner.url}/s/{run['key']}"
+        await again.ask("Read it.")
+        return {"status": "completed", "report": {"reward": 1}}
+
+    async with agent_service(long) as (agents, url), engine_server(tmp_path) as (_, engine):
+        async with on_engine(tmp_path, engine, agents=declared(url)) as world:
+            agents.world = world
+            group = await submitted(world)
+            await begun.wait()
+        assert agents.cancelled == []
+        async with on_engine(tmp_path, engine, agents=declared(url)) as world:
+            agents.world = world
+            await until(lambda: world.service.scheduler._open_external)
+            go_on.set()
+            done = await world.owner.done(group)
+        assert len(agents.runs) == 1
+        [row] = done["samples"]
+        assert (row["turns"], row["reward"]) == ([0, 1], 1)
