@@ -14,7 +14,7 @@ def main() -> None:
     base_url, key, pause = sys.argv[1:]
     http = openai.DefaultHttpxClient(verify=False)
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0, http_client=http)
-    messages: list = []
+    messages: list[dict[str, str | None]] = []
     for question in QUESTIONS:
         time.sleep(float(pause))
         messages.append({"role": "user", "content": question})
