@@ -15,12 +15,14 @@ import io
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Annotated, Literal
 
 import aiohttp
 import msgspec
 
 from outrider.callbacks import signed_headers
+from outrider.concurrency.retries import RetryPolicy
 from outrider.config import AgentServiceConfig
 from outrider.environment import environment
 from outrider.errors import HarnessError, InvalidField, OutriderError
@@ -34,8 +36,8 @@ MAX_STATE = 4 << 20
 REQUEST_SECONDS = 60.0
 FILES_SECONDS = 600.0
 CANCEL_SECONDS = 10.0
-RETRY_SECONDS = 2.0
-"""Seconds between two tries of a request while the agent service is out of reach."""
+REACH = RetryPolicy(first=0.5, longest=10.0)
+"""Waits between two tries of a request while the agent service is out of reach."""
 MAX_SAID = 2000
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -134,7 +136,7 @@ class RemoteRun:
         """Send a request until the service replies, for `patience_seconds` at most. Raises RemoteRunFailed."""
         loop, name = asyncio.get_running_loop(), self._service.name
         give_up_at = loop.time() + self._service.patience_seconds
-        while True:
+        for tries in count():
             try:
                 status, content = await self._once(http, method, path, body, kind, seconds)
                 if 200 <= status < 300:
@@ -154,7 +156,8 @@ class RemoteRun:
                     f"agent service {name!r} {failure}, for {self._service.patience_seconds:g} s",
                     hint="see whether it runs, and the setting agents",
                 )
-            await asyncio.sleep(min(RETRY_SECONDS, self._service.poll_seconds))
+            await asyncio.sleep(min(REACH.wait(tries), give_up_at - loop.time()))
+        raise AssertionError("count() has no end")
 
     async def _once(
         self, http: aiohttp.ClientSession, method: str, path: str, body: bytes, kind: str, seconds: float
