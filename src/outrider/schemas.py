@@ -393,11 +393,12 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn's tokens and messages. `prompt_ids` is the whole prompt; `logprobs` has one number for each of
-    `output_ids`. `messages` are the messages that the request added to its parent's conversation (all messages without
-    a parent), and `reply` is the message that the client was given; None if it had hung up."""
+    """A turn's tokens and messages. The turn's prompt is its parent's prompt, its parent's output, then `prompt_delta`.
+    `logprobs` has one number for each of `output_ids`. `messages` are the messages that the request added to its
+    parent's conversation (all messages without a parent), and `reply` is the message that the client was given; None if
+    it had hung up."""
 
-    prompt_ids: list[int]
+    prompt_delta: list[int]
     output_ids: list[int]
     logprobs: list[float]
     messages: tuple[Message, ...]

@@ -205,8 +205,13 @@ async def test_turns_have_their_tokens_for_the_owner(tmp_path: Path) -> None:
         await agent.ask("Read it.")
         path = f"/sessions/{opened['session']['id']}/turns"
         first, second = (await world.owner.call("GET", path, tokens=True)).json()["turns"]
-        ids = first["tokens"]["prompt_ids"] + first["tokens"]["output_ids"]
-        assert second["tokens"]["prompt_ids"][: len(ids)] == ids
+        ids = [
+            number
+            for each in (first, second)
+            for number in each["tokens"]["prompt_delta"] + each["tokens"]["output_ids"]
+        ]
+        await world.owner.complete(opened, reward=1)
+        assert (await world.owner.done(opened["session"]["group_id"]))["samples"][0]["ids"] == ids
         assert len(first["tokens"]["logprobs"]) == len(first["tokens"]["output_ids"])
         assert second["tokens"]["messages"][0]["content"] == "Read it."
         assert second["tokens"]["reply"]["content"] == "The file is empty."

@@ -14,7 +14,7 @@ from outrider.lifecycle import SessionState
 from outrider.schemas import GroupView, SessionList, SessionView, reply_of
 from outrider.service.admission import stored_group
 from outrider.service.principals import LOCAL, Principal
-from outrider.sessions.external import ExternalSessions, check_report
+from outrider.sessions.external import ExternalSessions
 from outrider.spec import GroupSpec, ReportSpec, SessionSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
@@ -79,7 +79,7 @@ class OpenSessions:
         spec = await self._external_spec(session.group_id)
         if spec is None:
             raise _not_external(session_id)
-        check_report(report, spec.task, await self._store.turns(session_id))
+        await self._host.check(session_id, report, spec.task)
         await self._store.add_report(session_id, report.model_dump_json().encode(), tenant=caller.sees)
         self._host.note_report(session_id)
         return reply_of(SessionView, await self._store.session(session_id))

@@ -208,6 +208,8 @@ class Scheduler:
         for session in recovered:
             if session.recovered > MAX_RECOVERED and session.ending is None:
                 task = await self._task_of(session)
+                if task is not None and task.harness.elsewhere is not None:
+                    continue  # a session without a sandbox cannot be the cause
                 await self._end_with_turns(session, StopReason.ERROR, task=task, error=session.last_error)
         await self.end(await self._store.to_end())
         if recovered:

@@ -182,21 +182,19 @@ def _turn_view(
 
 def _with_tokens(views: Sequence[TurnView], turns: Sequence[Turn]) -> list[TurnView]:
     """Add the tokens of the turns of one model, in the order of their index."""
-    ends: dict[int, list[int]] = {}
-    found = []
-    for view, turn in zip(views, turns, strict=True):
-        before = [] if turn.parent is None else ends[turn.parent]
-        prompt, output = [*before, *unpack_ids(turn.prompt_delta).tolist()], unpack_ids(turn.output_ids).tolist()
-        ends[turn.index] = prompt + output
-        tokens = TurnTokens(
-            prompt_ids=prompt,
-            output_ids=output,
-            logprobs=unpack_logprobs(turn.logprobs).tolist(),
-            messages=turn.messages,
-            reply=turn.reply,
+    return [
+        msgspec.structs.replace(
+            view,
+            tokens=TurnTokens(
+                prompt_delta=unpack_ids(turn.prompt_delta).tolist(),
+                output_ids=unpack_ids(turn.output_ids).tolist(),
+                logprobs=unpack_logprobs(turn.logprobs).tolist(),
+                messages=turn.messages,
+                reply=turn.reply,
+            ),
         )
-        found.append(msgspec.structs.replace(view, tokens=tokens))
-    return found
+        for view, turn in zip(views, turns, strict=True)
+    ]
 
 
 def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:
@@ -220,7 +218,7 @@ def encoding(view: GroupView | SampleList | ChatList | TurnList) -> Steps[bytes]
                 yield sum(len(message["content"]) for message in row.messages)
             case _:
                 tokens = row.tokens
-                yield len(row.context) + (0 if tokens is None else 8 * len(tokens.prompt_ids))
+                yield len(row.context) + (0 if tokens is None else 8 * len(tokens.prompt_delta))
         rows.append(msgspec.Raw(msgspec.json.encode(row)))
     if not rows:
         return msgspec.json.encode(view)

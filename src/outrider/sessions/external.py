@@ -44,7 +44,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
-from outrider.sessions.attempt import Attempt, AttemptStore, Node, session_result, without_secrets
+from outrider.sessions.attempt import Attempt, AttemptStore, Node, NodeLost, session_result, without_secrets
 from outrider.sessions.blame import Cause, End, Facts, Stage, decide
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.clock import Budget, Stopwatch
@@ -91,6 +91,7 @@ class ExternalStore(AttemptStore, Protocol):
     async def report(self, session_id: str) -> bytes | None: ...
     async def session(self, session_id: str) -> SessionRow: ...
     async def add_report(self, session_id: str, report: bytes) -> None: ...
+    async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]: ...
     def session_key(self, session_id: str) -> str: ...
     def session_of_key(self, key: str) -> str | None: ...
 
@@ -179,6 +180,11 @@ class ExternalSessions:
                 return left > 0
             await wait_for_event(begun, left)
 
+    async def check(self, session_id: str, report: ReportSpec, task: TaskSpec) -> None:
+        """Raise InvalidField for a report that does not fit the session and its task."""
+        turns = await self._store.turns(session_id)
+        await self._backend.offload.run(lambda: check_report(report, task, turns))
+
     def note_report(self, session_id: str) -> None:
         """End the session's run, because its report was stored. Does nothing for a session that does not run here: its
         next attempt reads the report."""
@@ -198,7 +204,11 @@ class ExternalSessions:
         NodeLost if the node that grades the session is lost."""
         try:
             return without_secrets(await self._run(attempt), attempt.task)
-        except OutriderError as error:
+        except NodeLost:
+            raise
+        except Exception as error:  # for example, the stored turns cannot be read
+            if not isinstance(error, OutriderError):
+                log.exception("session %s failed unexpectedly", attempt.name)
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))
 
     async def _run(self, attempt: Attempt) -> SessionResult:
@@ -287,7 +297,7 @@ class ExternalSessions:
         try:
             archive = await asyncio.to_thread(archive_of, task, self._paths)
             report = await run.follow(archive)
-            check_report(report, task, await self._store.turns(session.id, session.attempt))
+            await self.check(session.id, report, task)
             await self._store.add_report(session.id, report.model_dump_json().encode())
         except Conflict:  # somebody else has completed the session
             return None
@@ -307,6 +317,10 @@ class ExternalSessions:
             return await live.result(StopReason.ERROR, error=AgentFailed(f"reported: {report.error}").record())
         reason, error = await live.decision(report)
         if error is not None:
+            # Only a remote agent can be started again. Any other has ended, so another attempt would wait for calls
+            # that never come.
+            retryable = error.retryable and task.harness.remote is not None
+            error = msgspec.structs.replace(error, retryable=retryable)
             return await live.result(StopReason.ERROR, error=error, answer=report.answer)
         if task.evaluator.kind == REPORTED:
             assert report.reward is not None
@@ -461,8 +475,7 @@ class _LiveSession:
         if decided.cause is not None:
             cause = errors[decided.cause]
             assert cause is not None
-            # The agent has ended, so another attempt would wait for calls that never come.
-            return StopReason.ERROR, msgspec.structs.replace(record_of(cause), retryable=False)
+            return StopReason.ERROR, record_of(cause)
         reported = StopReason(report.stop_reason)
         return (reported if reported is not StopReason.COMPLETED else decided.reason or policy.limit or reported), None
 

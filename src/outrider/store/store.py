@@ -478,12 +478,14 @@ class Store:
         return await self.turns(session_id, attempt, images=True)
 
     async def drop_earlier_turns(self, session_id: str, attempt: int) -> None:
-        """Delete the turns of the session's earlier attempts, because the agent of this attempt starts anew."""
+        """Delete the turns and the report of the session's earlier attempts, because the agent of this attempt starts
+        anew."""
 
         async def body(tx: Connection) -> None:
             await _under_way(tx, session_id, attempt)
             for table in TURN_TABLES:
                 await tx.execute(f"DELETE FROM {table} WHERE session_id = ? AND attempt < ?", (session_id, attempt))
+            await tx.execute("DELETE FROM session_reports WHERE session_id = ?", (session_id,))
 
         await self._db.write(body)
 
