@@ -43,6 +43,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.session.id}-{self.session.attempt}"
 
     @property
+    def regrades(self) -> str | None:
+        """Id of the session whose run this attempt grades again; None if the run is this session's own."""
+        return None if self.stored is None or self.stored.session_id == self.session.id else self.stored.session_id
+
+    @property
     def ids(self) -> SessionIds:
         session = self.session
         return SessionIds(

@@ -222,7 +222,7 @@ class Rollout:
             answer=None if self._graded is None else storable(self._graded.outcome.answer),
             carried=any(artifact.path in KEPT for artifact in self._artifacts.artifacts),
             run_reason=ending.run_reason,
-            regrades=None if stored is None or stored.session_id == session.id else stored.session_id,
+            regrades=self._attempt.regrades,
         )
         return await self._node.model.offload.run(build)  # counting the tokens of a long session takes a while
 
