@@ -119,6 +119,27 @@ async def test_a_prompt_that_extends_the_record_is_appended(tmp_path: Path) -> N
     assert unpack_ids(turns[1].prompt_delta).tolist() == [4]
 
 
+async def test_a_prompt_that_extends_a_restored_record_is_appended(tmp_path: Path) -> None:
+    """The service is lost after two turns, and the first one of another call was never stored."""
+    first, second, third = ([1, 2, 3], [7, 8]), ([1, 2, 3, 7, 8, 4], [9]), ([1, 2, 3, 7, 8, 4, 9, 5], [6])
+    async with told(tmp_path, first, second, third) as (world, turns):
+        hello = {"role": "assistant", "content": "hello"}
+        await world.ask(USER)
+        await world.ask(USER, hello, USER)
+        before = world.conversation
+        world.conversation = world._new()
+        await world.conversation.resume(list(turns))
+        assert world.conversation.turns == world.conversation.replies == 2
+        await world.ask(USER, hello, USER, hello, USER)
+        await before.close()
+    assert [(turn.index, turn.parent, turn.join, turn.conversation) for turn in turns] == [
+        (0, None, JoinKind.ROOT, 0),
+        (1, 0, JoinKind.APPEND, 0),
+        (2, 1, JoinKind.APPEND, 0),
+    ]
+    assert len(turns[2].messages) == 1
+
+
 async def test_a_prompt_that_drifted_stands_alone_and_is_counted(tmp_path: Path) -> None:
     async with told(tmp_path, ([1, 2, 3], [7, 8]), ([1, 2, 3, 5, 8, 4], [9])) as (world, turns):
         await world.ask(USER)

@@ -131,10 +131,10 @@ class Given:
 
 
 def _is_same(result: SessionResult, given: Given) -> bool:
-    session = given.attempt.session
+    session, regrades = given.attempt.session, given.attempt.regrades
     said = (result.session_id, result.group_id, result.sample_index, result.attempt, result.labels, result.regrades)
     none_read = result.stop_reason is StopReason.ERROR and not result.labels and result.regrades is None
-    known = (session.id, session.group_id, session.sample_index, session.attempt, given.task.labels, given.attempt.regrades)
+    known = (session.id, session.group_id, session.sample_index, session.attempt, given.task.labels, regrades)
     return said == known or (none_read and said[:4] == known[:4])
 
 

@@ -194,7 +194,9 @@ class Conversation:
         call."""
         exact = [turn for turn in turns if turn.mode is TokenMode.TOKENS]
         await self.backend.offload.run_steps(self.tree.restore(exact))
-        self._captured.restore([turn for turn in turns if turn.mode is not TokenMode.TOKENS])
+        captured = [turn for turn in turns if turn.mode is not TokenMode.TOKENS]
+        if captured:
+            await self.backend.offload.run(lambda: self._captured.restore(captured))
         self._allowance.resume(sum(len(turn.output_ids) // 4 for turn in turns))
         self.turns = self.step_turns = self._sampled_calls = len(turns)
         self.replies = sum(turn.reply is not None for turn in turns)

@@ -58,6 +58,8 @@ for the context anyway."""
 SEAM_TOKENS = 16
 """If two adjacent parts of a text are encoded separately, they have at most this many more tokens than if they are
 encoded together."""
+BYTES_OF_A_KEY = 100
+"""Work for a message of a restored turn whose digest is known, as a size in bytes."""
 MAX_SEEN_PREFIXES = 1 << 16
 """Maximum number of stored prefixes of requests (10 MB). Above this number all prefixes are dropped. An earlier request
 is then not found as the origin of a fork, but the recorded ids of its turns are still found."""
@@ -199,6 +201,7 @@ class TokenTree:
         for turn in turns:
             parent = None if turn.parent is None else nodes[turn.parent]
             messages = [*said[parent.index], *turn.messages] if parent is not None else list(turn.messages)
+            yield len(turn.prompt_delta) + len(turn.output_ids) + BYTES_OF_A_KEY * len(messages)
             specs = tools[parent.index] if parent is not None else turn.tool_specs
             raw = msgspec.json.encode(specs) if specs else b""
             request = yield from self._index(ParsedMessages(messages), specs, raw, turn.sampling.get("thinking"))
