@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.constraint import ConstraintKind
+from outrider.constraint import ConstraintKind, ToolChoice
 from outrider.dialects.base import ModelRequest, RequestedSampling, WireCall
 from outrider.dialects.chat import CHAT_DIALECT
 from outrider.dialects.field_policy import TABLES, FieldRule, Treatment
@@ -421,26 +421,140 @@ def test_a_choice_of_a_hosted_tool_cannot_be_met(dialect: str, tools: list[Any],
     assert (caught.value.field or "").startswith("tool_choice")
 
 
+TWO: dict[str, dict[str, Any]] = {
+    "chat": {"tools": [FUNCTION, {"type": "function", "function": {"name": "g"}}]},
+    "responses": {"tools": [FLAT, {"type": "custom", "name": "g"}, {"type": "web_search"}]},
+    "messages": {"tools": [{"name": "f", "input_schema": {}}, {"name": "g", "input_schema": {}}]},
+    "gemini": {"tools": [{"functionDeclarations": [{"name": "f"}, {"name": "g"}]}]},
+}
+"""Two tools called f and g in each dialect."""
+CALLING = "toolConfig.functionCallingConfig"
+
+
+def calling(mode: str, *names: str) -> dict[str, Any]:
+    return {"toolConfig": {"functionCallingConfig": {"mode": mode, "allowedFunctionNames": list(names)}}}
+
+
+def allowed(mode: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": "g"}}]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+
+def listed(mode: str) -> dict[str, Any]:
+    tools = [{"type": "custom", "name": "g"}, {"type": "web_search"}]
+    return {"tool_choice": {"type": "allowed_tools", "mode": mode, "tools": tools}}
+
+
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "g"}}}
+FORCED: list[tuple[str, dict[str, Any], tuple[str, ...], bool, bool, str]] = [
+    ("chat", {"tool_choice": "required"}, ("f", "g"), True, False, "tool_choice"),
+    ("chat", {"tool_choice": "required", "parallel_tool_calls": False}, ("f", "g"), True, True, "tool_choice"),
+    ("chat", NAMED, ("g",), True, True, "tool_choice"),
+    ("chat", allowed("required"), ("g",), True, False, "tool_choice.allowed_tools"),
+    ("chat", allowed("auto"), ("g",), False, False, "tool_choice.allowed_tools"),
+    ("responses", {"tool_choice": "required"}, ("f", "g"), True, False, "tool_choice"),
+    ("responses", {"tool_choice": "required", "parallel_tool_calls": False}, ("f", "g"), True, True, "tool_choice"),
+    ("responses", {"tool_choice": {"type": "function", "name": "f"}}, ("f",), True, True, "tool_choice"),
+    ("responses", {"tool_choice": {"type": "custom", "name": "g"}}, ("g",), True, True, "tool_choice"),
+    ("responses", listed("required"), ("g",), True, False, "tool_choice"),
+    ("responses", listed("auto"), ("g",), False, False, "tool_choice"),
+    ("messages", {"tool_choice": {"type": "any"}}, ("f", "g"), True, False, "tool_choice"),
+    (
+        "messages",
+        {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        ("f", "g"),
+        True,
+        True,
+        "tool_choice",
+    ),
+    ("messages", {"tool_choice": {"type": "tool", "name": "g"}}, ("g",), True, True, "tool_choice"),
+    ("gemini", calling("ANY"), ("f", "g"), True, False, CALLING),
+    ("gemini", calling("any", "g"), ("g",), True, False, CALLING),
+    ("gemini", calling("VALIDATED", "g"), ("g",), False, False, CALLING),
+    ("gemini", calling("AUTO", "g"), ("g",), False, False, CALLING),
+]
+
+
+@pytest.mark.parametrize(("dialect", "fields", "names", "required", "single", "field"), FORCED)
+def test_a_choice_of_tools_is_kept(
+    dialect: str, fields: dict[str, Any], names: tuple[str, ...], required: bool, single: bool, field: str
+) -> None:
+    request = read(dialect, **TWO[dialect], **fields)
+    assert request.tool_choice == ToolChoice(names=names, required=required, single=single, field=field)
+    assert len(request.tools) == 2
+    assert set(request.ignored) <= {"tools.web_search"}
+
+
 @pytest.mark.parametrize(
-    ("dialect", "fields"),
+    ("dialect", "fields", "notes"),
     [
-        ("chat", {"tools": [FUNCTION], "tool_choice": "required"}),
-        ("chat", {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
-        ("responses", {"tools": [FLAT], "tool_choice": {"type": "function", "name": "f"}}),
-        ("messages", {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}),
+        ("chat", {"tool_choice": "auto"}, []),
+        ("chat", {"tool_choice": "none"}, []),
+        ("chat", {"parallel_tool_calls": False}, ["parallel_tool_calls"]),
+        ("responses", {"tool_choice": "none", "parallel_tool_calls": False}, ["parallel_tool_calls"]),
+        ("messages", {"tool_choice": {"type": "auto"}}, []),
         (
-            "gemini",
-            {
-                "tools": [{"functionDeclarations": [{"name": "f"}]}],
-                "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f"]}},
-            },
+            "messages",
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            ["tool_choice.disable_parallel_tool_use"],
         ),
+        ("gemini", calling("AUTO"), []),
+        ("gemini", calling("NONE", "x"), []),
+        ("gemini", calling("AUTO", "f", "g"), []),
+        ("gemini", calling("VALIDATED"), ["toolConfig"]),
     ],
 )
-def test_a_choice_of_tools_is_a_wish(dialect: str, fields: dict[str, Any]) -> None:
-    request = read(dialect, **fields)
-    assert len(request.tools) == 1
-    assert len(request.ignored) == 1
+def test_what_forces_nothing(dialect: str, fields: dict[str, Any], notes: list[str]) -> None:
+    request = read(dialect, **TWO[dialect], **fields)
+    assert request.tool_choice is None
+    assert [note for note in request.ignored if note != "tools.web_search"] == notes
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "field"),
+    [
+        ("chat", {"tool_choice": "required", "tools": None}, "tool_choice"),
+        ("chat", {"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ("chat", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (
+            "chat",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "some", "tools": []}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
+            "chat",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"function": {"name": "x"}}]}}},
+            "tool_choice.allowed_tools.tools[0]",
+        ),
+        (
+            "chat",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}},
+            "tool_choice.allowed_tools",
+        ),
+        ("responses", {"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ("responses", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        ("responses", {"tool_choice": {"type": "allowed_tools", "mode": 1, "tools": []}}, "tool_choice.mode"),
+        ("responses", {"tool_choice": {"type": "allowed_tools", "tools": [1]}}, "tool_choice.tools[0]"),
+        (
+            "responses",
+            {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "mcp"}]}},
+            "tool_choice.tools[0].type",
+        ),
+        (
+            "responses",
+            {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "x"}]}},
+            "tool_choice.tools[0].name",
+        ),
+        ("responses", {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "web_search"}]}}, "tool_choice"),
+        ("messages", {"tool_choice": {"type": "any"}, "tools": []}, "tool_choice"),
+        ("gemini", {**calling("ANY"), "tools": []}, CALLING),
+        ("gemini", calling("ANY", "f", "x"), f"{CALLING}.allowedFunctionNames[1]"),
+    ],
+)
+def test_a_choice_of_tools_that_cannot_be_read_is_refused(dialect: str, fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(dialect, **TWO[dialect] | fields)
+    assert caught.value.field == field
 
 
 def test_anthropics_own_client_tools_are_told_by_what_is_documented_of_them() -> None:

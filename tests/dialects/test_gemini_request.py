@@ -173,7 +173,7 @@ def test_what_is_tolerated() -> None:
         safetySettings=[{"category": "X", "threshold": "BLOCK_NONE"}],
         labels={"a": "b"},
         cachedContent="",
-        toolConfig={"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["x"]}},
+        toolConfig={"functionCallingConfig": {"mode": "VALIDATED"}},
         generationConfig={"thinkingConfig": {"includeThoughts": True, "thinkingBudget": -1}, "responseJsonSchema": {}},
         from_the_future={"x": 1},
     )

@@ -204,6 +204,7 @@ FORMS = [
     (Constraint(ConstraintKind.JSON_OBJECT), {"json_object": True}, {"json_schema": '{"type": "object"}'}),
     (Constraint(ConstraintKind.JSON_SCHEMA, SCHEMA), {"json": json.loads(SCHEMA)}, {"json_schema": SCHEMA}),
     (Constraint(ConstraintKind.REGEX, "a|b"), {"regex": "a|b"}, {"regex": "a|b"}),
+    (Constraint(ConstraintKind.TOOL_CALLS, "{}"), {"structural_tag": "{}"}, {"structural_tag": "{}"}),
     (Constraint(ConstraintKind.GRAMMAR, 'root ::= "a"'), {"grammar": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
 ]
 

@@ -34,6 +34,7 @@ FORMS = [
     Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object","properties":{"z":{"type":"string"},"a":{}}}'),
     Constraint(ConstraintKind.REGEX, "yes|no"),
     Constraint(ConstraintKind.GRAMMAR, 'root ::= "x"'),
+    Constraint(ConstraintKind.TOOL_CALLS, '"required"'),
 ]
 
 

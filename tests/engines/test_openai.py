@@ -217,7 +217,16 @@ async def test_forms_that_openai_does_not_have_are_for_vllm_alone() -> None:
         await chat(url, altered)
     assert server.posts[0][1]["structured_outputs"] == {"regex": "a|b"}
     plain = OpenAIEngine(EngineOptions(name="e", url="http://x", options={"ids": False}))
-    assert plain.constraints == {ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA}
+    assert plain.constraints == {ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA, ConstraintKind.TOOL_CALLS}
+
+
+async def test_forced_calls_use_openais_field() -> None:
+    forced = Constraint(ConstraintKind.TOOL_CALLS, '"required"')
+    altered = msgspec.structs.replace(REQUEST, sampling=SamplingParams(max_tokens=9, constraint=forced))
+    async with upstream(REPLIED, pages=PAGES) as (url, server):
+        await chat(url, altered)
+    assert server.posts[0][1]["tool_choice"] == "required"
+    assert "structured_outputs" not in server.posts[0][1]
 
 
 async def test_a_server_of_nemo_rl_lists_no_models_and_keeps_the_ids_that_it_reported(tmp_path: Path) -> None:

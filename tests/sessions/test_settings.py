@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.constraint import Constraint, ConstraintKind
-from outrider.errors import EngineRejected, RequestError
+from outrider.errors import EngineMisbehaved, EngineRejected, RequestError
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import StopReason
 from outrider.spec import SamplingSpec
 from outrider.tokens.samples import MAX_IGNORED_NAMES, OTHER_IGNORED, build_samples, count_session
-from outrider.trajectory import SessionResult
+from outrider.trajectory import FinishReason, SessionResult
 
-from .world import BASH, a_world, echoed
+from .world import BASH, a_world, call_markup, echoed
 
 USER = {"role": "user", "content": "hello"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -143,6 +144,73 @@ async def test_an_engine_that_cannot_is_not_asked(tmp_path: Path) -> None:
             await world.ask(USER, response_format=FORM)
         assert caught.value.hint
         assert not world.engine.requests
+        assert world.conversation.failure is None
+
+
+READ = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
+PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}}
+NAMED = {"type": "function", "function": {"name": "bash"}}
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", ["bash", "read"]), (NAMED, ["bash"])])
+async def test_a_forced_call_is_held_by_a_grammar_and_does_not_think(
+    tmp_path: Path, choice: Any, names: list[str]
+) -> None:
+    async with a_world(tmp_path, [call_markup("ls")]) as world:
+        done = await world.ask(USER, tools=[BASH, READ], tool_choice=choice, enable_thinking=True)
+        [turn] = world.turns
+        constraint = world.engine.requests[0].sampling.constraint
+        assert constraint is not None
+        assert constraint.kind is ConstraintKind.TOOL_CALLS
+        [*tags] = json.loads(constraint.text)["format"]["tags"]
+        assert [tag["begin"].split('"')[3] for tag in tags] == names
+        assert tags[0]["content"]["json_schema"] == PARAMETERS
+        assert [call.name for call in done.reply.tool_calls] == ["bash"]
+        assert turn.altered
+        assert turn.sampling["constraint"]["kind"] == "tool_calls"
+        assert shown(world.engine).endswith("</think>\n\n")
+        assert turn.ignored == ("thinking",)
+
+
+@pytest.mark.parametrize(
+    ("reply", "made"), [("no.<|im_end|>", "calls no tool"), (call_markup("ls").replace("bash", "read"), "calls 'read'")]
+)
+async def test_a_reply_that_breaks_a_forced_call_is_the_engines_failure(tmp_path: Path, reply: str, made: str) -> None:
+    async with a_world(tmp_path, [reply]) as world:
+        with pytest.raises(EngineMisbehaved, match=f"the reply {made}, although the request's tool_choice"):
+            await world.ask(USER, tools=[BASH, READ], tool_choice=NAMED)
+        [turn] = world.turns
+        assert turn.finish is FinishReason.ABORT
+        assert isinstance(world.conversation.failure, EngineMisbehaved)
+
+
+async def test_a_forced_call_may_be_cut_off_by_a_limit(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [call_markup("ls")]) as world:
+        done = await world.ask(USER, tools=[BASH], tool_choice="required", max_tokens=2)
+        assert (done.finish, done.reply.tool_calls) == (FinishReason.LENGTH, ())
+
+
+async def test_a_forced_call_and_a_form_at_once_are_refused(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["{}<|im_end|>"]) as world:
+        with pytest.raises(RequestError, match="at once") as caught:
+            await world.ask(USER, response_format=FORM, tools=[BASH], tool_choice="required")
+        assert caught.value.field == "tool_choice"
+        assert not world.engine.requests
+
+
+async def test_an_engine_without_grammars_refuses_a_forced_call(tmp_path: Path) -> None:
+    async with a_world(tmp_path, ["x<|im_end|>"], kind=Plain) as world:
+        with pytest.raises(RequestError, match="cannot be held to calls of chosen tools") as caught:
+            await world.ask(USER, tools=[BASH], tool_choice="required")
+        assert (caught.value.field, bool(caught.value.hint)) == ("tool_choice", True)
+        await world.ask(USER, tools=[BASH], tool_choice="auto")
+        assert len(world.engine.requests) == 1
+
+
+async def test_a_grammar_that_the_engine_refuses_is_the_clients_error(tmp_path: Path) -> None:
+    async with a_world(tmp_path, [REJECTS]) as world:
+        with pytest.raises(RequestError, match="by its script"):
+            await world.ask(USER, tools=[BASH], tool_choice="required")
         assert world.conversation.failure is None
 
 

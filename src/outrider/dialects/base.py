@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from outrider.constraint import Constraint
+from outrider.constraint import Constraint, ToolChoice
 from outrider.errors import NotFound, OutriderError, RequestError, storable
 from outrider.messages import Delta, Message, ToolSpec, WireMessages
 from outrider.trajectory import BranchKind, FinishReason, Ids, Logprobs
@@ -99,7 +99,8 @@ class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A model call, independent of its dialect.
 
-    `tools_raw` are bytes that determine `tools`, in any encoding (b"" for no tools). `ignored` names the request's
+    `tools_raw` are bytes that determine `tools`, in any encoding (b"" for no tools). `tool_choice` restricts the calls
+    of the reply; None if the reply may call any tool or none. `ignored` names the request's
     fields and tools that have no effect (`reading.bounded_notes`). `reply_context` is the dialect's own data for the
     writer of the reply. `needs_images` is True if the agent is useless without the images of its tools, so that a model
     that reads no images refuses these images, too.
@@ -109,6 +110,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: WireMessages
     tools: tuple[ToolSpec, ...] = ()
     tools_raw: bytes = b""
+    tool_choice: ToolChoice | None = None
     sampling: RequestedSampling = RequestedSampling()
     ignored: tuple[str, ...] = ()
     stream: bool = False

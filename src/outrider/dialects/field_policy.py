@@ -54,7 +54,8 @@ _NO_SAMPLER = "no engine here has this sampler"
 _ONE_REPLY = "only 1 is supported: one model call is one turn"
 _BUDGET = "the length of thinking cannot be limited"
 _EFFORT = "`none` turns thinking off; any other has no effect, noted"
-_PARALLEL = "the number of calls cannot be limited"
+_PARALLEL = "the number of calls can be limited only if a call is forced"
+_FORCED = "is kept by a grammar, or refused"
 
 SAMPLERS: Table = (
     *_refused("ignore_eos", reason="a reply ends where the model ends it", neutral=(False,)),
@@ -85,7 +86,7 @@ accept these fields, too."""
 CHAT: Table = (
     *_passed("model", "messages", "stream", "stream_options", "tools", "logprobs", "return_token_ids"),
     *_passed("temperature", "top_p", "max_tokens", "max_completion_tokens", "stop", "response_format"),
-    *_passed("tool_choice", reason="`none` hides the tools; `required` or a name has no effect, noted"),
+    *_passed("tool_choice", reason=f"`none` hides the tools; `required`, a name or a list {_FORCED}"),
     *_passed("reasoning_effort", "reasoning.effort", reason=_EFFORT),
     *_passed("reasoning.enabled", "thinking.type"),
     *SERVER_EXTENSIONS,
@@ -119,7 +120,7 @@ CHAT: Table = (
 RESPONSES: Table = (
     *_passed("model", "input", "instructions", "previous_response_id", "store", "stream", "tools", "include"),
     *_passed("temperature", "top_p", "max_output_tokens", "stop", "text.format"),
-    *_passed("tool_choice", reason="`none` hides the tools; `required` or a name has no effect, noted"),
+    *_passed("tool_choice", reason=f"`none` hides the tools; `required`, a name or a list {_FORCED}"),
     *_passed("reasoning.summary"),
     *_passed("reasoning.effort", reason=_EFFORT),
     *SERVER_EXTENSIONS,
@@ -142,7 +143,7 @@ RESPONSES: Table = (
 MESSAGES: Table = (
     *_passed("model", "messages", "system", "stream", "tools", "max_tokens", "temperature", "top_p"),
     *_passed("stop_sequences", "output_format", "output_config.format"),
-    *_passed("tool_choice", reason="`none` hides the tools; `any` or a tool has no effect, noted"),
+    *_passed("tool_choice", reason=f"`none` hides the tools; `any` or a tool {_FORCED}"),
     *_passed("thinking.type", reason="`disabled` turns thinking off, `enabled` on; `adaptive` leaves it to the model"),
     *SERVER_EXTENSIONS,
     *_noted("thinking.budget_tokens", reason=_BUDGET),
@@ -174,7 +175,10 @@ _GOOGLE_SAMPLERS: Table = tuple(
 
 GEMINI_BODY: Table = (
     *_passed("contents", "systemInstruction", "tools", "generationConfig"),
-    *_passed("toolConfig", reason="mode `NONE` hides the tools; any other choice has no effect, noted"),
+    *_passed(
+        "toolConfig",
+        reason=f"`NONE` hides the tools; `ANY` or a list {_FORCED}; `VALIDATED` alone has no effect, noted",
+    ),
     *_refused("cachedContent", reason="send the whole contents"),
     *_GOOGLE_SAMPLERS,
     *_other("model", "safetySettings", "labels", "store", "serviceTier", "sessionId"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Annotated, Any, Generic, NoReturn, Protocol, TypeVar, get_args
@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from outrider.concurrency.base64_pieces import decode_base64
-from outrider.constraint import Constraint, ConstraintKind
+from outrider.constraint import MAX_CONSTRAINT, Constraint, ConstraintKind, ToolChoice
 from outrider.dialects.base import RequestedSampling, WireCall
 from outrider.dialects.field_policy import FieldRule, Table, Treatment
 from outrider.errors import RequestError
@@ -52,8 +52,6 @@ deeper schema could exceed a recursion limit."""
 MAX_TOKENS = 1 << 24
 """Maximum output limit in tokens; higher limits are lowered to this number. No context is this long, but clients send
 huge numbers for "no limit"."""
-MAX_CONSTRAINT = 1 << 16
-"""Maximum number of characters of a schema, regular expression or grammar. The text is stored with the turn."""
 JSON_OBJECT = Constraint(ConstraintKind.JSON_OBJECT)
 
 
@@ -344,6 +342,20 @@ def check_function(function: Any, where: str) -> None:
         refuse(f"{where}.description", "must be a string")
     if not isinstance(function.get("parameters"), dict | None):
         refuse(f"{where}.parameters", "must be an object")
+
+
+def tool_choice(
+    names: Iterable[str] | None, tools: Sequence[ToolSpec], *, required: bool, single: bool = False, field: str
+) -> ToolChoice | None:
+    """Return the choice of the tools called `names` (None: of all tools); None if the choice restricts nothing.
+    `field` is the path of the choice. Raises RequestError for a choice without tools."""
+    every = dict.fromkeys(spec["function"]["name"] for spec in tools)
+    chosen = every if names is None else dict.fromkeys(names)
+    if not chosen:
+        refuse(field, "allows calls of no tool that the client runs: send such a tool, or the choice 'auto' or 'none'")
+    if not required and chosen.keys() == every.keys():
+        return None
+    return ToolChoice(names=tuple(chosen), required=required, single=single, field=field)
 
 
 def arguments_from_text(raw: Raw, where: str) -> str:

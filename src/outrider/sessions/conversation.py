@@ -36,8 +36,8 @@ from outrider.sessions.calls.limits import LARGE, Allowance, Body, BodyCapacity,
 from outrider.sessions.calls.on_message_engine import CapturedTurns, MessageCall
 from outrider.sessions.calls.on_token_engine import TokenCall
 from outrider.sessions.calls.request_settings import (
-    check_constraint,
     client_may_be_at_fault,
+    constrained,
     described_notes,
     first_of,
     for_openai_api,
@@ -305,7 +305,7 @@ class Conversation:
             self._failed.ended(number, tools=tools)
             yield [call.completion()]
         except EngineRejected as error:
-            if not client_may_be_at_fault(request.sampling):
+            if not client_may_be_at_fault(request):
                 self._failed.ended(number, tools=tools, error=error)
                 raise
             raise RequestError(error.message, hint=error.hint, field=error.field) from error
@@ -440,7 +440,7 @@ class Conversation:
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
-        check_constraint(request, assigned)
+        request = constrained(request, assigned, self.backend.renderer.family)
         readable = _readable(request, images=assigned.mode is not TokenMode.TOKENS)
         if assigned.mode is not TokenMode.TOKENS:
             messages = await self.backend.offload.run_steps(parse_messages(readable))
@@ -507,7 +507,7 @@ class Conversation:
             raise RequestError(
                 "the reply cannot be constrained: the prompt begins the model's reasoning, and the chat template cannot"
                 " switch reasoning off",
-                hint="ask without structured output",
+                hint="ask without structured output, and with the tool choice `auto`",
             )
 
     def _sampling_for(self, client: RequestedSampling, context: int | None, *, prompt_tokens: int) -> SamplingParams:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from outrider.constraint import ToolChoice
 from outrider.dialects.base import Memory, ModelRequest, WireCall, opencode_caller
 from outrider.dialects.field_policy import CHAT
 from outrider.dialects.reading import (
@@ -43,6 +44,7 @@ from outrider.dialects.reading import (
     read_thinking,
     refuse,
     response_format,
+    tool_choice,
 )
 from outrider.media import attachment, check_attachments, encoded_size
 from outrider.messages import Message, Part, Role, Text, ToolCall, ToolSpec, joined_text, message_of_parts
@@ -61,6 +63,7 @@ class _Body(SamplingFields, kw_only=True):
     messages: list[Raw]
     tools: Raw = Raw()
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     max_tokens: OutputLimit | None = None
@@ -154,7 +157,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         refuse("messages", "must not be empty")
     tools = cached_tools(memory, bytes(wire.tools), lambda: _read_tools(bytes(wire.tools)))
     notes += [TOOL + kind for kind in tools.hosted]
-    _check_tool_choice(wire.tool_choice, tools.specs, notes)
+    choice = _read_tool_choice(wire, tools.specs, notes)
     told = tools.specs and wire.tool_choice != "none"
     # Clients switch thinking on or off by different fields. If fields disagree, `reasoning.enabled` counts before an
     # effort of `none`, and an effort of `none` before `thinking` and the template's variables.
@@ -184,6 +187,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         messages=ChatMessages(wire.messages),
         tools=tools.specs if told else (),
         tools_raw=tools.raw if told else b"",
+        tool_choice=choice,
         sampling=sampling,
         ignored=bounded_notes(notes),
         stream=bool(wire.stream),
@@ -220,22 +224,54 @@ def _read_tools(raw: bytes) -> DeclaredTools:
     return DeclaredTools(tuple(specs), raw, tuple(hosted))
 
 
-def _check_tool_choice(choice: str | dict[str, Any] | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> None:
-    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted as without effect, because
-    nothing can force the model to call a tool."""
-    if choice in (None, "none", "auto"):
-        return
-    notes.append("tool_choice")
-    if isinstance(choice, str):
-        if choice not in _TOOL_CHOICES:
-            refuse("tool_choice", f"unknown choice {quoted(choice)}; known: {', '.join(sorted(_TOOL_CHOICES))}")
-        return
-    kind, named = (choice or {}).get("type", "function"), (choice or {}).get("function")
-    if kind == "allowed_tools":
-        return
-    name = named.get("name") if isinstance(named, dict) else None
-    if kind != "function" or name not in [spec["function"]["name"] for spec in tools]:
+def _read_tool_choice(wire: _Body, tools: tuple[ToolSpec, ...], notes: list[str]) -> ToolChoice | None:
+    """Return the choice of tools that restricts the reply; None for `auto` and `none`. Raises RequestError for an
+    unknown choice. `parallel_tool_calls` is noted if no call is forced."""
+    choice, single = wire.tool_choice, wire.parallel_tool_calls is False
+    chosen = None
+    if choice == "required":
+        chosen = tool_choice(None, tools, required=True, single=single, field="tool_choice")
+    elif isinstance(choice, dict):
+        chosen = _read_named_tools(choice, tools, single=single)
+    elif choice not in (None, "none", "auto"):
+        refuse("tool_choice", f"unknown choice {quoted(choice)}; known: {', '.join(sorted(_TOOL_CHOICES))}")
+    if single and (chosen is None or not chosen.single):
+        notes.append("parallel_tool_calls")
+    return chosen
+
+
+def _read_named_tools(choice: dict[str, Any], tools: tuple[ToolSpec, ...], *, single: bool) -> ToolChoice | None:
+    """Read a choice of one function, or of a list of allowed functions. Raises RequestError."""
+    known = {spec["function"]["name"] for spec in tools}
+    if choice.get("type") == "allowed_tools":
+        at, allowed = "tool_choice.allowed_tools", choice.get("allowed_tools")
+        if not isinstance(allowed, dict):
+            refuse(at, "must be an object")
+        mode, listed = allowed.get("mode", "auto"), allowed.get("tools")
+        if mode not in ("auto", "required"):
+            refuse(f"{at}.mode", "must be 'auto' or 'required'")
+        if not isinstance(listed, list):
+            refuse(f"{at}.tools", "must be a list of tools")
+        names = [_function_name(entry) for entry in listed]
+        for index, name in enumerate(names):
+            if name not in known:
+                refuse(f"{at}.tools[{index}]", "must name one of the functions among the tools")
+        return tool_choice(
+            [name for name in names if name is not None], tools, required=mode == "required", single=single, field=at
+        )
+    name = _function_name(choice)
+    if name is None or name not in known:
         refuse("tool_choice", "must name one of the functions among the tools")
+    return tool_choice([name], tools, required=True, single=True, field="tool_choice")
+
+
+def _function_name(entry: Any) -> str | None:
+    """Return the name in `{"type": "function", "function": {"name": …}}`; None for anything else."""
+    if not isinstance(entry, dict) or entry.get("type", "function") != "function":
+        return None
+    function = entry.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 class ChatMessages:

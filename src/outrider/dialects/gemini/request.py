@@ -114,7 +114,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     apply_rules(wire, _BODY_RULES, _BODY_FIELDS, "", notes)
     generation = _read_generation(wire, notes)
     history = GeminiHistory(wire.get("systemInstruction", Raw()), contents, memory)
-    tools = read_tools(wire, memory, notes)
+    chosen = read_tools(wire, memory, notes)
     notes += [HISTORY + name for name in history.hosted]
     thinking = _read_thinking(generation, notes)
     limit, top_k = generation.max_output_tokens, generation.top_k
@@ -133,8 +133,9 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     return ModelRequest(
         model=model_of(call),
         messages=history,
-        tools=tools.specs,
-        tools_raw=tools.raw,
+        tools=chosen.tools.specs,
+        tools_raw=chosen.tools.raw,
+        tool_choice=chosen.choice,
         sampling=sampling,
         ignored=bounded_notes(notes),
         stream=call.path.endswith(":streamGenerateContent"),
@@ -155,13 +156,13 @@ def _parse_count(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         wire = fields(wire["generateContentRequest"], "generateContentRequest")
     history = GeminiHistory(wire.get("systemInstruction", Raw()), _contents(wire), memory)
     notes: list[str] = []  # the notes are dropped, because no turn is stored for a count
-    tools = read_tools(wire, memory, notes)
+    chosen = read_tools(wire, memory, notes)
     thinking = _read_thinking(_read_generation(wire, notes), notes)
     return ModelRequest(
         model=model_of(call),
         messages=history,
-        tools=tools.specs,
-        tools_raw=tools.raw,
+        tools=chosen.tools.specs,
+        tools_raw=chosen.tools.raw,
         sampling=RequestedSampling(thinking=_thinking_switch(thinking)),
         caller=opencode_caller(call),
         reply_context=GeminiContext(history),

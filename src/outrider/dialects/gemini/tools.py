@@ -6,8 +6,8 @@ Invariant: the model sees the tools as the client declared them. `parametersJson
 (`propertyOrdering`, the format `enum`, unspecified types).
 
 Tools that Google's servers would run (search, code execution, URL context) are noted and not passed to the model,
-because nothing here can run them. The mode NONE hides all tools. Any other choice of functions is noted as without
-effect.
+because nothing here can run them. The mode NONE hides all tools. The mode ANY and a list of allowed functions restrict
+the reply. The mode VALIDATED without such a list is noted as without effect.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
 """
@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from outrider.constraint import ToolChoice
 from outrider.dialects.base import Memory
 from outrider.dialects.field_policy import camel_case
 from outrider.dialects.gemini.proto_json import Fields, decode_object, fields, items
@@ -31,12 +32,12 @@ from outrider.dialects.reading import (
     is_absent,
     quoted,
     refuse,
+    tool_choice,
 )
 from outrider.messages import ToolSpec
 
 _DECLARATIONS = "functionDeclarations"
 _MODES = frozenset({"MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED"})
-_WISHES = frozenset({"ANY", "VALIDATED"})
 
 _GOOGLE_ONLY = frozenset({"propertyOrdering", "nullable"})
 _SCHEMAS_BY_NAME = frozenset({"properties", "$defs", "defs", "definitions", "patternProperties"})
@@ -63,9 +64,17 @@ _CALLING_FIELDS = frozenset(field.encode_name for field in msgspec.structs.field
 _CALLING = msgspec.json.Decoder(_Calling)
 
 
-def read_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools:
-    """Return the declared tools; no tools if the mode is NONE. Adds the names of tools and choices that have no effect
-    to `notes`. Raises RequestError for a tool or a mode that cannot be read."""
+class ChosenTools(msgspec.Struct, frozen=True):
+    """The tools that the model sees, and the choice that restricts the reply; None if nothing restricts the reply."""
+
+    tools: DeclaredTools
+    choice: ToolChoice | None = None
+
+
+def read_tools(body: Fields, memory: Memory, notes: list[str]) -> ChosenTools:
+    """Return the declared tools and the choice of tools; no tools if the mode is NONE. Adds the names of tools and
+    choices that have no effect to `notes`. Raises RequestError for a tool, a mode or an allowed function that cannot be
+    read."""
     raw = bytes(body.get("tools", b""))
     tools = cached_tools(memory, raw, lambda: _read_tools(raw))
     notes += [TOOL + name for name in tools.hosted]
@@ -79,9 +88,19 @@ def read_tools(body: Fields, memory: Memory, notes: list[str]) -> DeclaredTools:
     if calling.mode is not None and calling.mode.upper() not in _MODES:
         refuse(f"{at}.mode", f"unknown mode {quoted(calling.mode)}; known: {', '.join(sorted(_MODES))}")
     mode = (calling.mode or "AUTO").upper()
-    if mode in _WISHES or calling.allowed_function_names:
+    if mode == "NONE":
+        return ChosenTools(DeclaredTools())
+    allowed = calling.allowed_function_names or None
+    known = [spec["function"]["name"] for spec in tools.specs]
+    for index, name in enumerate(allowed or []):
+        if name not in known:
+            refuse(f"{at}.allowedFunctionNames[{index}]", "must be the name of one of the declared functions")
+    choice = None
+    if mode == "ANY" or allowed:
+        choice = tool_choice(allowed, tools.specs, required=mode == "ANY", field=at)
+    elif mode == "VALIDATED":
         notes.append("toolConfig")
-    return tools if tools.specs and mode != "NONE" else DeclaredTools()
+    return ChosenTools(tools if tools.specs else DeclaredTools(), choice)
 
 
 def _read_tools(raw: bytes) -> DeclaredTools:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from outrider.constraint import ToolChoice
 from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall, opencode_caller
 from outrider.dialects.field_policy import MESSAGES
 from outrider.dialects.messages.content import Content, MessagesHistory, WireMessage
@@ -40,6 +41,7 @@ from outrider.dialects.reading import (
     read_thinking,
     refuse,
     response_format,
+    tool_choice,
 )
 from outrider.messages import ToolSpec
 
@@ -126,7 +128,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         refuse("messages", "must not end with an assistant message: a reply cannot be prefilled")
     tools = cached_tools(memory, bytes(wire.tools), lambda: _read_tools(bytes(wire.tools)))
     notes += [TOOL + kind for kind in tools.hosted]
-    _check_tool_choice(wire.tool_choice, tools.specs, notes)
+    choice = _read_tool_choice(wire.tool_choice, tools.specs, notes)
     config = wire.output_config or {}
     if config.get("effort") is not None:
         notes.append("output_config.effort")
@@ -152,6 +154,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         messages=history,
         tools=tools.specs if told else (),
         tools_raw=tools.raw if told else b"",
+        tool_choice=choice,
         sampling=sampling,
         ignored=bounded_notes(notes),
         stream=bool(wire.stream),
@@ -183,16 +186,20 @@ def _read_tools(raw: bytes) -> DeclaredTools:
     return DeclaredTools(tuple(specs), raw, tuple(hosted))
 
 
-def _check_tool_choice(choice: _ToolChoice | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> None:
-    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted as without effect, because
-    nothing can force the model to call a tool."""
+def _read_tool_choice(choice: _ToolChoice | None, tools: tuple[ToolSpec, ...], notes: list[str]) -> ToolChoice | None:
+    """Return the choice of tools that restricts the reply; None for `auto` and `none`. Raises RequestError for an
+    unknown choice. `disable_parallel_tool_use` is noted if no call is forced."""
     if choice is None:
-        return
+        return None
     if choice.type not in _TOOL_CHOICES:
         refuse("tool_choice.type", f"unknown choice {quoted(choice.type)}; known: {', '.join(sorted(_TOOL_CHOICES))}")
-    if choice.type == "tool" and choice.name not in [spec["function"]["name"] for spec in tools]:
-        refuse("tool_choice.name", "must be the name of one of the tools that the client runs")
-    if choice.type not in ("none", "auto"):
-        notes.append("tool_choice")
-    if choice.disable_parallel_tool_use:
+    single = bool(choice.disable_parallel_tool_use)
+    if choice.type == "any":
+        return tool_choice(None, tools, required=True, single=single, field="tool_choice")
+    if choice.type == "tool":
+        if choice.name is None or choice.name not in [spec["function"]["name"] for spec in tools]:
+            refuse("tool_choice.name", "must be the name of one of the tools that the client runs")
+        return tool_choice([choice.name], tools, required=True, single=True, field="tool_choice")
+    if single:
         notes.append("tool_choice.disable_parallel_tool_use")
+    return None

@@ -40,7 +40,7 @@ from outrider.dialects.reading import (
 from outrider.dialects.responses.items import HOSTED_ITEMS, Item, PlacedItem, ResponsesHistory
 from outrider.dialects.responses.reply import ResponsesContext
 from outrider.dialects.responses.stored_items import store_of
-from outrider.dialects.responses.tools import ToolList, Tools, check_tool_choice, read_tools
+from outrider.dialects.responses.tools import ToolList, Tools, read_tool_choice, read_tools
 
 COUNT = "/v1/responses/input_tokens"
 _LOGPROBS = "message.output_text.logprobs"
@@ -119,8 +119,9 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
     tools = read_tools(tool_lists, memory)
     notes += [TOOL + kind for kind in tools.hosted]
     notes += [HISTORY + kind for kind in hosted]
-    check_tool_choice(wire.tool_choice, tools, notes)
-    if wire.parallel_tool_calls is False:
+    single = wire.parallel_tool_calls is False
+    chosen = read_tool_choice(wire.tool_choice, tools, single=single)
+    if single and (chosen is None or not chosen.single):
         notes.append("parallel_tool_calls")
     text, reasoning = wire.text or _TextFormat(), wire.reasoning or _Reasoning()
     if text.verbosity is not None:
@@ -136,6 +137,7 @@ def parse_request(call: WireCall, body: bytes, memory: Memory) -> ModelRequest:
         messages=history,
         tools=told.specs(),
         tools_raw=told.raw if told.table else b"",
+        tool_choice=chosen,
         sampling=read_sampling(
             wire,
             max_tokens=wire.max_output_tokens,

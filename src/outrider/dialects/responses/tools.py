@@ -24,8 +24,9 @@ from typing import Any
 
 import msgspec
 
+from outrider.constraint import ToolChoice
 from outrider.dialects.base import Memory
-from outrider.dialects.reading import cached_tools, check_depth, check_function, decode, quoted, refuse
+from outrider.dialects.reading import cached_tools, check_depth, check_function, decode, quoted, refuse, tool_choice
 from outrider.dialects.responses.round_trip import INPUT, flat_name
 from outrider.messages import ToolSpec
 
@@ -77,23 +78,52 @@ def read_tools(lists: list[ToolList], memory: Memory) -> Tools:
     return cached_tools(memory, raw, lambda: _read(lists, raw))
 
 
-def check_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, notes: list[str]) -> None:
-    """Raise RequestError for an unknown choice. Any choice but `none` and `auto` is noted as without effect, because
-    nothing can force the model to call a tool."""
+def read_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, *, single: bool) -> ToolChoice | None:
+    """Return the choice of tools that restricts the reply; None for `auto` and `none`. `single` is True if the client
+    allows one call at most. Raises RequestError for an unknown choice."""
     if choice in (None, "none", "auto"):
-        return
-    notes.append("tool_choice")
+        return None
     if isinstance(choice, str):
         if choice not in _CHOICES:
             refuse("tool_choice", f"unknown choice {quoted(choice)}; known: {', '.join(sorted(_CHOICES))}")
-        return
-    kind, name = (choice or {}).get("type"), (choice or {}).get("name")
+        return tool_choice(None, tools.specs(), required=True, single=single, field="tool_choice")
+    kind = (choice or {}).get("type")
     if kind == "allowed_tools":
-        return
+        return _read_allowed_tools(choice or {}, tools, single=single)
     if kind not in ("function", "custom"):
         refuse("tool_choice.type", f"{quoted(str(kind))} cannot be chosen: only function, custom and allowed_tools can")
-    if not any(name in (tool.name, flat) for flat, tool in tools.table.items()):
+    named = _names_in_table((choice or {}).get("name"), tools)
+    if not named:
         refuse("tool_choice.name", "must be the name of one of the tools")
+    return tool_choice(named, tools.specs(), required=True, single=True, field="tool_choice")
+
+
+def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -> ToolChoice | None:
+    """Read a list of allowed tools. A hosted tool in the list is skipped, because the model does not see hosted tools.
+    Raises RequestError."""
+    mode, listed = choice.get("mode", "auto"), choice.get("tools")
+    if mode not in ("auto", "required"):
+        refuse("tool_choice.mode", "must be 'auto' or 'required'")
+    if not isinstance(listed, list):
+        refuse("tool_choice.tools", "must be a list of tools")
+    names: list[str] = []
+    for index, entry in enumerate(listed):
+        at = f"tool_choice.tools[{index}]"
+        if not isinstance(entry, dict):
+            refuse(at, "must be an object")
+        if entry.get("type") in ("function", "custom"):
+            named = _names_in_table(entry.get("name"), tools)
+            if not named:
+                refuse(f"{at}.name", "must be the name of one of the tools")
+            names += named
+        elif entry.get("type") not in tools.hosted:
+            refuse(f"{at}.type", "must be the type of one of the tools")
+    return tool_choice(names, tools.specs(), required=mode == "required", single=single, field="tool_choice")
+
+
+def _names_in_table(name: Any, tools: Tools) -> list[str]:
+    """Return the model's names of the tools that the client calls `name`. The name may be in several namespaces."""
+    return [flat for flat, tool in tools.table.items() if name in (tool.name, flat)]
 
 
 def _read(lists: list[ToolList], raw: bytes) -> Tools:

@@ -43,7 +43,7 @@ LARGE_IMAGE = 256 << 10
 """A request with an image of more bytes is encoded in a thread, because encoding the image as base64 and JSON would
 block the event loop."""
 _OPENAI_ALTERS = ("presence_penalty", "frequency_penalty", "logit_bias")
-_OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA})
+_OPENAI_CONSTRAINTS = frozenset({ConstraintKind.JSON_OBJECT, ConstraintKind.JSON_SCHEMA, ConstraintKind.TOOL_CALLS})
 
 
 class OpenAIOptions(ServerOptions, frozen=True, kw_only=True):
@@ -316,14 +316,16 @@ class _PartialCall:
 
 
 def _constraint(constraint: Constraint) -> dict[str, Any]:
-    """Return the request fields for a constraint. Constraints to JSON use OpenAI's field, the other kinds vLLM's field
-    `structured_outputs`."""
+    """Return the request fields for a constraint. Constraints to JSON and to tool calls use OpenAI's fields, the other
+    kinds vLLM's field `structured_outputs`."""
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
             return {"response_format": {"type": "json_object"}}
         case ConstraintKind.JSON_SCHEMA:
             schema = {"name": "reply", "schema": msgspec.json.decode(constraint.text), "strict": True}
             return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        case ConstraintKind.TOOL_CALLS:
+            return {"tool_choice": msgspec.json.decode(constraint.text)}
         case _:
             return {"structured_outputs": structured_outputs(constraint)}
 

@@ -156,5 +156,7 @@ def structured_outputs(constraint: Constraint) -> dict[str, Any]:
             return {"json_object": True}
         case ConstraintKind.JSON_SCHEMA:
             return {"json": msgspec.json.decode(constraint.text)}
+        case ConstraintKind.TOOL_CALLS:
+            return {"structural_tag": constraint.text}
         case kind:
             return {kind.value: constraint.text}

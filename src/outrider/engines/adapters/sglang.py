@@ -38,6 +38,7 @@ CONSTRAINT_FIELDS = {
     ConstraintKind.JSON_SCHEMA: "json_schema",
     ConstraintKind.REGEX: "regex",
     ConstraintKind.GRAMMAR: "ebnf",
+    ConstraintKind.TOOL_CALLS: "structural_tag",
 }
 ABORTED = 499
 """The code of the error event that the server sends after it has aborted a request because of a pause."""

@@ -22,7 +22,7 @@ from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role, images_in
 from outrider.sessions.calls.call import ModelBackend, Step, count_differences
 from outrider.sessions.calls.limits import TokenShare
-from outrider.sessions.calls.request_settings import clamped, described_notes, recorded
+from outrider.sessions.calls.request_settings import check_choice_kept, clamped, described_notes, recorded
 from outrider.tokens.tree.canonical import digest, extend, message_key
 from outrider.trajectory import (
     FinishReason,
@@ -114,6 +114,7 @@ class MessageCall:
         last = self._last
         if last is None or last.finish is None or last.reply is None:
             raise EngineUnavailable("the engine ended a stream without finishing it")
+        check_choice_kept(self._request.tool_choice, last.reply, last.finish, None)
         # If the response has no ids, the number of tokens reported by the engine counts.
         reported = (last.usage or {}).get("completion_tokens", 0)
         self._share.take(len(last.output_ids) if last.output_ids is not None else reported)

@@ -20,7 +20,7 @@ from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
 from outrider.sessions.calls.call import ModelBackend, Step, count_differences
 from outrider.sessions.calls.limits import TokenShare
-from outrider.sessions.calls.request_settings import clamped, recorded
+from outrider.sessions.calls.request_settings import check_choice_kept, clamped, recorded
 from outrider.tokens.rendering.reply_stream import ReplyStream
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import FinishReason, Ids, Turn, TurnTimings, pack_logprobs
@@ -85,6 +85,7 @@ class TokenCall:
             stop=self._sampling.stop,
             stop_ids=self._sampling.stop_token_ids,
             call_id=self.id[:12],
+            held_to_calls=self._request.tool_choice is not None,
         )
         self._generation = self._backend.pool.calls.generate(
             GenerateRequest(
@@ -139,6 +140,7 @@ class TokenCall:
             raise EngineUnavailable("the engine ended a stream without finishing it")
         reply = self._stream.finish()
         self._reply, self._malformed = reply.message, reply.malformed
+        check_choice_kept(self._request.tool_choice, self._reply, self._last.finish, self._last.stop_match)
         if reply.rest.text or reply.rest.reasoning:
             return [Delta(text=reply.rest.text, reasoning=reply.rest.reasoning)]
         return []

@@ -13,14 +13,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from outrider.constraint import ConstraintKind, ToolChoice
 from outrider.dialects.base import ModelRequest, RequestedSampling
 from outrider.dialects.reading import RESULT, bounded_notes
 from outrider.engines.base import SamplingParams
 from outrider.engines.pool.placement import ServingEngine
-from outrider.errors import RequestError
+from outrider.errors import EngineMisbehaved, RequestError
+from outrider.messages import Message
 from outrider.sessions.calls.limits import TokenShare
 from outrider.spec import SamplingSpec
-from outrider.trajectory import TokenMode
+from outrider.tokens.rendering.call_grammar import call_constraint, openai_choice
+from outrider.trajectory import FinishReason, TokenMode
 
 T = TypeVar("T")
 
@@ -91,16 +94,67 @@ def seed_for(task: SamplingSpec, client: RequestedSampling, *, sample: int, call
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") & MAX_SEED
 
 
-def client_may_be_at_fault(asked: RequestedSampling) -> bool:
+def client_may_be_at_fault(request: ModelRequest) -> bool:
     """Return True if an engine may have refused the request for a setting that only the client can choose, such as a
     schema that does not compile. The refusal is then the client's error: an agent must not be able to make its session
     fail with an engine's error."""
-    return asked.constraint is not None or bool(asked.logit_bias) or bool(asked.stop_token_ids)
+    asked = request.sampling
+    return (
+        request.tool_choice is not None
+        or asked.constraint is not None
+        or bool(asked.logit_bias)
+        or bool(asked.stop_token_ids)
+    )
 
 
-def check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
-    """Raise RequestError for a constraint that the engine does not support, and for a constraint together with tools if
-    the engine takes token ids."""
+def constrained(request: ModelRequest, assigned: ServingEngine, family: str) -> ModelRequest:
+    """Return the request with the constraint that keeps its choice of tools; the same request without such a choice.
+    `family` is the model family of the renderer.
+
+    Raises RequestError for a constraint or a choice of tools that the engine does not support, for both at once, and
+    for a constraint together with tools if the engine takes token ids."""
+    choice = request.tool_choice
+    if choice is None:
+        _check_constraint(request, assigned)
+        return request
+    if request.sampling.constraint is not None:
+        raise RequestError(
+            f"{choice.field}: a reply cannot be held to a form and to calls of tools at once",
+            field=choice.field,
+            hint="send either structured output or a choice of tools",
+        )
+    if ConstraintKind.TOOL_CALLS not in assigned.constraints:
+        raise RequestError(
+            f"{choice.field}: engine {assigned.engine!r} cannot be held to calls of chosen tools",
+            field=choice.field,
+            hint="send the choice 'auto', or attach an engine with grammars: docs/engines.md",
+        )
+    if assigned.mode is TokenMode.TOKENS:
+        constraint = call_constraint(family, request.tools, choice)
+    else:
+        constraint = openai_choice(choice, request.tools)
+    sampling = msgspec.structs.replace(request.sampling, constraint=constraint)
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+def check_choice_kept(choice: ToolChoice | None, reply: Message, finish: FinishReason, stop: int | str | None) -> None:
+    """Raise EngineMisbehaved for a finished reply that breaks the client's choice of tools. A reply that was cut off
+    (at a limit, by an abort, or by the stop string `stop`) may lack calls."""
+    if choice is None:
+        return
+    whole = finish is FinishReason.STOP and not isinstance(stop, str)
+    other = [call.name for call in reply.tool_calls if call.name not in choice.names]
+    if other or (whole and choice.required and not reply.tool_calls):
+        made = f"calls {other[0]!r}" if other else "calls no tool"
+        raise EngineMisbehaved(
+            f"the reply {made}, although the request's {choice.field} allows only calls of {', '.join(choice.names)}",
+            hint="start the engine's server with a grammar backend, XGrammar 0.2 or later",
+        )
+
+
+def _check_constraint(request: ModelRequest, assigned: ServingEngine) -> None:
+    """Raise RequestError for a form of the reply that the engine does not support, and for such a form together with
+    tools if the engine takes token ids."""
     constraint = request.sampling.constraint
     if constraint is None:
         return

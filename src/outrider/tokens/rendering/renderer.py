@@ -35,16 +35,19 @@ the chat template drops the reasoning."""
 
 class Markup(msgspec.Struct, frozen=True):
     """A family's markers for reasoning and tool calls in text. Text from `call_open` on, which begins a tool call, is
-    held back until the turn is parsed."""
+    held back until the turn is parsed. If a family encloses all calls of a turn, `call_open` and `calls_close` are the
+    markers of the whole, and no part of a call; otherwise `calls_close` is ""."""
 
     think_open: str
     think_close: str
     call_open: str
+    calls_close: str = ""
 
 
 _HERMES = Markup("<think>", "</think>", "<tool_call>")
-_KIMI = Markup("<think>", "</think>", "<|tool_calls_section_begin|>")
-_DEEPSEEK = Markup("<think>", "</think>", "<｜tool▁calls▁begin｜>")  # noqa: RUF001 - the model's own characters
+_KIMI = Markup("<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+# The two texts have the model's own characters.
+_DEEPSEEK = Markup("<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")  # noqa: RUF001
 
 MARKUP: dict[str, Markup] = {
     "qwen3": _HERMES,

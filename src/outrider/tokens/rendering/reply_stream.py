@@ -60,6 +60,7 @@ class ReplyStream:
     The reply ends before the first stop id (a stop id of the family, or one of `stop_ids`) or the first `stop` string,
     whichever is earlier. If the request has no tools, the markup of tool calls is plain text. With tools, markup that
     is not a well-formed call becomes text. A call that the model gave no id gets an id made from `call_id`.
+    `held_to_calls` is True if a grammar held the reply to calls (`call_grammar.py`).
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class ReplyStream:
         stop: Sequence[str],
         stop_ids: Sequence[int] = (),
         call_id: str,
+        held_to_calls: bool = False,
     ) -> None:
         self._renderer = renderer
         self._tail = prompt_tail
         self._tools = tools
         self._stop = tuple(stop)
         self._call_id = call_id
+        self._held_to_calls = held_to_calls
         self._decoder = renderer.tokenizer.stream()
         self._stops = frozenset((*renderer.stop_ids, *stop_ids))
         self._ids: list[int] = []
@@ -132,12 +135,18 @@ class ReplyStream:
         malformed, left = 0, ""
         if self._state is _State.HELD:
             left, self._pending = self._pending, ""
-            parsed = self._renderer.parse(self._tail, self._ids, self._tools)
+            spoken = self._ids[: self._end]
+            if self._held_to_calls:
+                # A grammar constrains texts, so a marker may have been sampled as several tokens, which the family's
+                # parser does not recognise.
+                tokenizer = self._renderer.tokenizer
+                spoken = tokenizer.encode(tokenizer.decode(spoken))
+            parsed = self._renderer.parse(self._tail, spoken, self._tools)
             malformed = len(parsed.malformed)
             if parsed.calls or parsed.malformed:
                 self._held_from = _State.CONTENT
             if parsed.calls:
-                calls, left = self._split(left, parsed)
+                calls, left = self._split(left, parsed, spoken)
         flushed = self._emit(self._held_from, self._cut(left), final=True)
         message = Message(
             role=Role.ASSISTANT,
@@ -148,17 +157,18 @@ class ReplyStream:
         rest = ReplyPart(drained.text + flushed.text, drained.reasoning + flushed.reasoning)
         return FinishedReply(message, malformed, rest)
 
-    def _split(self, held: str, parsed: ParsedCalls) -> tuple[tuple[ToolCall, ...], str]:
-        """Split the held text into calls and the text around them. If the beginning of a call was already emitted as
-        text, the call stays text. Such a call is possible because the family's parser searches for the ids of markers,
-        and this stream for the text of markers."""
+    def _split(self, held: str, parsed: ParsedCalls, spoken: Sequence[int]) -> tuple[tuple[ToolCall, ...], str]:
+        """Split the held text into calls and the text around them. `spoken` are the parsed ids. If the beginning of a
+        call was already emitted as text, the call stays text. Such a call is possible because the family's parser
+        searches for the ids of markers, and this stream for the text of markers."""
         decode = self._renderer.tokenizer.decode
-        spoken = self._ids[: self._end]
         pieces: list[tuple[str, ToolCall | None]] = []
         at = 0
         for call, (start, end) in zip(self._named(parsed.calls), parsed.spans, strict=True):
+            # The calls of one MiniMax block all have the span of the block.
+            start = max(start, at)
             pieces += [(decode(spoken[at:start]), None), (decode(spoken[start:end]), call)]
-            at = end
+            at = max(at, end)
         pieces.append((decode(spoken[at:]), None))
         shown = sum(len(text) for text, _ in pieces) - len(held)
         calls: list[ToolCall] = []
@@ -169,7 +179,10 @@ class ReplyStream:
             else:
                 left.append(text[max(shown, 0) :])
             shown -= len(text)
-        return tuple(calls), "".join(left)
+        text, markup = "".join(left), self._renderer.markup
+        if calls and markup is not None and markup.calls_close:
+            text = text.replace(markup.call_open, "", 1).replace(markup.calls_close, "", 1)
+        return tuple(calls), text
 
     def _cut(self, text: str) -> str:
         """Return the text before the first stop string."""

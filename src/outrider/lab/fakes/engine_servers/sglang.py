@@ -50,6 +50,7 @@ class _Sampling(AskedSampling, kw_only=True, forbid_unknown_fields=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | None = None
 
     def constraint(self) -> Constraint | None:
         """Return the requested constraint, or None. Raises EngineRejected if several forms of constraints are
@@ -58,10 +59,13 @@ class _Sampling(AskedSampling, kw_only=True, forbid_unknown_fields=True):
             ConstraintKind.JSON_SCHEMA: self.json_schema,
             ConstraintKind.REGEX: self.regex,
             ConstraintKind.GRAMMAR: self.ebnf,
+            ConstraintKind.TOOL_CALLS: self.structural_tag,
         }
         found = [Constraint(kind, text) for kind, text in forms.items() if text is not None]
         if len(found) > 1:
-            raise EngineRejected("only one of regex, json_schema and ebnf can be set", field="sampling_params")
+            raise EngineRejected(
+                "only one of regex, json_schema, ebnf and structural_tag can be set", field="sampling_params"
+            )
         return found[0] if found else None
 
 

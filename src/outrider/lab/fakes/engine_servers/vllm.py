@@ -35,6 +35,7 @@ class _StructuredOutputs(msgspec.Struct):
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
+    structural_tag: str | None = None
 
     def constraint(self) -> Constraint:
         """Return the requested constraint. Raises EngineRejected unless exactly one form is requested."""
@@ -43,6 +44,7 @@ class _StructuredOutputs(msgspec.Struct):
             ConstraintKind.JSON_OBJECT: "" if self.json_object else None,
             ConstraintKind.REGEX: self.regex,
             ConstraintKind.GRAMMAR: self.grammar,
+            ConstraintKind.TOOL_CALLS: self.structural_tag,
         }
         found = [Constraint(kind, text) for kind, text in forms.items() if text is not None]
         if len(found) != 1:
