@@ -11,7 +11,7 @@ import pytest
 from outrider.client.client import AsyncClient
 from outrider.config import Config, PluginsConfig
 from outrider.errors import EvaluatorError, InvalidField
-from outrider.evaluators.base import ChecksSpec, Outcome
+from outrider.evaluators.base import ChecksSpec, DecidesEarly, Outcome
 from outrider.evaluators.combined import CombiningEvaluator
 from outrider.evaluators.factory import make_evaluator
 from outrider.sandbox.runtimes.node_host import Host
@@ -225,3 +225,51 @@ async def test_a_whole_session_is_graded_by_its_parts(tmp_path: Path) -> None:
     verdict = done.sessions[0].result.verdict
     assert verdict.reward == 0.75
     assert verdict.metrics == {"first": 0.5, "first/x": 2.0, "second": 0.25}
+
+
+class Decides:
+    """Decides as its options say."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        self._options = spec.options
+
+    def decide(self, outcome: Outcome) -> Any:
+        assert outcome.task.evaluator.options == self._options
+        return self._options.get("verdict")
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        raise AssertionError("never")
+
+
+def decides(verdict: Any) -> dict[str, Any]:
+    return {"kind": f"{__name__}:Decides", "options": {"verdict": verdict}}
+
+
+DECIDED: list[tuple[str, dict[str, Any], Verdict | None]] = [
+    ("weighted", {"a": decides(1.0), "b": decides({"reward": 2.0, "reason": "y"})}, Verdict(reward=3.0, reason="b: y")),
+    ("all", {"a": decides(1.0), "b": decides(0.0)}, Verdict(reward=0.0)),
+    ("weighted", {"a": decides(1.0), "b": decides(None)}, None),
+    ("all", {"a": decides(0.0), "b": part(1.0)}, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "parts", "wanted"), DECIDED)
+def test_what_every_part_decides_is_decided(
+    kind: str, parts: dict[str, Any], wanted: Verdict | None, outcome: Callable[[EvaluatorSpec], Outcome]
+) -> None:
+    spec = EvaluatorSpec(kind=kind, options={"parts": parts})
+    evaluator = make_evaluator(spec)
+    assert isinstance(evaluator, DecidesEarly)
+    verdict = evaluator.decide(outcome(spec))
+    assert (verdict is None) == (wanted is None)
+    if verdict is not None and wanted is not None:
+        assert (verdict.reward, verdict.reason) == (wanted.reward, wanted.reason)
+        assert verdict.metrics.keys() == {"a", "b"}
+
+
+def test_a_decision_that_is_no_verdict_names_its_part(outcome: Callable[[EvaluatorSpec], Outcome]) -> None:
+    spec = EvaluatorSpec(kind="weighted", options={"parts": {"a": decides("much")}})
+    evaluator = make_evaluator(spec)
+    assert isinstance(evaluator, DecidesEarly)
+    with pytest.raises(EvaluatorError, match="part 'a'"):
+        evaluator.decide(outcome(spec))

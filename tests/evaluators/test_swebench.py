@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from outrider.errors import EvaluatorError, InvalidField
-from outrider.evaluators.base import ChecksSpec
+from outrider.evaluators.base import ChecksSpec, DecidesEarly, Outcome
 from outrider.evaluators.factory import make_evaluator
 from outrider.evaluators.swebench.evaluator import read_only_mounts
 from outrider.evaluators.swebench.options import is_test
-from outrider.lab.certify.task_check import check_tasks
+from outrider.lab.certify.task_check import check_tasks, checked_task
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import DiffSpec, EvaluatorSpec
 from outrider.tasks.datasets import Example, Gold
@@ -722,3 +723,43 @@ def test_tests_are_told_by_the_segments_of_their_paths() -> None:
     ]
     others = ["src/_pytest/main.py", "testing.py", "src/contest/a.py", "latest.py", "docs/tests.md", "src/attest.py"]
     assert [path for path in (*tests, *others) if is_test(path)] == tests
+
+
+@pytest.mark.parametrize(
+    ("patch", "options", "decided"),
+    [
+        (b"", {}, True),
+        (b"diff", {}, False),
+        (None, {}, False),
+        (b"", {"test_empty_patch": True}, False),
+        (b"", {"expected": {"tests/test_shop.py::test_total": "PASSED"}}, False),
+    ],
+)
+def test_an_empty_patch_is_decided_without_a_sandbox(
+    patch: bytes | None, options: dict[str, Any], decided: bool, outcome: Callable[[EvaluatorSpec], Outcome]
+) -> None:
+    spec = spec_of(**options)
+    evaluator = make_evaluator(spec)
+    assert isinstance(evaluator, DecidesEarly)
+    verdict = evaluator.decide(msgspec.structs.replace(outcome(spec), patch=patch))
+    assert (verdict is not None) == decided
+    if verdict is not None:
+        assert (verdict.reward, verdict.metrics["fail_to_pass"]) == (0.0, 0.0)
+        assert verdict.metrics["fail_to_pass_total"] >= 1
+
+
+def test_a_check_of_tasks_tests_empty_patches_too() -> None:
+    whole: dict[str, Any] = {
+        "kind": "all",
+        "options": {"parts": {"a": {"kind": "swebench", "options": {"x": 1}}, "b": {"run": "y"}}},
+    }
+    task: dict[str, Any] = {
+        "instruction": "x",
+        "evaluator": whole,
+        "then": [{"evaluator": {"kind": "swebench", "options": {}}}],
+    }
+    checked = checked_task(Example(id="x", task=task, gold=None), 0, "nothing")
+    parts = checked["evaluator"]["options"]["parts"]
+    assert parts == {"a": {"kind": "swebench", "options": {"x": 1, "test_empty_patch": True}}, "b": {"run": "y"}}
+    assert checked["then"][0]["evaluator"]["options"] == {"test_empty_patch": True}
+    assert whole["options"]["parts"]["a"]["options"] == {"x": 1}

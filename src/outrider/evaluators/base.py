@@ -119,6 +119,17 @@ class Evaluator(Protocol):
 
 
 @runtime_checkable
+class DecidesEarly(Protocol):
+    """An evaluator that can decide some outcomes without a sandbox."""
+
+    def decide(self, outcome: Outcome) -> Verdict | None:
+        """Return the verdict that `evaluate` would return for the outcome, if no sandbox is needed to know the verdict;
+        otherwise None. Called when `outcome.patch` is known, or known to be empty. `outcome.runtime` cannot be used.
+        Raises EvaluatorError."""
+        ...
+
+
+@runtime_checkable
 class ChecksSpec(Protocol):
     """An evaluator whose spec needs checks that are too slow for the constructor."""
 

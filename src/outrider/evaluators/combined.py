@@ -6,12 +6,14 @@ part that fails to grade fails the whole evaluation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from outrider.errors import EvaluatorError, InvalidField, renamed_field
-from outrider.evaluators.base import ChecksSpec, Evaluator, Outcome
+from outrider.evaluators.base import ChecksSpec, DecidesEarly, Evaluator, Outcome
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.evaluators.nested import FIELD, KINDS, WeightedOptions, nested_specs, part_spec
@@ -61,8 +63,24 @@ class CombiningEvaluator:
                 with renamed_field(FIELD, f"{FIELD}.options.parts.{name}"):
                     await part.evaluator.check_spec(host)
 
+    def decide(self, outcome: Outcome) -> Verdict | None:
+        """Return the combined verdict if every part decides the outcome without a sandbox, otherwise None."""
+        verdicts: dict[str, Verdict] = {}
+        for name, part in self._parts.items():
+            if not isinstance(part.evaluator, DecidesEarly):
+                return None
+            with _errors_of(name):
+                decided = part.evaluator.decide(_outcome_for(part, outcome))
+                verdict = None if decided is None else read_verdict(decided)
+            if verdict is None:
+                return None
+            verdicts[name] = _combinable(name, verdict)
+        return self._combined(verdicts)
+
     async def evaluate(self, outcome: Outcome) -> Verdict:
-        verdicts = await _verdicts(self._parts, outcome)
+        return self._combined(await _verdicts(self._parts, outcome))
+
+    def _combined(self, verdicts: Mapping[str, Verdict]) -> Verdict:
         turns: dict[int, float] = {}
         if not self._weighted:
             if rewarding := next((name for name, verdict in verdicts.items() if verdict.turns), None):
@@ -110,18 +128,32 @@ async def _verdicts(parts: dict[str, EvaluatorPart], outcome: Outcome) -> dict[s
     part that are neither EvaluatorError nor ValueError are not changed."""
     verdicts = {}
     for name, part in parts.items():
-        # A grading function reads its options from the outcome's task, so the task gets the spec of the part.
-        task = outcome.task.model_copy(update={"evaluator": part.spec})
-        try:
-            verdict = read_verdict(await part.evaluator.evaluate(replace(outcome, task=task)))
-        except (EvaluatorError, ValueError) as error:
-            message = f"part {name!r}: {error}"
-            if not isinstance(error, EvaluatorError):
-                raise EvaluatorError(message) from error
-            raise EvaluatorError(message, hint=error.hint, log_tail=error.log_tail, inside=error.inside) from error
-        if verdict.rows:
-            raise EvaluatorError(
-                f"part {name!r} rewards rows, which cannot be combined with the rewards of other parts"
-            )
-        verdicts[name] = verdict
+        with _errors_of(name):
+            verdict = read_verdict(await part.evaluator.evaluate(_outcome_for(part, outcome)))
+        verdicts[name] = _combinable(name, verdict)
     return verdicts
+
+
+def _outcome_for(part: EvaluatorPart, outcome: Outcome) -> Outcome:
+    """Return the outcome for one part. A grading function reads its options from the outcome's task, so the task gets
+    the spec of the part."""
+    return replace(outcome, task=outcome.task.model_copy(update={"evaluator": part.spec}))
+
+
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Add the part's name to an EvaluatorError, and raise EvaluatorError for a ValueError."""
+    try:
+        yield
+    except (EvaluatorError, ValueError) as error:
+        message = f"part {name!r}: {error}"
+        if not isinstance(error, EvaluatorError):
+            raise EvaluatorError(message) from error
+        raise EvaluatorError(message, hint=error.hint, log_tail=error.log_tail, inside=error.inside) from error
+
+
+def _combinable(name: str, verdict: Verdict) -> Verdict:
+    """Return the verdict. Raises EvaluatorError for a verdict that rewards rows."""
+    if verdict.rows:
+        raise EvaluatorError(f"part {name!r} rewards rows, which cannot be combined with the rewards of other parts")
+    return verdict

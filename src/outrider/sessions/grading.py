@@ -33,7 +33,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
 from outrider.errors import LOG_TAIL, EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
-from outrider.evaluators.base import Evaluator, OffTheClock, Outcome
+from outrider.evaluators.base import DecidesEarly, Evaluator, NothingKept, OffTheClock, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
 from outrider.sandbox.node_folder import remove_tree
@@ -44,7 +44,7 @@ from outrider.sessions.attempt import Attempt
 from outrider.sessions.blame import Blame, Facts, Stage, decide, end_of
 from outrider.sessions.clock import PausableTimeout, Stopwatch
 from outrider.sessions.lanes import Lane, Lanes
-from outrider.sessions.patches import apply_patch, carried_paths, make_patch, place_of
+from outrider.sessions.patches import PatchBases, apply_patch, carried_paths, is_unchanged, make_patch, place_of
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
 from outrider.spec import RUNTIME, DiffSpec, Resources, RuntimeSpec
@@ -134,7 +134,10 @@ class Grading:
         """The paths in the archive. They are absolute, because the evaluator's own runtime may have another working
         directory."""
         self._patch: bytes | None = None
-        """The agent's changes to a carried repository. The first sandbox for grading makes the patch."""
+        """The agent's changes to a carried repository. The first sandbox for grading makes the patch, unless the agent
+        has changed nothing."""
+        self._decided: Verdict | None = None
+        """The verdict on an agent that has changed nothing, if the evaluator needs no sandbox for the verdict."""
         self._second_share: Slot | None = None
         """The resources of a sandbox that is started beside the agent's. They are released once the agent's sandbox
         has stopped, because the session's own resources then suffice."""
@@ -189,8 +192,10 @@ class Grading:
         """The origin of the sandbox in which the failure occurs."""
         try:
             if self._carry is not None:
-                async with mark_inside_failures(sandbox.runtime):
-                    await self._take_out(sandbox.runtime)
+                await self._decide_unchanged(sandbox.runtime, outcome)
+                if self._decided is None:
+                    async with mark_inside_failures(sandbox.runtime):
+                        await self._take_out(sandbox.runtime)
                 self._stopwatch.lap("eval")
                 if not self._goes_on:
                     await self._stop(sandbox)
@@ -231,6 +236,7 @@ class Grading:
             self._layer = self._archive
         elif isinstance(self._carry, DiffSpec):
             self._patch = await asyncio.to_thread(self._archive.read_bytes)
+            self._decided = self._decide(outcome, self._patch)
         try:
             return Grade(verdict=await self._verdict(outcome), excess=False, patch=self._patch)
         except OutriderError as error:
@@ -239,6 +245,42 @@ class Grading:
             if decide(facts).blame is not Blame.AGENT:
                 raise
             return Grade(verdict=await self._confirm_excess(error, outcome, self._graders), excess=True)
+
+    async def _decide_unchanged(self, runtime: Runtime, outcome: Outcome) -> None:
+        """Set the verdict and the empty patch if the agent has changed nothing in the carried repository, and the
+        evaluator needs no sandbox to know the verdict. The repository's base is known from an earlier grading."""
+        host = self._sandboxes.host
+        if not isinstance(self._carry, DiffSpec) or not isinstance(self._evaluator, DecidesEarly):
+            return
+        base = (await host.part(PatchBases)).find(self._graders.runtime, self._repository)
+        decided = self._decide(outcome, b"") if base is not None else None
+        if base is None or decided is None:
+            return
+        if await is_unchanged(runtime, self._carry, self._repository, base):
+            await self._make_folder()
+            await self._keep_patch(b"")
+            self._decided = decided
+
+    def _decide(self, outcome: Outcome, patch: bytes) -> Verdict | None:
+        """Return the verdict of an evaluator that needs no sandbox for an outcome with this patch, otherwise None.
+        Raises EvaluatorError."""
+        if not isinstance(self._evaluator, DecidesEarly):
+            return None
+        outcome = msgspec.structs.replace(outcome, runtime=cast(Runtime, NothingKept()), patch=patch)
+        try:
+            with plugin_code():
+                verdict = self._evaluator.decide(outcome)
+        except OutriderError:
+            raise
+        except Exception as error:  # a plugin may raise anything
+            raise _raised(error) from error
+        return None if verdict is None else _read_verdict(verdict, outcome)
+
+    async def _keep_patch(self, patch: bytes) -> None:
+        self._patch = patch
+        file = self._folder / "patch"
+        await asyncio.to_thread(file.write_bytes, patch)
+        await self._keep(file, PATCH)
 
     async def _stop(self, sandbox: Sandbox) -> None:
         await sandbox.stop()
@@ -273,12 +315,16 @@ class Grading:
         """
         if self._second_share is not None:  # with carried files, the agent's sandbox has stopped by now
             self._second_share.release()
+        if self._decided is not None:
+            return self._decided
         failure: OutriderError = EvaluatorError("not evaluated")
         tries = 0
         while tries < self._task.max_attempts or (failure.inside and tries < TRIES_BEFORE_BLAME):
             tries += 1
             try:
                 async with self._place(outcome.runtime) as runtime:
+                    if self._patch is not None and (decided := self._decide(outcome, self._patch)) is not None:
+                        return decided
                     placed = msgspec.structs.replace(outcome, runtime=runtime, patch=self._patch)
                     return await self._evaluate(placed)
             except EvaluatorError as error:
@@ -303,12 +349,14 @@ class Grading:
             if isinstance(self._carry, list):
                 await runtime.restore(self._archive, self._paths)
             elif isinstance(self._carry, DiffSpec):
-                if self._patch is None:
-                    self._patch = await make_patch(runtime, self._carry, self._repository, self._archive, self._paths)
-                    file = self._folder / "patch"
-                    await asyncio.to_thread(file.write_bytes, self._patch)
-                    await self._keep(file, PATCH)
-                await apply_patch(runtime, self._repository, self._patch)
+                patch = self._patch
+                if patch is None:
+                    made = await make_patch(runtime, self._carry, self._repository, self._archive, self._paths)
+                    bases = await self._sandboxes.host.part(PatchBases)
+                    bases.remember(self._graders.runtime, self._repository, made.base)
+                    patch = made.patch
+                    await self._keep_patch(patch)
+                await apply_patch(runtime, self._repository, patch)
             yield runtime
 
     async def _confirm_excess(self, failure: OutriderError, outcome: Outcome, place: Origin) -> Verdict:
@@ -421,14 +469,24 @@ class Grading:
         except Exception as error:  # a plugin may raise anything, also a TimeoutError of its own
             if isinstance(error, TimeoutError) and timeout.block.expired():
                 raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
-            log_tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
-            raise EvaluatorError(f"the evaluator raised {type(error).__name__}: {error}", log_tail=log_tail) from error
-        try:
-            verdict = read_verdict(verdict)
-            check_indexes(verdict, outcome.calls)
-        except ValueError as error:
-            raise EvaluatorError(f"the evaluator returned no verdict: {error}") from error
-        return verdict
+            raise _raised(error) from error
+        return _read_verdict(verdict, outcome)
+
+
+def _raised(error: Exception) -> EvaluatorError:
+    """Return the error for an evaluator that raised an exception of its own."""
+    log_tail = "".join(traceback.format_exception(error))[-LOG_TAIL:]
+    return EvaluatorError(f"the evaluator raised {type(error).__name__}: {error}", log_tail=log_tail)
+
+
+def _read_verdict(verdict: object, outcome: Outcome) -> Verdict:
+    """Return what an evaluator returned as a verdict. Raises EvaluatorError if it is none."""
+    try:
+        read = read_verdict(verdict)
+        check_indexes(read, outcome.calls)
+    except ValueError as error:
+        raise EvaluatorError(f"the evaluator returned no verdict: {error}") from error
+    return read
 
 
 @asynccontextmanager

@@ -10,17 +10,29 @@ from __future__ import annotations
 
 import glob
 import posixpath
+import secrets
 import shlex
+from collections import OrderedDict
+from hashlib import blake2b
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
 
 from outrider.errors import EvaluatorError, RuntimeFailure
 from outrider.sandbox.runtimes.base import Runtime
-from outrider.spec import DiffSpec
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.spec import DiffSpec, RuntimeSpec
 
 MAX_PATCH = 16 << 20
 """Maximum size of a patch in bytes."""
 SECONDS = 300.0
 """Time limit in seconds of one git step."""
+UNCHANGED_SECONDS = 60.0
+"""Time limit in seconds of the check whether the agent changed nothing."""
+MAX_BASES = 1024
+"""Maximum number of repositories whose base a node remembers."""
 GIT = """set -e
 cd -- {repository}
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
@@ -57,6 +69,22 @@ CLEAR = """xargs -0 git -c safe.directory='*' --literal-pathspecs clean -ffdxq -
 """
 APPLY = """git apply --whitespace=nowarn .git/outrider-patch
 """
+# A repository of its own, because settings and excluded paths in the agent's `.git` could hide a change. The objects
+# are those of the agent's repository: `git add` reads each file, and writes none that is there already.
+UNCHANGED = """set -e
+cd -- {repository}
+export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_ATTR_NOSYSTEM=1 LC_ALL=C
+export GIT_DIR={place} GIT_WORK_TREE="$PWD"
+trap 'rm -rf -- {place}' EXIT
+git() {{
+    command git -c safe.directory='*' -c core.fsmonitor=false -c core.autocrlf=false "$@"
+}}
+git init -q --template=
+printf '%s\n' "$PWD/.git/objects" > {place}/objects/info/alternates
+git read-tree {base}
+git add -A .
+git diff --cached --quiet --no-ext-diff --no-renames {base} -- . {excluded}
+"""
 TIDY = """rm -f .git/outrider-patch .git/outrider-paths .git/outrider-index
 """
 
@@ -74,13 +102,19 @@ async def carried_paths(runtime: Runtime, repository: str) -> list[str]:
     return [path for path in found if posixpath.basename(path) not in (".", "..", ".git")]
 
 
-async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive: Path, paths: list[str]) -> bytes:
+class MadePatch(msgspec.Struct, frozen=True):
+    """A patch, and the id of the git tree of the repository without the patch."""
+
+    patch: bytes
+    base: str
+
+
+async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive: Path, paths: list[str]) -> MadePatch:
     """Return the difference between the repository of a new sandbox and the agent's files in the archive. Raises
     RuntimeFailure, and EvaluatorError if the patch cannot be made."""
     base = (await _run(runtime, repository, BASE + MAKE_ROOM)).decode().strip()
     await runtime.restore(archive, paths)
-    excluded = " ".join(shlex.quote(f":(exclude){pattern}") for pattern in spec.exclude)
-    await _run(runtime, repository, MAKE, base=base, excluded=excluded)
+    await _run(runtime, repository, MAKE, base=base, excluded=_excluded(spec))
     try:
         patch = await runtime.read(f"{repository}/.git/outrider-patch", limit=MAX_PATCH)
     except RuntimeFailure as error:
@@ -88,7 +122,59 @@ async def make_patch(runtime: Runtime, spec: DiffSpec, repository: str, archive:
         message = f"the agent's changes in {repository} are more than {MAX_PATCH >> 20} MiB"
         raise EvaluatorError(message, inside=True) from error
     await _run(runtime, repository, TIDY)
-    return patch
+    return MadePatch(patch, base)
+
+
+async def is_unchanged(runtime: Runtime, spec: DiffSpec, repository: str, base: str) -> bool:
+    """Return True if the repository in the agent's sandbox has the files of the tree `base`, so that the agent's patch
+    is empty. False is returned whenever the check is not certain, also if the check fails.
+
+    Programs in the sandbox may have been replaced by the agent, which can so pretend that its patch is empty, but not
+    that the patch is another one.
+    """
+    place = shlex.quote(f"{runtime.scratch}/outrider-unchanged-{secrets.token_hex(8)}")
+    script = UNCHANGED.format(repository=shlex.quote(repository), place=place, base=base, excluded=_excluded(spec))
+    try:
+        done = await runtime.exec(script, seconds=UNCHANGED_SECONDS)
+    except RuntimeFailure:
+        return False
+    return done.exit_code == 0 and not done.timed_out
+
+
+def _excluded(spec: DiffSpec) -> str:
+    return " ".join(shlex.quote(f":(exclude){pattern}") for pattern in spec.exclude)
+
+
+class PatchBases:
+    """The git trees of repositories as preparation leaves them, by the sandbox in which the repository is: a shared
+    part of the node (`Host.part`). A grading that makes a patch remembers the tree. If preparation is not reproducible,
+    the next tree differs, and the memory has no use, but does no harm."""
+
+    def __init__(self, host: Host) -> None:
+        self._trees: OrderedDict[bytes, str] = OrderedDict()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._trees.clear()
+
+    def remember(self, runtime: RuntimeSpec, repository: str, tree: str) -> None:
+        key = _base_key(runtime, repository)
+        self._trees[key] = tree
+        self._trees.move_to_end(key)
+        if len(self._trees) > MAX_BASES:
+            self._trees.popitem(last=False)
+
+    def find(self, runtime: RuntimeSpec, repository: str) -> str | None:
+        """Return the tree of the repository, None if no grading has remembered it."""
+        return self._trees.get(_base_key(runtime, repository))
+
+
+def _base_key(runtime: RuntimeSpec, repository: str) -> bytes:
+    return blake2b(f"{repository}\0{runtime.model_dump_json()}".encode(), digest_size=16).digest()
 
 
 async def apply_patch(runtime: Runtime, repository: str, patch: bytes) -> None:

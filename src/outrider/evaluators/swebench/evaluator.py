@@ -76,6 +76,18 @@ class SwebenchEvaluator:
         if answer["unusable"] is not None:
             raise InvalidField(f"{answer['unusable']} ({LIBRARY})", field=f"task.evaluator.options.{answer['field']}")
 
+    def decide(self, outcome: Outcome) -> Verdict | None:
+        """Return reward 0 for an empty patch, as swebench's own harness does: the tests that must pass now fail without
+        a change. No test runs, so the verdict has no metric of the tests that pass already."""
+        if outcome.patch != b"" or self._options.test_empty_patch or self._options.expected is not None:
+            return None
+        metrics = {
+            "fail_to_pass": 0.0,
+            "fail_to_pass_total": float(len(self._options.fail_to_pass)),
+            "pass_to_pass_total": float(len(self._options.pass_to_pass)),
+        }
+        return Verdict(reward=0.0, metrics=metrics, reason="the patch is empty, so no test was run")
+
     async def evaluate(self, outcome: Outcome) -> Verdict:
         options, runtime = self._options, outcome.runtime
         checks = await checks_of(outcome.host, CHECKS)

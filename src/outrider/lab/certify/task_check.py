@@ -137,7 +137,33 @@ def checked_task(example: Example, number: int, kind: str) -> dict[str, Any]:
     own = (example.task.get("harness") or {}).get("options") or {}
     options = {"steps": steps, "seconds": limits["agent_seconds"], "desktop": own.get("desktop")}
     harness = {"agent": AGENT, "options": options}
-    return {**example.task, "harness": harness, "limits": limits, "max_attempts": 1}
+    task = {**example.task, "harness": harness, "limits": limits, "max_attempts": 1}
+    if isinstance(evaluator := example.task.get("evaluator"), dict):
+        task["evaluator"] = testing_empty_patches(evaluator)
+    if later := example.task.get("then"):
+        task["then"] = [
+            {**step, "evaluator": testing_empty_patches(step["evaluator"])}
+            if isinstance(step, dict) and isinstance(step.get("evaluator"), dict)
+            else step
+            for step in later
+        ]
+    return task
+
+
+def testing_empty_patches(evaluator: dict[str, Any]) -> dict[str, Any]:
+    """Return the evaluator with the tests of `swebench` run for an empty patch, too: otherwise the check of doing
+    nothing would test nothing."""
+    options = evaluator.get("options")
+    if not isinstance(options, dict):
+        return evaluator
+    if evaluator.get("kind") == "swebench":
+        options = {"test_empty_patch": True, **options}
+    elif isinstance(parts := options.get("parts"), dict):
+        changed = {
+            name: testing_empty_patches(part) if isinstance(part, dict) else part for name, part in parts.items()
+        }
+        options = {**options, "parts": changed}
+    return {**evaluator, "options": options}
 
 
 def report_of(id: str, gold: GroupView, nothing: GroupView) -> TaskReport:
