@@ -125,6 +125,8 @@ class SandboxesConfig(Section):
     """Kinds of sandbox that tokens of the role `submit` may use; an admin may use any."""
     images: Annotated[tuple[str, ...] | None, Setting(default="all images of this machine")] = None
     """[Prefixes](security.md#what-tasks-may-name) of the names of images that tasks may use."""
+    pull: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Setting("--pull-image REFERENCE")] = ()
+    """Beginnings of image references that are [pulled when a task first wants them](images.md#pulled-when-wanted)."""
     cpus: Annotated[float | None, Field(gt=0), Setting("--sandbox-cpus N", default="the machine's")] = None
     """Processors that all sandboxes together may [set aside](#what-is-set-aside)."""
     memory_mb: Annotated[int | None, Field(ge=16), Setting("--sandbox-memory-mb MIB", default="the machine's")] = None

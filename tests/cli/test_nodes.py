@@ -47,3 +47,21 @@ async def test_an_image_is_pulled_on_every_machine(cli: Cli, tmp_path: Path, mon
         assert (missing.code, machine["node"], machine["digest"]) == (1, "local", None)
         assert "no such image" in machine["error"]["message"]
         assert ImageStore().image("tools").workdir == "/srv"
+
+
+async def test_several_images_are_pulled_on_every_machine(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_skopeo(tmp_path, monkeypatch)
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        pulled = await cli(
+            "nodes", "pull", "a=registry/x", "b=registry/none", "../c=registry/x", "--url", url, "--json"
+        )
+        assert pulled.code == 1
+        told = pulled.document
+        assert told["images"]["a"]["machines"][0]["error"] is None
+        assert "no such image" in told["images"]["b"]["machines"][0]["error"]["message"]
+        assert told["failed"]["../c"]["field"] == "name"
+        assert "(3 of 3)" in pulled.err
+        shown = await cli("nodes", "pull", "a=registry/x", "d=registry/x", "--url", url)
+        assert (shown.code, shown.out.count("has it")) == (0, 2)

@@ -74,6 +74,45 @@ def test_a_pull_goes_through_skopeo(
     assert main(["image", "pull", "--", "-x", "other"]) == 2
 
 
+def test_several_images_are_pulled_in_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pulls = fake_skopeo(tmp_path, monkeypatch)
+    assert main(["image", "pull", "one=registry/x", "none=registry/none", "two=registry/x", "--json"]) == 1
+    shown = capsys.readouterr()
+    told = json.loads(shown.out)
+    assert [row["name"] for row in told["images"]] == ["one", "two"]
+    assert "no such image" in told["failed"]["none"]["message"]
+    assert ImageStore().names() == {"one", "two"}
+    lines = shown.err.splitlines()
+    assert sorted(line for line in lines if line.startswith("pulling")) == [
+        "pulling registry/none as none",
+        "pulling registry/x as one",
+        "pulling registry/x as two",
+    ]
+    assert sorted(line[-8:] for line in lines if "of 3" in line) == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
+    assert len([line for line in lines if line.startswith(("one is here", "two is here"))]) == 2
+    assert len(pulls()) == 2
+    assert main(["image", "pull", "three=registry/x"]) == 0
+    assert "three is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["registry/x"], "is not NAME=REFERENCE"),
+        (["registry/x", "a", "b"], "is not NAME=REFERENCE"),
+        (["a=registry/x", "b="], "is not NAME=REFERENCE"),
+        (["a=registry/x", "a=registry/y"], "the name 'a' is given twice"),
+    ],
+)
+def test_images_that_a_command_does_not_understand(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["image", "pull", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 async def test_pulls_of_one_reference_at_once_download_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pulls = fake_skopeo(tmp_path, monkeypatch, seconds=0.5)
     store = ImageStore(tmp_path / "images")

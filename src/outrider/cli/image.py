@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+from click.exceptions import Exit
 
 from outrider.cli.command_line import CliArgument, CliOption
+from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
-from outrider.errors import InvalidField
+from outrider.cli.wanted_images import HELP, pull_each, read_images
+from outrider.errors import ErrorRecord, InvalidField
 from outrider.sandbox.engine_build import BuildEngine, build_by_engine
 from outrider.sandbox.image_build import RUN_SECONDS
 from outrider.sandbox.image_build import build_image as build_dockerfile
@@ -37,10 +40,11 @@ class ImageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Images(msgspec.Struct, frozen=True):
-    """The output of `outrider image list --json`, and of `outrider image build --json` for a folder of several
-    Dockerfiles."""
+    """The output of `outrider image list --json`, and of `outrider image build --json` and `outrider image pull --json`
+    for several images. `failed` are the errors of images that could not be pulled, by name."""
 
     images: tuple[ImageRow, ...]
+    failed: dict[str, ErrorRecord] = {}
 
 
 @command
@@ -63,23 +67,37 @@ def import_image(
 
 
 @command
-def pull_image(
-    terminal: Terminal,
-    reference: Annotated[str, CliArgument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
-    name: Name,
-) -> None:
-    """Get an image from a container registry.
+def pull_image(terminal: Terminal, images: Annotated[list[str], CliArgument(metavar="IMAGE...", help=HELP)]) -> None:
+    """Get images from container registries.
 
-    Needs the program skopeo.
+    Needs the program skopeo. Of several images, up to four are pulled at
+    once; if one fails, the others are pulled all the same.
 
-    Example:
+    Exit code 1: one of several images could not be pulled.
+
+    Examples:
 
         outrider image pull docker.io/library/python:3.12-slim python
+
+        outrider image pull python=docker.io/library/python:3.12 debian=docker.io/library/debian:13
     """
-    store = ImageStore()
-    terminal.note(f"pulling {reference}")
-    image = asyncio.run(pull(reference, name, store))
-    _told(terminal, ImageRow(name=name, image=image, path=str(store.root(image))))
+    store, wanted = ImageStore(), read_images(images)
+    if len(wanted) == 1:
+        terminal.note(f"pulling {next(iter(wanted.values()))}")
+    pulled = asyncio.run(pull_each(wanted, lambda reference, name: pull(reference, name, store), terminal))
+    rows, failed = [], {}
+    for name, image in pulled.items():
+        if isinstance(image, ErrorRecord):
+            failed[name] = image
+        else:
+            rows.append(ImageRow(name=name, image=image, path=str(store.root(image))))
+    if terminal.json and len(wanted) > 1:
+        terminal.write_json(Images(tuple(rows), failed))
+    else:
+        for row in rows:
+            _told(terminal, row)
+    if failed:
+        raise Exit(FAILURE)
 
 
 @command

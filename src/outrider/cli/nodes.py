@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from click.exceptions import Exit
 
 from outrider.cli.command_line import CliArgument
@@ -11,8 +12,10 @@ from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.tables import node_table, table
 from outrider.cli.terminal import Terminal
+from outrider.cli.wanted_images import HELP, pull_each, read_images
 from outrider.client.client import Client
-from outrider.schemas import NodeList, NodeStats
+from outrider.errors import ErrorRecord
+from outrider.schemas import NodeList, NodeStats, PulledImages
 
 MEGABYTE = 1_000_000
 NO_NODES = "no nodes yet: `outrider nodes join` on a machine makes it one"
@@ -30,32 +33,48 @@ def list_nodes(terminal: Terminal, service: Client) -> None:
     _show(terminal, service.nodes())
 
 
+class PulledByName(msgspec.Struct, frozen=True):
+    """The output of `outrider nodes pull --json` for several images: the result of each by its name, and the errors of
+    images that the service refused."""
+
+    images: dict[str, PulledImages]
+    failed: dict[str, ErrorRecord] = {}
+
+
 @command
 def pull(
-    terminal: Terminal,
-    service: Client,
-    reference: Annotated[str, CliArgument(metavar="REFERENCE", help="For example docker.io/library/python:3.12.")],
-    name: Annotated[str, CliArgument(metavar="NAME", help="The image's name in a task's `runtime.image`.")],
+    terminal: Terminal, service: Client, images: Annotated[list[str], CliArgument(metavar="IMAGE...", help=HELP)]
 ) -> None:
-    """Get an image from a container registry, on every machine that runs sessions.
+    """Get images from container registries, on every machine that runs sessions.
 
-    Needs the program skopeo on each of them. If another image has the name,
-    the name passes to the new image.
+    Needs the program skopeo on each of them. If another image has a name,
+    the name passes to the new image. Of several images, up to four are pulled
+    at once; if one fails, the others are pulled all the same.
 
-    Exit code 1: a machine does not have the image, or there are no machines.
+    Exit code 1: a machine does not have an image, or there are no machines.
 
-    Example:
+    Examples:
 
         outrider nodes pull docker.io/library/python:3.12-slim python
+
+        outrider nodes pull python=docker.io/library/python:3.12 debian=docker.io/library/debian:13
     """
-    terminal.note(f"pulling {reference} on every machine")
-    pulled = service.pull_image(reference, name)
-    rows = []
-    for machine in pulled.machines:
-        size = None if machine.bytes is None else f"{machine.bytes / MEGABYTE:,.1f} MB"
-        rows.append((machine.node, size, machine.error.message if machine.error else "has it"))
-    terminal.show(pulled, table(("node", "size>", name), rows) if rows else NO_NODES)
-    if not pulled.machines or any(machine.error for machine in pulled.machines):
+    wanted = read_images(images)
+    terminal.note(f"pulling {', '.join(wanted.values())} on every machine")
+    results = service.run(pull_each(wanted, service.asynchronous.pull_image, terminal))
+    failed = {name: result for name, result in results.items() if isinstance(result, ErrorRecord)}
+    pulled = {name: result for name, result in results.items() if isinstance(result, PulledImages)}
+    if len(wanted) > 1 and terminal.json:
+        terminal.write_json(PulledByName(pulled, failed))
+    else:
+        for name, result in pulled.items():
+            rows = []
+            for machine in result.machines:
+                size = None if machine.bytes is None else f"{machine.bytes / MEGABYTE:,.1f} MB"
+                rows.append((machine.node, size, machine.error.message if machine.error else "has it"))
+            terminal.show(result, table(("node", "size>", name), rows) if rows else NO_NODES)
+    lacking = (not result.machines or any(machine.error for machine in result.machines) for result in pulled.values())
+    if failed or any(lacking):
         raise Exit(FAILURE)
 
 

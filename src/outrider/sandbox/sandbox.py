@@ -19,6 +19,7 @@ from outrider.plugins import resolve
 from outrider.sandbox.gpu_locks import lock_gpus
 from outrider.sandbox.host_paths import HostPaths, names_paths
 from outrider.sandbox.node_folder import remove_tree
+from outrider.sandbox.rootfs.wanted import ImagePulls
 from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.spec import RUNTIME, Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
@@ -91,11 +92,15 @@ class Sandbox:
 
 class Sandboxes:
     """Makes the sandboxes of a node. `paths` are the files of this machine that tasks may name. `background` runs the
-    tasks that start sandboxes for grading, and records the failures of the warm pool. The model gateway listens on
+    tasks that start sandboxes for grading and that pull images, and records the failures of the warm pool. `pull` are
+    the beginnings of image references that may be pulled when a session wants them. The model gateway listens on
     `gateway_socket`, and at the URL set by `gateway_at`."""
 
-    def __init__(self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path) -> None:
+    def __init__(
+        self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path, pull: Sequence[str] = ()
+    ) -> None:
         self.host = host
+        self.pulls = ImagePulls(pull, background)
         self.background = background
         self.paths = paths
         self.gateway_socket = gateway_socket

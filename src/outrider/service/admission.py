@@ -37,6 +37,8 @@ from outrider.harnesses.venv import FIELD as VENV
 from outrider.harnesses.venv import read_venv, stray_links
 from outrider.plugins import plugin_code, resolve
 from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.rootfs.store import checked_name, has_image
+from outrider.sandbox.rootfs.wanted import may_pull
 from outrider.sandbox.runtimes.base import RuntimeKind
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.schemas import NodeStats
@@ -231,13 +233,16 @@ def check_group(
     paths: HostPaths,
     endpoints: Endpoints | None = None,
     here: bool = True,
+    pull: Sequence[str] = (),
 ) -> list[Evaluator]:
     """Check everything about a group that depends on this machine. Blocks on the file system. Returns the evaluators
     of the task's steps, for `SubmissionChecks`.
 
     `paths` are the host's files that a task may name, and `endpoints` the external graders. If `here` is true, sessions
     run on this machine, and the machine's runtimes and harnesses are checked, too. Other machines check their own
-    runtimes and harnesses when a session starts there. Raises InvalidField, RuntimeUnavailable or HarnessUnavailable.
+    runtimes and harnesses when a session starts there. `pull` are the beginnings of image references that are pulled
+    when a session wants them; such an image need not be here. Raises InvalidField, RuntimeUnavailable or
+    HarnessUnavailable.
     """
     task = spec.task
     runtimes = runtimes_of(task)
@@ -283,7 +288,10 @@ def check_group(
         return evaluators  # no session of the task has a sandbox on this machine
     for kind, (one, field) in zip(kinds, runtimes, strict=True):
         with renamed_field(RUNTIME, field):
-            kind.check_spec(one)
+            if may_pull(one, kind, pull) and not has_image(one.image):
+                checked_name(one.image or "", field=f"{RUNTIME}.image")
+            else:
+                kind.check_spec(one)
         if not (can := kind.available()).ok:
             raise RuntimeUnavailable(
                 f"this machine cannot run {one.kind!r} sandboxes: {can.detail}",

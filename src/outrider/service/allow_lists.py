@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from outrider.config import Config
 from outrider.errors import InvalidField
 from outrider.evaluators.nested import nested_specs
+from outrider.sandbox.rootfs.store import begins_with
 from outrider.service.own_addresses import Address, is_own, meanings, plain
 from outrider.service.principals import Principal
 from outrider.spec import GroupSpec, RuntimeSpec, fields_of_step, runtimes_of, steps_of
@@ -69,7 +70,7 @@ class AllowLists:
                 hint="the operator's setting sandboxes.runtimes lists the kinds for other tokens",
             )
         prefixes = None if image is None or image.startswith("/") else sandboxes.images
-        if prefixes is not None and not any(_begins(str(image), prefix) for prefix in prefixes):
+        if prefixes is not None and not any(begins_with(str(image), prefix) for prefix in prefixes):
             raise InvalidField(
                 f"{image!r} is not among the images that tasks may name",
                 field=f"{field}.image",
@@ -129,10 +130,3 @@ class AllowLists:
 
     def _listed(self, address: Address) -> bool:
         return str(address) in self._names or any(address in network for network in self._networks)
-
-
-def _begins(image: str, prefix: str) -> bool:
-    """Return True if the image's name begins with `prefix`, and `prefix` ends where a part of the name ends: `python`
-    allows python:3.12, but not pythonic/x."""
-    rest = image.removeprefix(prefix)
-    return image.startswith(prefix) and (not rest or prefix[-1:] in ("/", ":", "@") or rest[0] in "/:@")

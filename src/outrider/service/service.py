@@ -261,7 +261,13 @@ class Service:
 
         def check() -> list[Evaluator]:
             self._allow_lists.check(spec, caller)
-            return check_group(spec, paths=self._paths, endpoints=self._endpoints, here=self.config.processes > 0)
+            return check_group(
+                spec,
+                paths=self._paths,
+                endpoints=self._endpoints,
+                here=self.config.processes > 0,
+                pull=self.config.sandboxes.pull,
+            )
 
         async with self._turns[caller.tenant]:
             evaluators = await asyncio.to_thread(check)

@@ -102,8 +102,9 @@ class LocalNode:
                 background=self._background,
                 paths=self._paths,
                 gateway_socket=self.gateway_socket,
+                pull=(settings := self._config.sandboxes).pull,
             )
-            settings = self._config.sandboxes
+            held.callback(sandboxes.pulls.cancel)
             warm = WarmLimits(each=settings.warm, memory_mb=settings.warm_memory_mb)
             warm_pool = await held.enter_async_context(WarmPool(sandboxes, warm))
             self._services = NodeServices(

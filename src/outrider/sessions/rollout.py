@@ -67,7 +67,7 @@ from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, session_needs
 from outrider.sessions.step_verdicts import verdict_on_steps
 from outrider.sessions.transcript import transcript
-from outrider.spec import Limits, SamplingSpec, step_field, steps_of
+from outrider.spec import Limits, SamplingSpec, runtimes_of, step_field, steps_of
 from outrider.store.artifacts import KEPT
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
@@ -234,6 +234,9 @@ class Rollout:
         # must build the folder that the sandbox mounts.
         harness, mounts, evaluators = await asyncio.to_thread(self._made)
         *earlier, grading = [self._grading_of(number, made, mounts) for number, made in enumerate(evaluators)]
+        # Nothing is set aside yet, and no budget runs, so the wait for an image costs no other session and no time.
+        for runtime, field in runtimes_of(self._task):
+            await self._node.sandboxes.pulls.want(runtime, field=field)
         if self._attempt.stored is not None:
             return await self._grade_again(grading, self._attempt.stored)
         async with AsyncExitStack() as held:

@@ -232,6 +232,13 @@ def has_image(name: str | None, names: frozenset[str] | None = None) -> bool:
     return True
 
 
+def begins_with(image: str, prefix: str) -> bool:
+    """Return True if the image's name begins with `prefix`, and `prefix` ends where a part of the name ends: `python`
+    allows python:3.12, but not pythonic/x."""
+    rest = image.removeprefix(prefix)
+    return image.startswith(prefix) and (not rest or prefix[-1:] in ("/", ":", "@") or rest[0] in "/:@")
+
+
 def known_image(name: str) -> RootImage:
     """Return the image with this name. Raises InvalidField, naming the task's field, if there is no such image."""
     try:
@@ -240,11 +247,11 @@ def known_image(name: str) -> RootImage:
         raise InvalidField(error.message, field="task.runtime.image", hint=error.hint) from error
 
 
-def checked_name(name: str) -> str:
+def checked_name(name: str, *, field: str = "name") -> str:
     """Return the name. Raises InvalidField for an invalid name."""
     if not NAME.fullmatch(name) or ".." in name or "//" in name:
         raise InvalidField(
-            f"{name!r} is not a valid name for an image", field="name", hint="such as debian, or tools/python:3.12"
+            f"{name!r} is not a valid name for an image", field=field, hint="such as debian, or tools/python:3.12"
         )
     return name
 

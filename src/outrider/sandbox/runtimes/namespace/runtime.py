@@ -72,6 +72,7 @@ class NamespaceRuntime:
 
     saves_layers = True
     gives_gpus = True
+    uses_image_store = True
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:

@@ -1,0 +1,84 @@
+"""Pulls the images that sessions want and this machine lacks, if the operator allows their references.
+
+A session waits for its images before anything is set aside for the session. Invariants: an image is pulled only if its
+name begins with an allowed reference; at most one pull of an image runs in this process, and at most MAX_PULLS pulls.
+A session that is cancelled leaves its pull to the other sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from outrider.concurrency.chores import Chores
+from outrider.errors import OutriderError, RuntimeFailure, described
+from outrider.plugins import resolve
+from outrider.sandbox.rootfs.pull import pull
+from outrider.sandbox.rootfs.store import ImageStore, begins_with, has_image
+from outrider.sandbox.runtimes.base import RuntimeKind
+from outrider.spec import RuntimeSpec
+
+log = logging.getLogger("outrider.node")
+
+MAX_PULLS = 4
+"""Maximum number of pulls that run at once: more would share the same network and disk."""
+
+
+def may_pull(spec: RuntimeSpec, kind: RuntimeKind, allowed: Sequence[str]) -> bool:
+    """Return True if the image of a sandbox may be pulled: the kind takes images from this machine's image store, and
+    the image's name begins with one of the `allowed` references."""
+    named = spec.image
+    if named is None or os.path.isabs(named) or not getattr(kind, "uses_image_store", False):
+        return False
+    return any(begins_with(named, prefix) for prefix in allowed)
+
+
+class ImagePulls:
+    """The pulls of a node. `allowed` are the beginnings of references that may be pulled; none by default. `chores`
+    runs the pulls."""
+
+    def __init__(self, allowed: Sequence[str], chores: Chores) -> None:
+        self._allowed = tuple(allowed)
+        self._chores = chores
+        self._running: dict[str, asyncio.Task[RuntimeFailure | None]] = {}
+        self._slots = asyncio.Semaphore(MAX_PULLS)
+
+    async def want(self, spec: RuntimeSpec, *, field: str) -> None:
+        """Wait until the image of a sandbox is on this machine, if the image may be pulled. Returns at once for an
+        image that is there, and for an image that may not be pulled. `field` is the spec's field in the task. Raises
+        RuntimeFailure, with the words of the registry, if the pull fails."""
+        if spec.image is None or not may_pull(spec, resolve("runtime", spec.kind), self._allowed):
+            return
+        if await asyncio.to_thread(has_image, spec.image):
+            return
+        if (task := self._running.get(spec.image)) is None:
+            task = self._chores.create_task(self._pull(spec.image), name="pull an image")
+            self._running[spec.image] = task
+            task.add_done_callback(partial(self._ended, spec.image))
+        await asyncio.wait({task})  # a cancelled session does not cancel the pull, for which others may wait
+        if (failure := task.result()) is not None:
+            raise failure.replace(field=f"{field}.image")
+
+    def cancel(self) -> None:
+        """Cancel all pulls, at the end of the node."""
+        for task in self._running.values():
+            task.cancel()
+
+    def _ended(self, reference: str, _: asyncio.Task[RuntimeFailure | None]) -> None:
+        self._running.pop(reference, None)
+
+    async def _pull(self, reference: str) -> RuntimeFailure | None:
+        """Pull an image under its reference as its name. Returns the failure, because an exception here would be noted
+        as a failure of the node."""
+        async with self._slots:
+            log.info("pulling %s, which a session wants", reference)
+            try:
+                await pull(reference, reference, ImageStore())
+            except (OutriderError, OSError) as error:
+                hint = error.hint if isinstance(error, OutriderError) else None
+                text = error.message if isinstance(error, OutriderError) else described(error)
+                return RuntimeFailure(f"the image {reference} cannot be pulled: {text}", hint=hint)
+        return None
