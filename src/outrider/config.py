@@ -340,6 +340,9 @@ class Config(Section):
     plugins: PluginsConfig = PluginsConfig()
     engines: Annotated[tuple[EngineSpec, ...], Setting("--engine KIND=WHERE")] = ()
     """Engines to [attach](engines.md#attaching-one) at the start."""
+    near: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Setting("--near-engine NAME")] = ()
+    """Names of engines near this machine, with `*` for any text, which its sessions [use
+    first](nodes.md#near-engines)."""
     frozen: tuple[FrozenConfig, ...] = ()
     """Models that are served beside the policy and never trained: [fields](frozen-models.md)."""
     graders: tuple[GraderConfig, ...] = ()
@@ -408,7 +411,7 @@ class Config(Section):
 
 ADDED = {"plugins.allow": PluginsConfig().allow}
 """Settings whose flags add to the value from the environment or the file, or else to the default given here."""
-OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds"})
+OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near"})
 """Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
 service."""
 

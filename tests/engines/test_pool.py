@@ -158,6 +158,35 @@ async def test_a_session_leaves_an_engine_that_is_overloaded_and_does_not_come_b
         assert 32 <= (counts["a"] - counts["b"]) * 8000 / TOKENS_PER_REQUEST <= 36
 
 
+async def test_sessions_get_a_near_engine_first_but_not_an_overloaded_one() -> None:
+    async with pool_of(near=("rack1-*", "missing")) as pool:
+        for name in ("far", "rack1-a", "rack1-b"):
+            await pool.add_engine(engine_of(name))
+        served = Counter([await turn(pool, f"s{n}") for n in range(20)])
+        assert served == {"rack1-a": 10, "rack1-b": 10}
+        long = [await turn(pool, f"long{n}", prompt_tokens=8000) for n in range(200)]
+        loads = {status.name: status.assigned_tokens / TOKENS_PER_REQUEST for status in pool.status()}
+        assert set(long[:100]) == {"rack1-a", "rack1-b"}
+        assert "far" in long[100:]
+        assert 30 <= loads["rack1-a"] - loads["far"] <= 34
+        assert abs(loads["rack1-a"] - loads["rack1-b"]) < 1
+        where = dict(zip([f"long{n}" for n in range(200)], long, strict=True))
+        for session, engine in where.items():  # no session moves back and forth
+            assert (await pool.calls.select(session)).engine == engine
+
+
+async def test_without_its_near_engine_a_session_gets_another() -> None:
+    async with pool_of(near=("near",)) as pool:
+        await pool.add_engine(engine_of("far"))
+        assert await turn(pool, "early") == "far"
+        await pool.add_engine(engine_of("near"))
+        assert await turn(pool, "early") == "far"
+        assert await turn(pool, "s") == "near"
+        pool.drain("near")
+        assert await turn(pool, "next") == "far"
+        assert (await pool.calls.engine_for("failed", (True,), None, avoid="near")).name == "far"
+
+
 async def test_a_few_more_requests_in_flight_move_no_session() -> None:
     async with pool_of() as pool, asyncio.TaskGroup() as group:
         busy = engine_of("busy", stall=1)

@@ -122,6 +122,22 @@ async def test_a_machine_joins_and_runs_sessions(
 
 
 @pytest.mark.deep
+async def test_sessions_of_a_machine_use_the_engine_near_it(
+    start: Starts, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined, "host_id", lambda: "another machine")
+    one, two = (StampingEngine(tokenizer, length=LENGTH) for _ in range(2))
+    async with start(processes=0) as running, served(one) as one_url, served(two) as two_url:
+        for name, url in (("one", one_url), ("two", two_url)):
+            await running.service.add_engine(EngineSpec(kind="vllm", name=name, url=url))
+        for near in ("one", "two"):
+            async with Machine(f"near-{near}").at(running.url, tmp_path, near=(near,)):
+                view = await running.done(await running.submit("ask", n=6))
+            turns = [await running.service.store.turns(session.id) for session in view.sessions]
+            assert {turn.engine for session in turns for turn in session} == {near}
+
+
+@pytest.mark.deep
 async def test_a_machine_grades_again_what_another_has_kept(start: Starts, tokenizer: Path, tmp_path: Path) -> None:
     files = EvaluatorSpec(kind="callable", path="nodes.acts:grade_files")
     kept: dict[str, Any] = {"evaluator": {"kind": "callable", "path": GRADER, "carry": ["answer"], "keep": True}}

@@ -81,6 +81,7 @@ async def open_models(
                 known=None if serves else known,
                 keep=None if serves else keep,
                 paces=paces,
+                near=config.near,
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)

@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -297,9 +299,13 @@ class _Assignment:
 
 class Placement:
     """The assignments of one pool's sessions to engines. Engines that take tokens and engines that take messages have
-    separate heaps, because an engine of one kind cannot serve requests of the other kind."""
+    separate heaps, because an engine of one kind cannot serve requests of the other kind.
 
-    def __init__(self) -> None:
+    `near` are the names of the engines near this process's machine, as patterns of `fnmatch`. Sessions get a near
+    engine first, unless that engine is overloaded."""
+
+    def __init__(self, near: Sequence[str] = ()) -> None:
+        self._near = tuple(near)
         self._places: dict[str, _Assignment] = {}
         self._members: dict[str, EngineRecord] = {}
         self._heaps = {True: LoadHeap(), False: LoadHeap()}
@@ -307,8 +313,9 @@ class Placement:
         """Sent whenever an engine begins to serve."""
 
     def pick(self, session_key: str, kinds: tuple[bool, ...], avoid: str | None = None) -> EngineRecord | None:
-        """Return the session's engine. If the session has no engine that serves, assigns the least loaded engine. A
-        suspect engine, or the engine named `avoid`, is assigned only if there is no other engine of the same kind.
+        """Return the session's engine. If the session has no engine that serves, assigns the least loaded engine, or
+        the least loaded near engine unless it is overloaded compared with the former. A suspect engine, or the engine
+        named `avoid`, is assigned only if there is no other engine of the same kind.
 
         `kinds` has the acceptable values of `takes_tokens`, in order of preference. Returns None if no engine can be
         assigned.
@@ -318,13 +325,29 @@ class Placement:
             return place.member
         for kind in kinds:
             if (name := self._heaps[kind].least(avoid)) is not None:
-                member = self._members[name]
+                member = self._near_member(kind, avoid, self._members[name])
                 self.release(session_key)
                 self._places[session_key] = _Assignment(member)
                 member.sessions += 1
                 self.refresh(member)
                 return member
         return None
+
+    def _near_member(self, kind: bool, avoid: str | None, least: EngineRecord) -> EngineRecord:
+        """Return the least loaded near engine that is not suspect. Returns `least`, the least loaded engine of all, if
+        there is no such engine or if it is overloaded."""
+        if not self._near:
+            return least
+        near = [
+            member
+            for name, member in self._members.items()
+            if member.takes_tokens is kind
+            and member.suspect is None
+            and name != avoid
+            and any(fnmatchcase(name, pattern) for pattern in self._near)
+        ]
+        best = min(near, key=lambda member: member.load, default=least)
+        return least if _overloaded(best.load[1], least.load[1]) else best
 
     def rebalance(self, session_key: str) -> None:
         """Release the session if its engine is overloaded compared with the least loaded engine. The next `pick` then
@@ -340,8 +363,7 @@ class Placement:
         name = self._heaps[place.member.takes_tokens].least()
         if name is None or (other := self._members[name]) is place.member or other.suspect is not None:
             return
-        own, least = place.member.load[1], other.load[1]
-        if own - least > OVERLOAD + place.tokens / TOKENS_PER_REQUEST and own > OVERLOAD_TIMES * least:
+        if _overloaded(place.member.load[1], other.load[1], place.tokens / TOKENS_PER_REQUEST):
             self.release(session_key)
 
     def welcome(self, member: EngineRecord) -> None:
@@ -391,6 +413,11 @@ class Placement:
         place = self._places.get(session_key)
         if place is not None and place.member is member:
             self.release(session_key)
+
+
+def _overloaded(own: float, least: float, margin: float = 0.0) -> bool:
+    """Return True if an engine with the load `own` is overloaded compared with the load `least` of another engine."""
+    return own - least > OVERLOAD + margin and own > OVERLOAD_TIMES * least
 
 
 class LoadHeap:

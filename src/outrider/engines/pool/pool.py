@@ -57,7 +57,8 @@ class EnginePool:
     up to `patience` seconds while no engine serves, so that no session fails while an engine restarts. `probing`
     gives the waits between probes of a failed engine, `silence` the limits for silent engines, and `look_seconds` the
     seconds between two readings of a list of engines. `known` and `keep` restore and store the policy's version (see
-    `Policy`). `paces` are the paces of an earlier pool's engines, by engine name (see `paces()`).
+    `Policy`). `paces` are the paces of an earlier pool's engines, by engine name (see `paces()`). `near` are names of
+    engines that the sessions of this process get first (see `Placement`).
 
     Pools of other processes may follow this pool. `leader.py` has the code for the leading pool, and `changes`
     publishes whenever the leader's state may have changed. A following pool gets a `follows` argument, which makes the
@@ -82,12 +83,13 @@ class EnginePool:
         keep: Callable[[KnownPolicy], Awaitable[None]] | None = None,
         paces: Mapping[str, RememberedPace] = {},
         follows: MakesPolicy | None = None,
+        near: Sequence[str] = (),
     ) -> None:
         self.changes = Feed[None]()
         self.failures = Failures()
         self.vocabulary = vocabulary
         self.members: dict[str, EngineRecord] = {}
-        self.placement = Placement()
+        self.placement = Placement(near)
         self._serves = serves
         self._tokenizer = tokenizer
         self._look_seconds = look_seconds
