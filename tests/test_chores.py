@@ -215,6 +215,7 @@ OTHER_TASKS = {
     "trainers/verifiers.py": "verifiers' process",
     "trainers/trl.py": "the trainer's process",
     "lab/certify/gateway_tap.py": "one connection of a check",
+    "cli/wanted_images.py": "the pulls of one command, which are its results",
     "cli/waiting.py": "the notes of one command, which takes errors out of their group",
     "cli/node_process.py": "the parts of a process of its own, which its starter starts again",
     "lab/demo/train.py": "a demo",

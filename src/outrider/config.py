@@ -32,7 +32,7 @@ from outrider.callbacks import check_secret
 from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.faults import fault_text
-from outrider.spec import EngineSpec, Seconds
+from outrider.spec import DEFAULT_KIND, EngineSpec, Seconds
 from outrider.text_files import read_toml_file
 
 PREFIX = "OUTRIDER_"
@@ -123,6 +123,8 @@ class SandboxesConfig(Section):
         "memory",
     )
     """Kinds of sandbox that tokens of the role `submit` may use; an admin may use any."""
+    default_kind: Annotated[str, Field(min_length=1, max_length=256), Setting("--sandbox-kind KIND")] = DEFAULT_KIND
+    """[Kind of sandbox](runtimes.md#the-default) of tasks that name none, on this machine."""
     images: Annotated[tuple[str, ...] | None, Setting(default="all images of this machine")] = None
     """[Prefixes](security.md#what-tasks-may-name) of the names of images that tasks may use."""
     pull: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Setting("--pull-image REFERENCE")] = ()

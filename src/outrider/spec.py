@@ -220,16 +220,20 @@ class Mount(Spec):
         return self
 
 
+DEFAULT_KIND = "namespace"
+"""The kind of sandbox where neither a task nor a node's setting names one."""
+
+
 class RuntimeSpec(Spec):
     """The sandbox.
 
     Its root file system is an `image` of the node, by name, or a folder on the node, `rootfs`. Without either, the
     sandbox has the host's system folders, read-only. The operator must allow `rootfs` and `mounts`. `users`: the number
     of user and group ids inside, from 0 up. After `lifetime_seconds` a sandbox ends by itself, even if its node is
-    gone.
+    gone. Without a `kind`, the sandbox has the default kind of the node (`with_default_runtime`).
     """
 
-    kind: Name = "namespace"
+    kind: Name | None = None
     rootfs: AbsolutePath | None = None
     image: Annotated[Name, AfterValidator(without_nul)] | None = None
     workdir: AbsolutePath = "/work"
@@ -239,6 +243,11 @@ class RuntimeSpec(Spec):
     mounts: Annotated[list[Mount], Field(max_length=64, fail_fast=True)] = []
     env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
     prepare: Annotated[list[PrepareStep], Field(max_length=1024, fail_fast=True)] = []
+
+    @property
+    def sandbox_kind(self) -> str:
+        """The kind, or DEFAULT_KIND without one. Nodes fill in their own default before (`with_default_runtime`)."""
+        return self.kind or DEFAULT_KIND
 
     @model_validator(mode="after")
     def _one_root(self) -> Self:
@@ -528,6 +537,22 @@ def runtimes_of(task: TaskSpec) -> list[tuple[RuntimeSpec, str]]:
         if evaluator.runtime is not None:
             found.append((evaluator.runtime, f"{step_field(number)}.evaluator.runtime"))
     return found
+
+
+def with_default_runtime(task: TaskSpec, kind: str) -> TaskSpec:
+    """Return the task with `kind` as the kind of every sandbox for which the task names no kind."""
+
+    def named(runtime: RuntimeSpec) -> RuntimeSpec:
+        return runtime if runtime.kind is not None else runtime.model_copy(update={"kind": kind})
+
+    def graded(evaluator: EvaluatorSpec) -> EvaluatorSpec:
+        if evaluator.runtime is None:
+            return evaluator
+        return evaluator.model_copy(update={"runtime": named(evaluator.runtime)})
+
+    then = [step.model_copy(update={"evaluator": graded(step.evaluator)}) for step in task.then]
+    changes = {"runtime": named(task.runtime), "evaluator": graded(task.evaluator), "then": then}
+    return task.model_copy(update=changes)
 
 
 def with_host(value: HttpUrl) -> HttpUrl:

@@ -10,6 +10,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from outrider.constraint import ConstraintKind
 from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.trajectory import FinishReason, Ids, pack_ids, pack_logprobs
@@ -36,6 +37,8 @@ class Given(msgspec.Struct):
 
 class RecordingEngine(ScriptedEngine):
     """The scripted engine, with a record of every generation in the order of their starts."""
+
+    constraints = frozenset(ConstraintKind) - {ConstraintKind.TOOL_CALLS}  # drawn replies keep no choice of tools
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options)

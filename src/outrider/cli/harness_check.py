@@ -63,7 +63,7 @@ def find_subject(
     if task is not None:
         spec = load_group(task, n=1, priority=0).task
         name, harness = task.stem, spec.harness
-        sandbox = spec.runtime.model_copy(update={"kind": runtime or spec.runtime.kind})
+        sandbox = spec.runtime.model_copy(update={"kind": runtime or spec.runtime.sandbox_kind})
     elif command is not None:
         try:
             words = shlex.split(command)
@@ -105,7 +105,12 @@ def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str
     rows = [row for row in ROWS if not names or row.name in names]
     preset = subject.harness.preset
     certificate = Certificate(
-        harness=subject.name, dialect=subject.dialect, runtime=subject.runtime.kind, ok=True, rows=(), seconds=0.0
+        harness=subject.name,
+        dialect=subject.dialect,
+        runtime=subject.runtime.sandbox_kind,
+        ok=True,
+        rows=(),
+        seconds=0.0,
     )
     first: tuple[RowVerdict, ...] = ()
     if preset and (VERSION in names or not names):

@@ -131,7 +131,7 @@ class Sandboxes:
         is the spec's field in the task. Raises InvalidField if the runtime is no longer installed, or if a path in the
         spec is not allowed here. This can happen to a path that was allowed when the task was checked: the links in
         the path may lead elsewhere on this machine, or may have changed."""
-        kind: RuntimeKind = resolve("runtime", spec.kind)
+        kind: RuntimeKind = resolve("runtime", spec.sandbox_kind)
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
                 spec = await asyncio.to_thread(self.paths.resolved, spec)

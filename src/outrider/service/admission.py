@@ -246,7 +246,7 @@ def check_group(
     """
     task = spec.task
     runtimes = runtimes_of(task)
-    runtime, *_ = kinds = [_runtime_kind(one.kind, field=f"{field}.kind") for one, field in runtimes]
+    runtime, *_ = kinds = [_runtime_kind(one.sandbox_kind, field=f"{field}.kind") for one, field in runtimes]
     for kind, (one, field) in zip(kinds, runtimes, strict=True):
         if one.resources.gpus and not getattr(kind, "gives_gpus", False):
             raise InvalidField(

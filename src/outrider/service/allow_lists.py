@@ -61,7 +61,7 @@ class AllowLists:
 
     def check_runtime(self, runtime: RuntimeSpec, caller: Principal, *, field: str) -> None:
         """Raise InvalidField for a kind of sandbox or an image that the caller may not use."""
-        sandboxes, kind, image = self._config.sandboxes, runtime.kind, runtime.image
+        sandboxes, kind, image = self._config.sandboxes, runtime.sandbox_kind, runtime.image
         if not caller.may("admin") and kind not in sandboxes.runtimes:
             raise InvalidField(
                 f"sandboxes of kind {kind!r} are for admins: token {caller.name!r} may use"

@@ -58,7 +58,16 @@ from outrider.sessions.calls.limits import LARGE, MAX_VALUES, BodyCapacity
 from outrider.sessions.external import ExternalSessions
 from outrider.sessions.remote_runs import AgentServices
 from outrider.sessions.resources import session_needs
-from outrider.spec import EngineSpec, GroupSpec, PolicyUpdateSpec, PullSpec, RegradeSpec, Spec, StoredGroupSpec
+from outrider.spec import (
+    EngineSpec,
+    GroupSpec,
+    PolicyUpdateSpec,
+    PullSpec,
+    RegradeSpec,
+    Spec,
+    StoredGroupSpec,
+    with_default_runtime,
+)
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
@@ -260,9 +269,11 @@ class Service:
             check_resources(spec.task, self.scheduler.places.stats())
 
         def check() -> list[Evaluator]:
-            self._allow_lists.check(spec, caller)
+            task = with_default_runtime(spec.task, self.config.sandboxes.default_kind)
+            checked = spec.model_copy(update={"task": task})
+            self._allow_lists.check(checked, caller)
             return check_group(
-                spec,
+                checked,
                 paths=self._paths,
                 endpoints=self._endpoints,
                 here=self.config.processes > 0,

@@ -24,6 +24,7 @@ from outrider.config import Config
 from outrider.errors import OutriderError, Unauthorized, record_of
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
+from outrider.plugins import resolve
 from outrider.redaction import KEY_PREFIX
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.node_folder import SWEEP_EVERY_SECONDS, NodeFolder, sweep
@@ -40,7 +41,7 @@ from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import SessionModels
 from outrider.sessions.resources import NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
-from outrider.spec import RuntimeSpec
+from outrider.spec import RuntimeSpec, with_default_runtime
 from outrider.store.artifacts import KeepsArtifacts
 from outrider.trajectory import SessionResult
 
@@ -88,6 +89,7 @@ class LocalNode:
         self._models: dict[str, SessionModels] = {}
 
     async def __aenter__(self) -> Self:
+        resolve("runtime", self._config.sandboxes.default_kind, field="sandboxes.default_kind")
         async with AsyncExitStack() as held:
             self._folder = await held.enter_async_context(opened_in_thread(NodeFolder.make, NodeFolder.remove))
             host = await held.enter_async_context(Host(self._folder.path))
@@ -181,6 +183,8 @@ class LocalNode:
         # The look-up in `_models` compares hashes, to which Python gives a random seed. So the time of a look-up
         # reveals nothing about the key.
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"
+        task = with_default_runtime(attempt.task, self._config.sandboxes.default_kind)
+        attempt = msgspec.structs.replace(attempt, task=task)
         try:
             rollout = Rollout(attempt, key, self._services)
             self._models[key] = rollout.models

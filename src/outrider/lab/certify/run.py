@@ -104,7 +104,7 @@ async def certify(
     return Certificate(
         harness=subject.name,
         dialect=subject.dialect,
-        runtime=subject.runtime.kind,
+        runtime=subject.runtime.sandbox_kind,
         ok=holds(judged),
         rows=judged,
         seconds=round(time.monotonic() - started, 2),

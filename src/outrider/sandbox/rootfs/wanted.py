@@ -50,7 +50,7 @@ class ImagePulls:
         """Wait until the image of a sandbox is on this machine, if the image may be pulled. Returns at once for an
         image that is there, and for an image that may not be pulled. `field` is the spec's field in the task. Raises
         RuntimeFailure, with the words of the registry, if the pull fails."""
-        if spec.image is None or not may_pull(spec, resolve("runtime", spec.kind), self._allowed):
+        if spec.image is None or not may_pull(spec, resolve("runtime", spec.sandbox_kind), self._allowed):
             return
         if await asyncio.to_thread(has_image, spec.image):
             return
