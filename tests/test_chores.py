@@ -210,6 +210,7 @@ def _calls(is_it: Callable[[ast.Call], bool]) -> list[tuple[str, ast.Call]]:
 OTHER_TASKS = {
     "api/gateway.py": "pings of one reply, within its request",
     "api/gateway_server.py": "the HTTP servers: they are what is served",
+    "sessions/external.py": "the remote run of one session: what it raises is the session's",
     "trainers/shared_client.py": "the trainer's process",
     "trainers/nemo_gym.py": "the agent server's process",
     "trainers/verifiers.py": "verifiers' process",

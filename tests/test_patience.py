@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -179,3 +182,108 @@ async def test_a_wait_for_a_service_that_is_not_there_fails_at_once(monkeypatch:
     async with AsyncClient("http://127.0.0.1:1") as client:
         with pytest.raises(ServiceError):
             await asyncio.wait_for(client.wait(["g-1"]), 5)
+
+
+GROUP = {"task": {}, "n": 1}
+KEYED = {**GROUP, "idempotency_key": "k"}
+REPEATED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("group", "session", "turns", "samples", "chat_rows", "artifacts", "cancel_session"), ("s-1",)),
+    **dict.fromkeys(("groups", "results", "consumers", "dead_callbacks", "sessions", "status"), ()),
+    **dict.fromkeys(("engines", "nodes", "tokens", "policy"), ()),
+    **dict.fromkeys(("cancel", "drain_node", "resume_node", "drain_engine", "image"), ("x",)),
+    "artifact": ("s-1", "a"),
+    "ack": ("c", 1),
+    "complete_session": ("s-1", {}),
+    "submit": (KEYED,),
+    "regrade": ("g-1", {"idempotency_key": "k"}),
+    "open_session": ({"idempotency_key": "k"},),
+}
+"""The calls that a client repeats, with arguments."""
+ONCE: dict[str, tuple[Any, ...]] = {
+    "submit": (GROUP,),
+    "regrade": ("g-1",),
+    "open_session": (),
+    "reset_session": ("s-1",),
+    "redeliver": (),
+    "gc": (),
+    "pull_image": ("r", "n"),
+    "add_engine": ({},),
+    "create_token": ("t", "read"),
+    "pause_policy": (),
+    "resume_policy": (),
+    "update_policy": (1,),
+    **dict.fromkeys(("remove_consumer", "discard_callback", "remove_engine", "revoke_token"), ("x",)),
+}
+"""The calls that are sent once, with arguments."""
+MADE_OF_OTHERS = {"wait", "follow", "events", "external_session"}
+
+
+def test_every_method_of_the_client_is_repeated_or_not() -> None:
+    public = {name for name, value in vars(AsyncClient).items() if callable(value) and not name.startswith("_")}
+    assert public == REPEATED.keys() | ONCE.keys() | MADE_OF_OTHERS
+
+
+@asynccontextmanager
+async def failing_after_contact(**options: Any) -> AsyncIterator[tuple[AsyncClient, Counter[str]]]:
+    """A client that has had a reply from a service that is gone since, and the requests since then by path."""
+    asked: Counter[str] = Counter()
+    reached = False
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal reached
+        if not reached:
+            reached = True
+            return web.json_response({"version": 1, "paused": None, "engines": []})
+        asked[f"{request.method} {request.path}"] += 1
+        return web.Response(text="Bad Gateway", status=502)
+
+    async with answering(answer) as url, AsyncClient(url, **options) as client:
+        assert await client.policy() is not None
+        yield client, asked
+
+
+@pytest.mark.parametrize(("calls", "repeated"), [(REPEATED, True), (ONCE, False)])
+async def test_safe_calls_are_repeated_and_no_others(calls: dict[str, tuple[Any, ...]], repeated: bool) -> None:
+    async with failing_after_contact(patience=0.3) as (client, asked):
+        results = await asyncio.gather(
+            *(
+                getattr(client, name)(
+                    *args, **({"patience": 0.3} if name in ("submit", "regrade", "open_session") else {})
+                )
+                for name, args in calls.items()
+            ),
+            return_exceptions=True,
+        )
+    assert {type(result) for result in results} <= {ServiceError, ServiceUnusable}
+    assert asked
+    assert {request: count > 1 for request, count in asked.items()} == dict.fromkeys(asked, repeated)
+    assert len(asked) == len(calls)
+
+
+async def test_a_rewind_is_sent_once() -> None:
+    async with failing_after_contact(patience=0.3) as (client, asked):
+        with pytest.raises(ServiceError):
+            await client.ack("c", 1, rewind=True)
+    assert asked == {"POST /v1/consumers/c/ack": 1}
+
+
+async def test_with_a_patience_of_0_nothing_is_repeated() -> None:
+    async with failing_after_contact(patience=0) as (client, asked):
+        with pytest.raises(ServiceError):
+            await client.status()
+    assert asked == {"GET /v1/status": 1}
+
+
+async def test_a_service_that_was_never_reached_is_reported_at_once() -> None:
+    count = 0
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal count
+        count += 1
+        return web.Response(text="Bad Gateway", status=502)
+
+    async with answering(answer) as url, AsyncClient(url) as client:
+        for call in (client.status(), client.submit(KEYED)):
+            with pytest.raises(ServiceError):
+                await call
+    assert count == 2

@@ -6,8 +6,14 @@
             ...
 
 Replies are the structs of schemas.py. Every method raises the error in the service's reply (InvalidField, NotFound,
-...), and ServiceError if the service cannot be reached or the client is not open. Only two things are retried: a
-submission to a busy service, and the connection of a stream of events.
+...), and ServiceError if the service cannot be reached or the client is not open.
+
+Once a client has had a reply, its safe calls are repeated while the service is busy or cannot be reached, for example
+during a restart: calls that change nothing (all methods that read), and calls that change nothing if the service has
+carried them out already (`cancel`, `cancel_session`, `ack` without `rewind`, `drain_node`, `resume_node`,
+`drain_engine`, `complete_session`, and `submit`, `regrade` and `open_session` with an idempotency key). The connection
+of a stream of events is made again, too. All other calls are sent once, except that a submission to a busy service is
+repeated: the service has refused it.
 """
 
 from __future__ import annotations
@@ -122,9 +128,11 @@ SILENCE = 60.0
 seconds."""
 
 RETRIES = RetryPolicy(first=0.25, longest=10.0)
+RESTART_SECONDS = 30.0
+"""Seconds for which a client repeats a safe call, by default."""
 PATIENCE = 300.0
 """Seconds for which `patiently` retries while the service is busy or cannot be reached, for example during a restart.
-`submit` retries for the same time, but only while the service is busy."""
+`submit` retries for the same time; without an idempotency key only while the service is busy."""
 REPORT_AFTER = 5.0
 """Seconds after which `patiently` logs a warning with the reason for its retries."""
 REPORT_EVERY = 30.0
@@ -149,10 +157,18 @@ class AsyncClient:
     """The client of the service for asynchronous code: `async with AsyncClient(url, token=None) as client`.
 
     The certificate of an https service is verified. `ca` is a PEM file with the certificate of the authority, needed if
-    the authority is not installed on this machine.
+    the authority is not installed on this machine. `patience` is the number of seconds for which safe calls are
+    repeated (see the module) once the client has had a reply; with 0 they are sent once.
     """
 
-    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        token: str | None = None,
+        ca: str | None = None,
+        patience: float = RESTART_SECONDS,
+    ) -> None:
         if token and not token.isprintable():
             raise InvalidField(
                 "the token has a line break or another control character",
@@ -181,6 +197,9 @@ class AsyncClient:
             user = f"{unquote(address.username)}:{unquote(address.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
         self._trusted = trusting(ca)
+        self._patience = patience
+        self._reached = False
+        """True once the service has replied. Before, an error is most likely a wrong address, and raised at once."""
         self._connections: Connections | None = None
 
     async def __aenter__(self) -> Self:
@@ -196,7 +215,11 @@ class AsyncClient:
     async def submit(self, group: GroupSpec | Mapping[str, Any], *, patience: float = PATIENCE) -> GroupView:
         """Submit a group. The group is stored when this method returns. While the service is busy, because its queue is
         full or the token has too many sessions, the group is submitted again after the requested wait. After `patience`
-        seconds, raises Busy (QueueFull for a full queue)."""
+        seconds, raises Busy (QueueFull for a full queue).
+
+        A group with an `idempotency_key` is also submitted again while the service cannot be reached: if the service
+        has stored the group already, that group is returned. A group without a key is not, because the service might
+        then run the group twice."""
         return await self._submit("/v1/groups", group, patience)
 
     async def regrade(
@@ -208,8 +231,15 @@ class AsyncClient:
         return await self._submit(_path(kind, id, "regrade"), asked or {}, patience)
 
     async def _submit(self, path: str, spec: GroupSpec | RegradeSpec | Mapping[str, Any], patience: float) -> GroupView:
-        submission = partial(self._call, "POST", path, GroupView, body=_encoded(spec))
-        return await patiently(submission, patience, unreachable=False)
+        return await self._submission(path, GroupView, spec, patience)
+
+    async def _submission(self, path: str, shape: type[T], spec: Spec | Mapping[str, Any], patience: float) -> T:
+        """Send a submission until the service is no longer busy; one with an idempotency key also until the service can
+        be reached."""
+        body = _encoded(spec)
+        key = spec.get("idempotency_key") if isinstance(spec, Mapping) else getattr(spec, "idempotency_key", None)
+        submission = partial(self._call, "POST", path, shape, body=body)
+        return await patiently(submission, patience, unreachable=key is not None and self._reached)
 
     async def group(self, group_id: str, *, wait: float = 0.0, samples: bool = False) -> GroupView:
         """Return a group as soon as it is done, or in its current state after `wait` seconds (at most 60)."""
@@ -224,11 +254,12 @@ class AsyncClient:
         return (await self._call("GET", "/v1/groups", GroupList, query={"limit": limit, "state": state or None})).groups
 
     async def cancel(self, group_id: str) -> GroupView:
-        return await self._call("DELETE", _path("groups", group_id), GroupView)
+        """Cancel a group. A group that has ended stays as it is."""
+        return await self._call("DELETE", _path("groups", group_id), GroupView, safe=True)
 
     async def cancel_session(self, session_id: str) -> SessionView:
         """Cancel one session. The other sessions of its group continue."""
-        return await self._call("DELETE", _path("sessions", session_id), SessionView)
+        return await self._call("DELETE", _path("sessions", session_id), SessionView, safe=True)
 
     async def results(
         self,
@@ -286,7 +317,8 @@ class AsyncClient:
         the consumer gets the groups after `cursor` again. An admin may name the consumer's `tenant`."""
         body = _encoded({"cursor": cursor, "rewind": rewind})
         path = _path("consumers", consumer, "ack")
-        return await self._call("POST", path, ConsumerView, body=body, query={"tenant": tenant})
+        # Repeating a rewind could undo an acknowledgement that another process has made meanwhile.
+        return await self._call("POST", path, ConsumerView, body=body, query={"tenant": tenant}, safe=not rewind)
 
     async def consumers(self) -> tuple[ConsumerView, ...]:
         """Return the consumers of the token's tenant, or all consumers for an admin."""
@@ -378,14 +410,13 @@ class AsyncClient:
     ) -> SessionEndpoint:
         """Open a session for an agent that runs elsewhere. Returns the session with its credential and addresses. For
         `patience` see `submit`."""
-        opening = partial(self._call, "POST", "/v1/sessions", SessionEndpoint, body=_encoded(session or {}))
-        return await patiently(opening, patience, unreachable=False)
+        return await self._submission("/v1/sessions", SessionEndpoint, session or {}, patience)
 
     async def complete_session(self, session_id: str, report: ReportSpec | Mapping[str, Any]) -> SessionView:
         """Complete a session whose agent runs elsewhere. The report is stored when this method returns. Repeating the
         call with the same report changes nothing."""
         path = _path("sessions", session_id, "complete")
-        return await self._call("POST", path, SessionView, body=_encoded(report))
+        return await self._call("POST", path, SessionView, body=_encoded(report), safe=True)
 
     async def reset_session(self, session_id: str) -> SessionView:
         """Drop the turns of a session whose agent runs elsewhere, so that the agent can start over."""
@@ -473,16 +504,16 @@ class AsyncClient:
 
     async def drain_node(self, name: str) -> tuple[NodeStats, ...]:
         """Place no new sessions on a node, until `resume_node` is called. Returns all nodes."""
-        return (await self._call("POST", _path("nodes", name, "drain"), NodeList)).nodes
+        return (await self._call("POST", _path("nodes", name, "drain"), NodeList, safe=True)).nodes
 
     async def resume_node(self, name: str) -> tuple[NodeStats, ...]:
-        return (await self._call("POST", _path("nodes", name, "resume"), NodeList)).nodes
+        return (await self._call("POST", _path("nodes", name, "resume"), NodeList, safe=True)).nodes
 
     async def add_engine(self, engine: EngineSpec | Mapping[str, Any]) -> EngineStatus:
         return await self._call("POST", "/v1/engines", EngineStatus, body=_encoded(engine))
 
     async def drain_engine(self, name: str) -> tuple[EngineStatus, ...]:
-        return (await self._call("POST", _path("engines", name, "drain"), EngineList)).engines
+        return (await self._call("POST", _path("engines", name, "drain"), EngineList, safe=True)).engines
 
     async def remove_engine(self, name: str) -> tuple[EngineStatus, ...]:
         return (await self._call("DELETE", _path("engines", name), EngineList)).engines
@@ -555,8 +586,10 @@ class AsyncClient:
         query: Query | None = None,
         body: bytes | None = None,
         seconds: float | None = TOTAL_SECONDS,
+        safe: bool = False,
     ) -> T:
-        reply = await self._fetch(method, path, query=query, body=body, seconds=seconds)
+        """Send a request and read its reply. `safe` is True for a request other than GET that may be repeated."""
+        reply = await self._fetch(method, path, query=query, body=body, seconds=seconds, safe=safe)
         return self._read(reply.data, shape)
 
     def _read(self, data: bytes, shape: type[T]) -> T:
@@ -577,6 +610,22 @@ class AsyncClient:
         body: bytes | None = None,
         seconds: float | None = TOTAL_SECONDS,
         accept: str | None = None,
+        safe: bool = False,
+    ) -> _Reply:
+        once = partial(self._fetch_once, method, path, query=query, body=body, seconds=seconds, accept=accept)
+        if self._patience and self._reached and (safe or method == "GET"):
+            return await patiently(once, self._patience)
+        return await once()
+
+    async def _fetch_once(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query | None,
+        body: bytes | None,
+        seconds: float | None,
+        accept: str | None,
     ) -> _Reply:
         try:
             target = _with_query(path, query or {})
@@ -584,6 +633,7 @@ class AsyncClient:
                 data = _unpacked(await reply.whole(), reply)
                 if reply.status >= 300:
                     raise _refusal(data, reply)
+                self._reached = True
                 media_type = (reply.header(b"content-type") or b"").decode("latin-1")
                 return _Reply(data, media_type.partition(";")[0].strip())
         except OSError as error:  # TimeoutError is an OSError
@@ -826,8 +876,15 @@ class Client:
     and `open`, other asynchronous code, such as a `DynamicSampler`, can use the same connections.
     """
 
-    def __init__(self, url: str = DEFAULT_URL, *, token: str | None = None, ca: str | None = None) -> None:
-        self.asynchronous = AsyncClient(url, token=token, ca=ca)
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        token: str | None = None,
+        ca: str | None = None,
+        patience: float = RESTART_SECONDS,
+    ) -> None:
+        self.asynchronous = AsyncClient(url, token=token, ca=ca, patience=patience)
         self._loop: LoopThread | None = None
 
     def __enter__(self) -> Self:
