@@ -3,6 +3,7 @@ any of Outrider's code. It pauses before each question, and prints its last repl
 
 import sys
 import time
+from typing import Any
 
 import httpx
 import openai
@@ -14,7 +15,7 @@ def main() -> None:
     base_url, key, pause = sys.argv[1:]
     http = openai.DefaultHttpxClient(verify=False)
     client = openai.OpenAI(base_url=f"{base_url}/v1", api_key=key, max_retries=0, http_client=http)
-    messages: list[dict[str, str | None]] = []
+    messages: list[Any] = []
     for question in QUESTIONS:
         time.sleep(float(pause))
         messages.append({"role": "user", "content": question})
