@@ -8,7 +8,7 @@ from fastapi import Query
 from starlette.requests import Request
 
 from outrider.api.control_router import Caller, ControlRouter, Created, Serving, body
-from outrider.errors import Conflict, InvalidField, RuntimeUnavailable
+from outrider.errors import Conflict, InvalidField, NotFound, RuntimeUnavailable
 from outrider.harnesses.base import ModelEndpoint, SessionIds
 from outrider.harnesses.endpoint_variables import endpoint_environment
 from outrider.lifecycle import SessionState
@@ -52,7 +52,7 @@ async def open_session(
     )
 
 
-@ROUTES.get("", "read", SessionList)
+@ROUTES.get("", "read", SessionList, errors=(NotFound,))
 async def sessions(
     service: Serving,
     caller: Caller,
