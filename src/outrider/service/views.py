@@ -162,6 +162,10 @@ class ViewReader:
             found += await self._offload.run(partial(_built, turns, some, build))
         return found
 
+    async def count_tokens(self, text: str) -> int:
+        """Return the number of the policy's tokens in a text."""
+        return await self._offload.run(lambda: len(self._tokenizer.encode(text)))
+
     async def offload(self, work: Callable[[], B]) -> B:
         """Call `work` in the thread for long computations, and return its result."""
         return await self._offload.run(work)
