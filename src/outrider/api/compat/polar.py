@@ -170,7 +170,7 @@ class PolarApi:
 
     async def task(self, request: Request, caller: Principal) -> Response:
         task_id = _named(request)
-        row = await self._service.store.keyed_group(caller.tenant, key_of(task_id))
+        row = await self._row(task_id, caller)
         if row is None and await self._service.store.is_refused(caller.tenant, key_of(task_id)):
             return compat_reply(_never_submitted(task_id))
         return await self._task_status(_found(row, task_id))
@@ -185,10 +185,16 @@ class PolarApi:
                 row = await store.refuse_key(caller.tenant, key_of(task_id), until=until)
             if row is None:
                 return compat_reply(_never_submitted(task_id))
+            if row.translator != SYSTEM:
+                raise Conflict(f"the key of this task belongs to group {row.id}", field="task_id")
         else:
-            row = _found(await store.keyed_group(caller.tenant, key_of(task_id)), task_id)
+            row = _found(await self._row(task_id, caller), task_id)
         await self._service.cancel(row.id, caller)
         return await self._task_status(await store.group(row.id))
+
+    async def _row(self, task_id: str, caller: Principal) -> GroupRow | None:
+        row = await self._service.store.keyed_group(caller.tenant, key_of(task_id))
+        return row if row is not None and row.translator == SYSTEM else None
 
     async def _task_status(self, row: GroupRow) -> Response:
         return await self._reply(await self.reader.task_status(row))
@@ -241,7 +247,7 @@ class PolarApi:
 
     async def sessions_of_task(self, request: Request, caller: Principal) -> PolarObject:
         task_id = _named(request)
-        row = _found(await self._service.store.keyed_group(caller.tenant, key_of(task_id)), task_id)
+        row = _found(await self._row(task_id, caller), task_id)
         sessions = await self._service.store.sessions(row.id)
         return {"task_id": task_id, "sessions": [session_summary(each, task_id) for each in sessions]}
 
