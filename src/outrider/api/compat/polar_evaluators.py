@@ -142,7 +142,7 @@ def _expected(given: Any) -> dict[str, str]:
     table = _json(given, field) if isinstance(given, str) else given
     if not isinstance(table, Mapping) or not all(status in STATUSES for status in table.values()):
         raise InvalidField(f"must be an object of tests and their statuses ({', '.join(STATUSES)})", field=field)
-    expected: dict[str, str] = Field(default_factory=dict)
+    expected: dict[str, str] = {}
     for test, status in table.items():
         name = COLOUR.sub("", test)
         name = name_of_test(name) if "::" in name else name
