@@ -1,4 +1,4 @@
-"""A task of Polar in a namespace sandbox: the agent is a shell command, and the tests of a repository grade its work."""
+"""A task of Polar in a namespace sandbox: the agent is a shell command, and tests of a repository grade its work."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["con
 open("prices.py", "w").write(f"def total(prices):\\n    return {reply}\\n")
 open(os.environ["ARTIFACTS_DIR"] + "/reply.txt", "w").write(os.environ["TASK_ID"] + " " + reply)
 """
+PREFIXES = sorted({str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)})
 EXPECTED = {"test_all": "PASSED", "test_old": "FAILED"}
 
 
 def task(number: int, expected: dict[str, str]) -> dict[str, Any]:
     python = f"{Path(sys.prefix).resolve()}/bin/python"
-    prefixes = sorted({str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)})
     return {
         "task_id": f"shop-{number}",
         "instruction": "Write the expression.",
         "agent": {"harness": "shell", "custom_shell": {"command": f"python3 -c {shlex.quote(CALL)}", "cwd": "shop"}},
         "runtime": {
             "prepare": PREPARE,
-            "kwargs": {"kind": "namespace", "volumes": [f"{prefix}:{prefix}:ro" for prefix in prefixes]},
+            "kwargs": {"kind": "namespace", "volumes": [f"{prefix}:{prefix}:ro" for prefix in PREFIXES]},
         },
         "evaluator": {
             "strategy": "test_on_output",
@@ -80,8 +80,7 @@ async def test_a_shell_agent_is_graded_by_the_exact_map_of_its_tests(tmp_path: P
     files.mkdir(parents=True)
     (files / "test_prices.py").write_text(TESTS)
     (files / "prices.py").write_text("def total(prices):\n    return 0\n")
-    allow = tuple(str(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix))
-    async with serving(tmp_path, replies=[say("sum(prices)")], sandboxes=SandboxesConfig(allow=allow)) as (
+    async with serving(tmp_path, replies=[say("sum(prices)")], sandboxes=SandboxesConfig(allow=tuple(PREFIXES))) as (
         service,
         client,
         _,

@@ -46,7 +46,7 @@ def test_the_defaults_are_polars() -> None:
     group = translated()
     assert (group.n, group.priority, group.min_usable, group.callback_url) == (1, 0, None, None)
     limits = group.task.limits
-    assert (limits.session_seconds, limits.agent_seconds, limits.prepare_seconds) == (600, 600, 600)
+    assert (limits.session_seconds, limits.agent_seconds, limits.prepare_seconds) == (600, 7 * 86_400, 600)
     assert (group.task.harness.preset, group.task.runtime.kind) == ("codex", "namespace")
     assert group.idempotency_key == "polar:t"
     assert group.translated is not None
@@ -73,7 +73,8 @@ def test_limits_priority_and_seeds() -> None:
     limits = group.task.limits
     assert (limits.session_seconds, limits.agent_seconds, limits.prepare_seconds) == (7200, 900.5, 3600)
     assert group.task.sampling.seed == 0  # each sample has a seed of its own, made of this one
-    assert translated(timeout_seconds=5, metadata={"agent_timeout": 900}).task.limits.agent_seconds == 5
+    # The time of the session is over first, so that of the agent must not end at the same moment.
+    assert translated(timeout_seconds=5, metadata={"agent_timeout": 5}).task.limits.agent_seconds > 5
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PRESETS.items())

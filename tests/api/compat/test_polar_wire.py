@@ -26,6 +26,7 @@ FOLDER = Path(__file__).with_name("golden") / "polar"
 CHANGING = (
     (re.compile(r"s-[0-9a-f]{16}-"), "s-GROUP-"),
     (re.compile(r"g-[0-9a-f]{16}"), "g-GROUP"),
+    (re.compile(r"call_[0-9a-f]{12}"), "call_ID"),
     (re.compile(r"http://127\.0\.0\.1:\d+"), "http://SERVICE"),
 )
 NUMBERS = re.compile(

@@ -54,6 +54,9 @@ FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "l
 MOST_PREPARE_SECONDS = 3600.0
 """Maximum seconds for the preparation of a sandbox. A task with a lower `timeout_seconds` has that limit."""
 
+MOST_SECONDS = 7 * 86_400.0
+"""Maximum seconds of a limit of ours."""
+
 TaskId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+=,~-]{1,200}$")]
 
 
@@ -312,7 +315,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
         "limits": {
             "session_seconds": seconds,
             "prepare_seconds": min(seconds, MOST_PREPARE_SECONDS),
-            "agent_seconds": min(seconds, _agent_timeout(asked.metadata, seconds)),
+            "agent_seconds": _agent_seconds(asked.metadata, seconds),
             **more.pop("limits", {}),
         },
         "labels": {
@@ -474,13 +477,13 @@ def _check_replayed(asked: PolarRuntime) -> None:
         )
 
 
-def _agent_timeout(metadata: Mapping[str, Any], seconds: float) -> float:
-    given = metadata.get("agent_timeout")
-    if given is None:
-        return seconds
+def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
+    """Return the limit of the agent's run, after which its work is graded. If it is not below `seconds`, the limit of
+    the session ends the run, and nothing is graded; then the limit of the run must not end at the same moment."""
+    given = metadata.get("agent_timeout", MOST_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")
-    return float(given)
+    return float(given) if given < seconds else MOST_SECONDS
 
 
 def _whole(value: Any, field: str, *, least: int) -> int:
