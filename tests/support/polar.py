@@ -217,6 +217,13 @@ class SessionInfo(Strict):
     result: SessionResult | None = None
 
 
+class Dispatched(Strict):
+    session_id: str
+    task_id: str
+    status: Literal["REGISTERED"]
+    node_id: str
+
+
 class CompletionRecord(Strict):
     completion_id: str
     timestamp: float

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -23,6 +24,7 @@ from support.answering import answering
 from support.polar import (
     Completions,
     DeletedSession,
+    Dispatched,
     GatewayHealth,
     GatewaySessions,
     Health,
@@ -31,6 +33,7 @@ from support.polar import (
     Refused,
     RolloutStatus,
     SessionInfo,
+    SessionResult,
     TaskResult,
     Tasks,
     TaskSessions,
@@ -462,13 +465,93 @@ class CallAndWait:
         return HarnessOutcome()
 
 
-async def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+async def test_gateways_of_polar_cannot_register(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, client, _):
         for path in ("/nodes/register", "/nodes/n/heartbeat", "/callbacks/session_result"):
             with pytest.raises(Refused, match=r"400: .*outrider node join"):
                 await client.text("POST", path, {})
-        with pytest.raises(Refused, match="400: a session cannot be made alone"):
-            await client.text("POST", "/sessions", {})
-        for path in ("/v1/messages", "/gateway/v1/chat/completions", "/v1beta/models/m:generateContent"):
-            with pytest.raises(Refused, match="400: model calls with X-Session-Id are not served"):
-                await client.text("POST", path, {})
+
+
+CHAT = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
+MESSAGES = {"model": "any", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+GEMINI = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
+
+
+async def test_a_session_whose_agent_the_client_starts(tmp_path: Path) -> None:
+    async with serving(tmp_path, replies=[say(f"reply {n}") for n in range(9)]) as (_, client, url):
+        made = await client.call(SessionInfo, "POST", "/sessions", {"session_id": "mine", "task_id": "t"})
+        assert (made.session_id, made.task_id, made.status, made.completion_count) == ("mine", "t", "RUNNING", 0)
+        with pytest.raises(Refused, match="409: session_id: there is, or was, a session 'mine'"):
+            await client.call(SessionInfo, "POST", "/sessions", {"session_id": "mine"})
+        calls: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+            ("/v1/chat/completions", CHAT, {"X-Session-Id": "mine"}),
+            ("/v1/chat/completions?session_id=mine", CHAT, {}),
+            ("/v1/chat/completions", CHAT | {"_proxy_session_id": "mine"}, {}),
+            ("/v1/chat/completions", CHAT, {"Authorization": "Bearer mine"}),
+            ("/v1/messages", MESSAGES, {"x-api-key": "mine"}),
+            ("/v1/responses", {"model": "any", "input": "hi"}, {"X-Session-Id": "mine"}),
+            ("/v1beta/models/any:generateContent", GEMINI, {"X-Session-Id": "mine"}),
+            ("/v1beta/models/any:streamGenerateContent?key=mine&alt=sse", GEMINI, {}),
+            ("/gateway/v1/chat/completions", CHAT | {"stream": True}, {"X-Session-Id": "mine"}),
+        ]
+        async with aiohttp.ClientSession() as http:
+            for number, (path, body, headers) in enumerate(calls):
+                async with http.post(f"{url}/polar{path}", json=body, headers=headers) as reply:
+                    assert reply.status == 200, (path, await reply.text())
+                    assert await reply.read()
+                info = await client.call(SessionInfo, "GET", "/sessions/mine")
+                assert info.completion_count == number + 1, path
+            for path, body, headers in (
+                ("/v1/chat/completions", CHAT, {"X-Session-Id": "other"}),
+                ("/v1/chat/completions", CHAT, {}),
+                ("/v1/messages", MESSAGES | {"_proxy_session_id": "other"}, {}),
+            ):
+                async with http.post(f"{url}/polar{path}", json=body, headers=headers) as reply:
+                    assert (reply.status, "error" in await reply.json()) == (401, True), path
+        told = await client.call(Completions, "GET", "/sessions/mine/completions")
+        apis = [record.metadata["api_type"] for record in told.completions]
+        assert apis == ["chat"] * 4 + ["messages", "responses", "gemini", "gemini", "chat"]
+        [listed] = (await client.call(GatewaySessions, "GET", "/sessions")).sessions
+        assert (listed.session_id, listed.completion_count, listed.node_id) == ("mine", 9, "external")
+        assert (await client.call(Tasks, "GET", "/tasks")).tasks == []
+        await client.call(DeletedSession, "DELETE", "/sessions/mine")
+        info = await reached(lambda: over(client, "mine"))
+        assert info.result is not None
+        assert (info.status, info.result.session_id, info.result.trajectory.traces) == ("ERROR", "mine", [])
+        other = await client.call(SessionInfo, "POST", "/sessions", {})
+        assert other.session_id.startswith("sk-polar-")
+        assert other.task_id == other.session_id
+
+
+async def over(client: PolarClient, session_id: str) -> SessionInfo | None:
+    info = await client.call(SessionInfo, "GET", f"/sessions/{session_id}")
+    return info if info.result else None
+
+
+async def test_a_session_is_dispatched_alone(tmp_path: Path) -> None:
+    """As Polar's rollout server does: the id is the caller's, and the callback is the SessionResult."""
+    got: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def receive(request: web.Request) -> web.Response:
+        await got.put(await request.read())
+        return web.Response()
+
+    body = task("t1", session_id="s.1", remaining_timeout_seconds=60, builder={"strategy": "per_request"})
+    async with answering(receive) as receiver, serving(tmp_path) as (_, client, url), asyncio.timeout(30):
+        told = await client.call(Dispatched, "POST", "/sessions", body | {"callback_url": receiver})
+        assert (told.session_id, told.task_id, told.status) == ("s.1", "t1", "REGISTERED")
+        result = SessionResult.model_validate_json(await got.get())
+        assert (result.session_id, result.task_id, result.trajectory.traces[0].reward) == ("s.1", "t1", 0.5)
+        info = await reached(lambda: over(client, "s.1"))
+        assert info.result == result
+        with pytest.raises(Refused, match="409"):
+            await client.call(Dispatched, "POST", "/sessions", body)
+        with pytest.raises(Refused, match="400: session_id: is required"):
+            await client.call(Dispatched, "POST", "/sessions", task("t2"))
+        with pytest.raises(Refused, match="404"):  # a session alone is no task
+            await client.task("t1")
+        async with (  # its agent is the service's own: its id gives no access to its model calls
+            aiohttp.ClientSession() as http,
+            http.post(f"{url}/polar/v1/chat/completions", json=CHAT, headers={"X-Session-Id": "s.1"}) as reply,
+        ):
+            assert reply.status == 401

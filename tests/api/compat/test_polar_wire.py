@@ -70,7 +70,7 @@ TRANSCRIPTS: dict[str, Steps] = {
         ("POST", "/rollout/task/submit", TASK | {"task_id": "none"}),
         ("GET", "/tasks?limit=0", None),
         ("POST", "/nodes/register", {"node_id": "n"}),
-        ("POST", "/sessions", {}),
+        ("POST", "/sessions", {"session_id": "a/b"}),
         ("GET", "/sessions/s-none", None),
     ],
     "4-gateway": [

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
+import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -25,12 +27,18 @@ from outrider.api.compat.polar_events import last_event_of, polar_events
 from outrider.api.compat.polar_request import (
     HARNESS_LABEL,
     MODEL_LABEL,
+    SESSION_LABEL,
     SYSTEM,
+    PolarDispatchRequest,
+    PolarSessionRequest,
     PolarTaskRequest,
     TaskId,
+    dispatched_group,
     group_of,
     key_of,
+    manual_group,
     polar_fields,
+    session_key_of,
 )
 from outrider.api.compat.polar_results import (
     STATES,
@@ -46,20 +54,29 @@ from outrider.api.compat.polar_results import (
 from outrider.api.compat.routes import CompatRoute, Handler, compat_reply, detail
 from outrider.api.control_bodies import whole_body
 from outrider.api.control_replies import RETRY_AFTER, long_reply
+from outrider.api.gateway import Gateway
 from outrider.errors import Busy, Conflict, InvalidField, NotFound, OutriderError, RequestError, renamed_field
 from outrider.lifecycle import SessionState
 from outrider.schemas import LaneStats, NodeStats
 from outrider.service.principals import Principal
 from outrider.service.service import Service
-from outrider.spec import Spec
+from outrider.sessions.external import EXTERNAL
+from outrider.spec import Spec, StoredGroupSpec
 from outrider.store.rows import GroupRow, SessionRow
+from outrider.wire.http_server import Message, Receive, Scope, Send
 
 REFUSED_SECONDS = 300.0
 """Seconds for which a task that was cancelled before its submission cannot be submitted."""
 SUBMIT_STATUSES = {400: 422, 413: 422, 429: 503, 501: 503}
 """Statuses of a refused submission, by the status of the error's class: Polar's clients know 409, 422 and 503."""
+SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
+"""Statuses of a session that is not made, by the status of the error's class: Polar's clients know 400 and 409."""
+OPEN_SECONDS = 5.0
+"""Maximum seconds that making a session waits until the session takes model calls."""
+PROXY_SESSION = "_proxy_session_id"
+"""The field of a model call's body that names the session."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
-SESSION_STATUSES = (*STATES.values(), "COMPLETED", "ERROR", "TIMEOUT")
+KNOWN_SESSION_STATUSES = (*STATES.values(), "COMPLETED", "ERROR", "TIMEOUT")
 MOST_LISTED = 1000
 """Maximum number of tasks or sessions in a list."""
 MOST_SEARCHED = 10_000
@@ -107,40 +124,30 @@ def routes(service: Service) -> list[CompatRoute]:
         CompatRoute("POST", "/admin/inference/pause", "admin", polar.pause),
         CompatRoute("POST", "/admin/inference/resume", "admin", polar.resume),
         CompatRoute("GET", "/sessions", "read", polar.sessions),
+        CompatRoute("POST", "/sessions", "submit", _with_statuses(polar.make_session, SESSION_STATUSES)),
         CompatRoute("GET", "/sessions/{session_id}", "read", polar.session),
         CompatRoute("GET", "/sessions/{session_id}/completions", "read", polar.completions),
         CompatRoute("DELETE", "/sessions/{session_id}", "submit", polar.cancel_session),
     ]
-    refused = [
-        CompatRoute("POST", path, "submit", _refuse(why, hint)) for paths, why, hint in REFUSED_ROUTES for path in paths
-    ]
+    gateway += [CompatRoute("POST", path, "submit", polar.model_call) for path in VENDOR_PATHS]
+    refused = [CompatRoute("POST", path, "submit", polar.refuse) for path in REFUSED_PATHS]
     below = [
-        *(route for route in gateway + refused if route.path.startswith(GATEWAY_PATHS) or route.path == "/"),
+        *gateway,
         CompatRoute("GET", "/health", "read", polar.gateway_health),
         CompatRoute("GET", "/events", "read", polar.session_events),
     ]
     return [*server, *gateway, *refused, *(route._replace(path=f"/gateway{route.path}") for route in below)]
 
 
-GATEWAY_PATHS = ("/v1", "/admin", "/sessions")
-REFUSED_ROUTES = (
-    (
-        ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result"),
-        "this service runs its sessions itself: gateways of Polar cannot register here or report results",
-        "start the service with more lanes and processes, or add machines by `outrider node join`",
-    ),
-    (
-        ("/sessions",),
-        "a session cannot be made alone: sessions are made by a task",
-        "submit a task with num_samples 1 to POST /rollout/task/submit",
-    ),
-    (
-        ("/v1/messages", "/v1/chat/completions", "/v1/responses", "/v1beta/models/{call}", "/v1/models/{call}"),
-        "model calls with X-Session-Id are not served: each session's agent has a base URL of its own",
-        "have the agent started by a task: harness shell with custom_shell runs any program",
-    ),
+VENDOR_PATHS = (
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/models/{call}",
+    "/v1beta/models/{call}",
 )
-"""Routes that are refused by name: their paths, the reason, and the way to reach the same goal."""
+REFUSED_PATHS = ("/nodes/register", "/nodes/{node_id}/heartbeat", "/callbacks/session_result")
 
 
 class PolarApi:
@@ -149,6 +156,7 @@ class PolarApi:
     def __init__(self, service: Service) -> None:
         self.reader = PolarReader(service)
         self._service = service
+        self._gateway = Gateway(service.external)
 
     async def health(self, request: Request, caller: Principal) -> PolarObject:
         return {"status": "ok", "nodes": len(self._service.nodes().nodes)}
@@ -207,7 +215,7 @@ class PolarApi:
         rows = await self._service.store.translated_groups(caller.tenant, SYSTEM, limit=MOST_LISTED)
         counts = await self._service.store.counts(tenant=caller.tenant)
         return {
-            "tasks": {task_id_of(row): status_of_task(row) for row in rows},
+            "tasks": {task_id_of(row): status_of_task(row) for row in rows if SESSION_LABEL not in row.labels},
             "pipeline": {"pending_sessions": counts.get(SessionState.QUEUED, 0)},
             "nodes": {"nodes": self._nodes(request)},
         }
@@ -217,7 +225,8 @@ class PolarApi:
         rows = await self._rows(
             caller,
             lambda row: (
-                (wanted is None or status_of_task(row) == wanted)
+                SESSION_LABEL not in row.labels
+                and (wanted is None or status_of_task(row) == wanted)
                 and (harness is None or row.labels.get(HARNESS_LABEL) == harness)
             ),
             since=_number(request, "since", -1e15, least=-1e15, most=1e15),
@@ -359,11 +368,9 @@ class PolarApi:
         return self._inference()
 
     async def sessions(self, request: Request, caller: Principal) -> PolarObject:
-        wanted, task_id = _choice(request, "status", SESSION_STATUSES), request.query_params.get("task_id")
+        wanted, task_id = _choice(request, "status", KNOWN_SESSION_STATUSES), request.query_params.get("task_id")
         limit = _limit(request)
-        rows = await self._rows(
-            caller, lambda row: task_id is None or task_id_of(row) == task_id, limit=1 if task_id else MOST_LISTED
-        )
+        rows = await self._rows(caller, lambda row: task_id is None or task_id_of(row) == task_id, limit=MOST_LISTED)
         found: list[PolarObject] = []
         for row in rows:
             with suppress(NotFound):  # the group was removed meanwhile
@@ -378,7 +385,7 @@ class PolarApi:
         now = time.time()
         turns = await self._service.store.turns(session.id) if session.attempt else []
         return {
-            "session_id": session.id,
+            "session_id": _id_of(row, session),
             "task_id": task_id_of(row),
             "status": status_of_session(session),
             "age_seconds": max(0.0, now - session.created),
@@ -395,7 +402,7 @@ class PolarApi:
         row, session = await self._session(request, caller)
         turns = await self._service.store.turns(session.id) if session.attempt else []
         shown: PolarObject = {
-            "session_id": session.id,
+            "session_id": _id_of(row, session),
             "task_id": task_id_of(row),
             "created_at": session.created,
             "completion_count": len(turns),
@@ -406,32 +413,110 @@ class PolarApi:
         return await self._reply(shown)
 
     async def completions(self, request: Request, caller: Principal) -> Response:
-        _, session = await self._session(request, caller)
+        row, session = await self._session(request, caller)
         turns = await self._service.store.turns(session.id) if session.attempt else []
         model = self._service.config.model.name
 
         def made() -> bytes:
             records = [completion_of(turn, turns, model) for turn in turns]
-            return encoded({"session_id": session.id, "completions": records, "node_id": session.node or SYSTEM})
+            return encoded(
+                {"session_id": _id_of(row, session), "completions": records, "node_id": session.node or SYSTEM}
+            )
 
         return long_reply([await self._service.reader.offload(made)])
 
     async def cancel_session(self, request: Request, caller: Principal) -> PolarObject:
         """Cancel one session. Its model calls are kept until the task is removed."""
-        _, session = await self._session(request, caller)
+        row, session = await self._session(request, caller)
         await self._service.cancel_session(session.id, caller)
-        return {"session_id": session.id, "deleted": True, "messages_deleted": 0}
+        return {"session_id": _id_of(row, session), "deleted": True, "messages_deleted": 0}
 
     async def _session(self, request: Request, caller: Principal) -> tuple[GroupRow, SessionRow]:
         """Return the session in the path, and its task's group."""
         session_id = request.path_params["session_id"]
         if not SESSION_ID.fullmatch(session_id):
             raise RequestError("a session's id has at most 128 letters, digits, '.', '_' and '-'", field="session_id")
-        session = await self._service.store.session(session_id, tenant=caller.sees)
-        row = await self._service.store.group(session.group_id)
+        return await self._found_session(session_id, caller)
+
+    async def _found_session(self, session_id: str, caller: Principal) -> tuple[GroupRow, SessionRow]:
+        """Return a session by the id that its client gave, or by its own, and its group. Raises NotFound."""
+        store = self._service.store
+        row = await store.keyed_group(caller.tenant, session_key_of(session_id))
+        if row is not None and row.translator == SYSTEM:
+            return row, (await store.sessions(row.id))[0]
+        session = await store.session(session_id, tenant=caller.sees)
+        row = await store.group(session.group_id)
         if row.translator != SYSTEM:
             raise NotFound(f"session {session_id!r} is of no task of Polar", hint="see it at /v1/sessions")
         return row, session
+
+    async def make_session(self, request: Request, caller: Principal) -> PolarObject:
+        """Make a session alone: one that this service runs if the request has an agent, else one whose agent the client
+        starts itself."""
+        body = await whole_body(request)
+        if await self._service.reader.offload(partial(_field_of, body, "agent")) is not None:
+            asked = await self._service.parse(PolarDispatchRequest, body, caller)
+            spec = await asyncio.to_thread(dispatched_group, asked, files=self._service.config.files)
+            row, session = await self._made(request, caller, spec, asked.session_id)
+            common = {"session_id": asked.session_id, "task_id": asked.task_id}
+            return {**common, "status": "REGISTERED", "node_id": session.node or SYSTEM}
+        manual = await self._service.parse(PolarSessionRequest, body or b"{}", caller)
+        session_id = manual.session_id or f"sk-polar-{uuid4()}"
+        spec = manual_group(session_id, manual.task_id or session_id)
+        row, session = await self._made(request, caller, spec, session_id)
+        await self._service.external.running(session.id, OPEN_SECONDS)
+        session = await self._service.store.session(session.id)
+        return {
+            "session_id": session_id,
+            "task_id": task_id_of(row),
+            "created_at": session.created,
+            "completion_count": 0,
+            "status": status_of_session(session),
+        }
+
+    async def _made(
+        self, request: Request, caller: Principal, spec: StoredGroupSpec, session_id: str
+    ) -> tuple[GroupRow, SessionRow]:
+        store = self._service.store
+        if await store.has_key(caller.tenant, session_key_of(session_id)):
+            raise Conflict(f"there is, or was, a session {session_id!r}: an id is used once", field="session_id")
+        with renamed_field("idempotency_key", "session_id"), polar_fields():
+            group = await self._service.submit(spec, caller)
+        request.scope[CREATED].update(group_id=group.id, session_id=group.sessions[0].id)
+        return await store.group(group.id), await store.session(group.sessions[0].id)
+
+    async def model_call(self, request: Request, caller: Principal) -> Response:
+        """Pass a vendor's model call to the model gateway. The session is named by the header X-Session-Id, by the
+        query (`session_id` or `key`), by the API key, or by the body's field PROXY_SESSION. The reply has the vendor's
+        form. Its status is 401 for a session that is unknown or whose agent this service has started."""
+        path: str = request.scope["path"]
+        body: bytes | None = None
+        headers, query = request.headers, request.query_params
+        named = [headers.get("x-session-id"), query.get("session_id"), query.get("key")]
+        named += [headers.get("x-api-key"), headers.get("x-goog-api-key")]
+        named.append(headers.get("authorization", "").removeprefix("Bearer ").strip())
+        key = await self._key_of([each for each in named if each], caller)
+        if key is None and named[0] is None:
+            body = await whole_body(request)
+            in_body, body = await self._service.reader.offload(partial(_without_field, body, PROXY_SESSION))
+            key = await self._key_of([in_body] if isinstance(in_body, str) else [], caller)
+        return _ModelCall(self._gateway, f"/s/{key or 'unknown'}{path[path.index('/v1') :]}", body)
+
+    async def _key_of(self, names: Sequence[str], caller: Principal) -> str | None:
+        """Return the credential of the first session among `names` whose agent runs elsewhere."""
+        for name in names:
+            if SESSION_ID.fullmatch(name):
+                with suppress(NotFound):
+                    row, session = await self._found_session(name, caller)
+                    if row.harness == EXTERNAL:
+                        return self._service.store.session_key(session.id)
+        return None
+
+    async def refuse(self, request: Request, caller: Principal) -> PolarObject:
+        raise RequestError(
+            "this service runs its sessions itself: gateways of Polar cannot register here or report results",
+            hint="start the service with more lanes and processes, or add machines by `outrider node join`",
+        )
 
 
 METRICS = (
@@ -503,11 +588,55 @@ def _with_statuses(handler: Handler, statuses: dict[int, int]) -> Handler:
     return respond
 
 
-def _refuse(why: str, hint: str) -> Callable[[Request, Principal], Awaitable[Any]]:
-    async def respond(request: Request, caller: Principal) -> Any:
-        raise RequestError(why, hint=hint)
+class _ModelCall(Response):
+    """Replies to a model call by the model gateway, at `path`. `body` is the body, if it was read already."""
 
-    return respond
+    def __init__(self, gateway: Gateway, path: str, body: bytes | None) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._path = path
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        read = self._body
+
+        async def again() -> Message:
+            nonlocal read
+            if read is None:
+                return await receive()
+            body, read = read, None
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        length = b"content-length"
+        headers = list(scope["headers"])
+        if read is not None:
+            headers = [(name, value) for name, value in headers if name != length]
+            headers.append((length, str(len(read)).encode()))
+        called = {**scope, "path": self._path, "raw_path": self._path.encode(), "headers": headers}
+        await self._gateway(called, again, send)
+
+
+def _id_of(row: GroupRow, session: SessionRow) -> str:
+    """Return the id under which a client sees a session."""
+    return row.labels.get(SESSION_LABEL, session.id)
+
+
+def _field_of(body: bytes, name: str) -> Any:
+    """Return a field of a JSON object, None for anything else."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _without_field(body: bytes, name: str) -> tuple[Any, bytes]:
+    """Return a field of a JSON object, and the object without the field. A body without the field is unchanged."""
+    if name.encode() not in body or (found := _field_of(body, name)) is None:
+        return None, body
+    value = orjson.loads(body)
+    del value[name]
+    return found, orjson.dumps(value)
 
 
 def _base(request: Request) -> str:

@@ -42,10 +42,11 @@ SYSTEM = "polar"
 """The name of the system in the settings, in the store, and in paths."""
 OWN_METADATA = "outrider"
 """The entry of a result's metadata with facts that Polar's format has no field for. Requests may not use it."""
-TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL = (
-    f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder")
+TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, SESSION_LABEL = (
+    f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id")
 )
-"""Labels of a group, which the lists of tasks show without reading the stored request."""
+"""Labels of a group, which lists show without reading the stored request. A group with SESSION_LABEL is a session that
+was made alone."""
 SESSION_DIR = "/tmp/polar-session"
 """The folder of a session in its sandbox, where Polar has /polar/session: the root folder of a sandbox may be
 read-only."""
@@ -54,10 +55,13 @@ FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "l
 MOST_PREPARE_SECONDS = 3600.0
 """Maximum seconds for the preparation of a sandbox. A task with a lower `timeout_seconds` has that limit."""
 
+MANUAL_SECONDS = 86_400.0
+"""Maximum seconds of a session whose agent the client starts itself."""
 MOST_SECONDS = 7 * 86_400.0
 """Maximum seconds of a limit of ours."""
 
 TaskId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+=,~-]{1,200}$")]
+SessionId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 
 
 class PolarExec(Spec):
@@ -181,15 +185,12 @@ class PolarBuilder(Spec):
         return value
 
 
-class PolarTaskRequest(Spec):
-    """The body of `POST /rollout/task/submit`."""
+class PolarWork(Spec):
+    """What a task and a session that is dispatched alone have in common."""
 
     task_id: TaskId
     instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
-    num_samples: Annotated[int, Field(ge=1, le=MAX_GROUP)] = 1
     dispatch_priority: Annotated[int, Field(ge=0, le=100)] = 0
-    early_stop_min_usable_sessions: Annotated[int, Field(ge=1)] | None = None
-    timeout_seconds: Seconds = 600
     runtime: PolarRuntime | None = None
     agent: PolarAgent
     builder: PolarBuilder = PolarBuilder()
@@ -211,6 +212,14 @@ class PolarTaskRequest(Spec):
             raise ValueError(f"cannot have the entry {OWN_METADATA!r}, in which the results have facts of their own")
         return value
 
+
+class PolarTaskRequest(PolarWork):
+    """The body of `POST /rollout/task/submit`."""
+
+    num_samples: Annotated[int, Field(ge=1, le=MAX_GROUP)] = 1
+    early_stop_min_usable_sessions: Annotated[int, Field(ge=1)] | None = None
+    timeout_seconds: Seconds = 600
+
     @model_validator(mode="after")
     def _can_be_usable(self) -> Self:
         usable = self.early_stop_min_usable_sessions
@@ -219,9 +228,64 @@ class PolarTaskRequest(Spec):
         return self
 
 
+class PolarDispatchRequest(PolarWork):
+    """The body of `POST /sessions` with an agent: a session that is dispatched alone, under an id of the client's."""
+
+    session_id: SessionId
+    remaining_timeout_seconds: Seconds = 600
+
+
+class PolarSessionRequest(Spec):
+    """The body of `POST /sessions` without an agent: a session whose agent the client starts itself."""
+
+    task_id: TaskId | None = None
+    session_id: SessionId | None = None
+
+
 def key_of(task_id: str) -> str:
     """Return the idempotency key of a task's group."""
     return f"{SYSTEM}:{task_id}"
+
+
+def session_key_of(session_id: str) -> str:
+    """Return the idempotency key of the group of a session that was made alone."""
+    return f"{SYSTEM}-session:{session_id}"
+
+
+def dispatched_group(asked: PolarDispatchRequest, *, files: Path | None) -> StoredGroupSpec:
+    """Return the group of one session, dispatched alone. Raises the errors of `group_of`."""
+    common = {name: getattr(asked, name) for name in PolarWork.model_fields}
+    group = group_of(PolarTaskRequest(**common, timeout_seconds=asked.remaining_timeout_seconds), files=files)
+    return _alone(group, asked.session_id)
+
+
+def manual_group(session_id: str, task_id: str) -> StoredGroupSpec:
+    """Return the group of one session whose agent the client starts itself. The session takes model calls until it is
+    deleted, for MANUAL_SECONDS at most."""
+    task = {
+        "instruction": "An agent runs elsewhere.",
+        "harness": {"external": {"idle_seconds": MANUAL_SECONDS}},
+        "evaluator": {"kind": "reported"},
+        "limits": {"session_seconds": MANUAL_SECONDS, "turns": 100_000},
+        "labels": {TASK_LABEL: task_id, HARNESS_LABEL: "external", BUILDER_LABEL: "per_request"},
+    }
+    builder = {"strategy": "per_request", "config": {}}
+    request = {"task_id": task_id, "builder": builder, "metadata": {}, "graded": True}
+    translated = {"system": SYSTEM, "request": request, "usable_trains": True}
+    return _alone(StoredGroupSpec.model_validate({"task": task, "translated": translated}), session_id)
+
+
+def _alone(group: StoredGroupSpec, session_id: str) -> StoredGroupSpec:
+    assert group.translated is not None
+    labels = {**group.task.labels, SESSION_LABEL: session_id}
+    request = {**group.translated.request, "session_id": session_id}
+    return group.model_copy(
+        update={
+            "task": group.task.model_copy(update={"labels": labels}),
+            "idempotency_key": session_key_of(session_id),
+            "translated": group.translated.model_copy(update={"request": request}),
+        }
+    )
 
 
 PRESETS: Mapping[str, str] = {

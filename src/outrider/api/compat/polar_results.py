@@ -18,6 +18,7 @@ from outrider.api.compat.polar_request import (
     HARNESS_LABEL,
     MODEL_LABEL,
     OWN_METADATA,
+    SESSION_LABEL,
     TASK_LABEL,
 )
 from outrider.errors import ErrorRecord
@@ -118,8 +119,10 @@ class PolarReader:
         self._service = service
 
     async def callback(self, row: GroupRow) -> bytes:
-        """Return the body of a task's callback: its TaskResult in JSON."""
-        result = await self.task_result(row)
+        """Return the body of a callback in JSON: the TaskResult of a task, or the SessionResult of a session that was
+        made alone."""
+        alone = SESSION_LABEL in row.labels
+        result = (await self._results(row))[0] if alone else await self.task_result(row)
         return await self._service.reader.offload(partial(encoded, result))
 
     async def task_result(self, row: GroupRow) -> PolarObject:
@@ -193,6 +196,7 @@ def result_of(row: SessionRow, trajectory: PolarObject, request: Mapping[str, An
     verdict = result.verdict if request["graded"] else None
     own = {
         "group_id": result.group_id,
+        "session_id": result.session_id,
         "sample_index": result.sample_index,
         "attempt": result.attempt,
         "stop_reason": result.stop_reason.value,
@@ -204,7 +208,7 @@ def result_of(row: SessionRow, trajectory: PolarObject, request: Mapping[str, An
         "reason": verdict.reason if verdict else None,
     }
     return {
-        "session_id": row.id,
+        "session_id": request.get("session_id", row.id),
         "task_id": request["task_id"],
         "status": status_of_result(result),
         "trajectory": trajectory,
