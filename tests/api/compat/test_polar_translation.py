@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.api.compat.polar_request import PRESETS, PolarTaskRequest, group_of, polar_fields
+from outrider.api.compat.polar_evaluators import STRATEGIES
+from outrider.api.compat.polar_request import FOLDERS, PRESETS, SESSION_DIR, PolarTaskRequest, group_of, polar_fields
 from outrider.errors import InvalidField
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.factory import make_harness
@@ -47,7 +48,7 @@ def test_the_defaults_are_polars() -> None:
     assert (group.n, group.priority, group.min_usable, group.callback_url) == (1, 0, None, None)
     limits = group.task.limits
     assert (limits.session_seconds, limits.agent_seconds, limits.prepare_seconds) == (600, 7 * 86_400, 600)
-    assert (group.task.harness.preset, group.task.runtime.kind) == ("codex", "namespace")
+    assert (group.task.harness.preset, group.task.runtime.kind) == ("codex", None)  # the node's default kind
     assert group.idempotency_key == "polar:t"
     assert group.translated is not None
     assert (group.translated.system, group.translated.usable_trains) == ("polar", True)
@@ -294,3 +295,14 @@ def test_the_same_steps_may_be_given_for_grading() -> None:
     translated(**evaluator("test_on_output", ON_OUTPUT), **runtime(prepare=steps, eval_prepare=steps))
     translated(**evaluator("harbor"), **runtime(prepare=steps, eval_prepare=[]))  # graded in the agent's sandbox
     translated(**evaluator("test_on_output", ON_OUTPUT), **runtime(eval_prepare=[]))
+
+
+def test_the_page_has_every_harness_and_evaluator() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "compat" / "polar.md").read_text()
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| `")]
+    first = {name.strip(" `"): rest for name, rest in rows}
+    for theirs, ours in PRESETS.items():
+        assert f"`{ours}`" in first[theirs]
+    assert STRATEGIES.keys() <= first.keys()
+    assert SESSION_DIR in text
+    assert all(f"`{name}`" in text for name in FOLDERS)

@@ -361,7 +361,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
     harness, more = _harness(asked)
     runtime = _runtime(asked.runtime or PolarRuntime(), seconds, files)
     if asked.runtime is None:
-        runtime["kind"] = "namespace"
+        del runtime["kind"]  # the node's default
     if "agent" not in harness:
         folders = " ".join(f"{SESSION_DIR}/{folder}" for folder in FOLDERS.values())
         runtime["prepare"].insert(0, {"run": f"mkdir -p {folders}", "seconds": 60})
