@@ -259,11 +259,12 @@ class Refused(Exception):
 class PolarClient:
     """Calls the routes of Polar at `url`. Raises `Refused` for a refusal."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str | None = None) -> None:
         self._url = url
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession()
+        self._http = aiohttp.ClientSession(headers=self._headers)
         return self
 
     async def __aexit__(

@@ -18,7 +18,7 @@ from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role
 from outrider.service.service import Service
-from outrider.spec import EvaluatorSpec
+from outrider.spec import EvaluatorSpec, TokenSpec
 from outrider.trajectory import Verdict
 from support.answering import answering
 from support.polar import (
@@ -402,6 +402,21 @@ async def test_events(tmp_path: Path) -> None:
                 break
 
 
+async def test_events_of_a_session_made_alone_are_of_no_task(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, client, _), asyncio.timeout(30):
+        seen = []
+        async for name, _, data in client.events():
+            if name == "hello":
+                await client.call(SessionInfo, "POST", "/sessions", {"session_id": "mine"})
+                await client.call(DeletedSession, "DELETE", "/sessions/mine")
+                continue
+            seen.append((name, data["session_id"], data["status"]))
+            if data["status"] == "ERROR":
+                break
+        assert {name for name, _, _ in seen} == {"session.state_changed"}
+        assert {session for _, session, _ in seen} == {"mine"}
+
+
 async def test_generation_is_paused(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, client, _):
         told = await client.call(Inference, "POST", "/admin/inference/pause", timeout_seconds=30)
@@ -555,3 +570,44 @@ async def test_a_session_is_dispatched_alone(tmp_path: Path) -> None:
             http.post(f"{url}/polar/v1/chat/completions", json=CHAT, headers={"X-Session-Id": "s.1"}) as reply,
         ):
             assert reply.status == 401
+
+
+async def test_tasks_and_sessions_are_their_tenants(tmp_path: Path) -> None:
+    """Two tenants may use the same ids, and see nothing of each other."""
+    async with running_service(tmp_path=tmp_path, compat=("polar",), token="o" * 40) as (service, url):
+        specs = (
+            TokenSpec(name="ann", role="submit"),
+            TokenSpec(name="bob", role="submit"),
+            TokenSpec(name="eve", role="read"),
+        )
+        tokens = [(await service.tokens.create(spec)).text for spec in specs]
+        async with (
+            PolarClient(f"{url}/polar", tokens[0]) as ann,
+            PolarClient(f"{url}/polar", tokens[1]) as bob,
+            PolarClient(f"{url}/polar", tokens[2]) as eve,
+        ):
+            await ann.submit(task(runtime=None))
+            await ann.call(SessionInfo, "POST", "/sessions", {"session_id": "s"})
+            [session] = (await ended(ann)).results
+            for path in ("/rollout/task/t1", "/tasks/t1/sessions", f"/sessions/{session.session_id}", "/sessions/s"):
+                with pytest.raises(Refused, match="404"):
+                    await bob.text("GET", path)
+            for path in ("/rollout/task/t1", f"/sessions/{session.session_id}"):
+                with pytest.raises(Refused, match="404"):
+                    await bob.text("DELETE", path)
+            assert (await bob.call(Tasks, "GET", "/tasks")).tasks == []
+            assert (await bob.call(GatewaySessions, "GET", "/sessions")).sessions == []
+            assert (await bob.cancel("t1", register_if_missing="true")).total_sessions == 0
+            assert (await ann.task("t1")).status == "completed"
+            for called in ("POST /rollout/task/submit", "DELETE /rollout/task/t1", "POST /sessions"):
+                method, path = called.split()
+                with pytest.raises(Refused, match="403"):
+                    await eve.text(method, path, {})
+            with pytest.raises(Refused, match="403"):
+                await ann.call(Inference, "POST", "/admin/inference/pause")
+            headers = {"X-Session-Id": "s"}
+            async with aiohttp.ClientSession() as http:
+                for token, status in ((tokens[0], 200), (tokens[1], 401)):
+                    own = {**headers, "Authorization": f"Bearer {token}"}
+                    async with http.post(f"{url}/polar/v1/chat/completions", json=CHAT, headers=own) as reply:
+                        assert reply.status == status

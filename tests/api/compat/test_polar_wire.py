@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from yarl import URL
 
 from api.compat.test_polar import reached, task
 from support.service import call, running_service, say
@@ -208,7 +209,7 @@ async def test_no_request_at_random_is_an_error_of_the_service(tmp_path: Path) -
     ):
         for (method, path), text, body, query in examples:
             quoted = path.replace("{text}", "".join(f"%{byte:02x}" for byte in text.encode("utf-8", "replace")))
-            target = aiohttp.client.URL(f"{url}/polar{quoted}", encoded=True)
+            target = URL(f"{url}/polar{quoted}", encoded=True)
             async with http.request(method, target, data=body, params={**query, "timeout_seconds": "5"}) as reply:
                 shown = (method, path, text, body, query, await reply.text())
                 assert reply.status < 500 or (reply.status, (method, path)) == (503, SUBMIT), shown

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
 
-from outrider.api.compat.polar_request import SYSTEM
+from outrider.api.compat.polar_request import SESSION_LABEL, SYSTEM
 from outrider.api.compat.polar_results import STATES, PolarObject, status_of_session, status_of_task, task_id_of
 from outrider.errors import InvalidField, NotFound
 from outrider.lifecycle import SessionState
@@ -77,22 +78,30 @@ def _event(name: str, data: PolarObject, cursor: int | None = None) -> bytes:
     return number + b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(data))
 
 
+class _Named(NamedTuple):
+    """The task id of a group, and the id of its session if the session was made alone."""
+
+    task_id: str
+    session_id: str | None
+
+
 class _TaskNames:
-    """The task ids of groups. The ids of the groups used last are remembered, with None for other groups."""
+    """The names of groups. Those of the groups used last are remembered, with None for other groups."""
 
     def __init__(self, service: Service, caller: Principal) -> None:
         self._service = service
         self._caller = caller
-        self._known: OrderedDict[str, str | None] = OrderedDict()
+        self._known: OrderedDict[str, _Named | None] = OrderedDict()
 
-    async def of(self, group_id: str) -> str | None:
-        """Return the task id, or None for a group that is no task of Polar, or was removed."""
+    async def of(self, group_id: str) -> _Named | None:
+        """Return the names, or None for a group that is of no client of Polar, or was removed."""
         if group_id not in self._known:
             try:
                 row = await self._service.store.group(group_id, tenant=self._caller.sees)
             except NotFound:
                 return None
-            self._known[group_id] = task_id_of(row) if row.translator == SYSTEM else None
+            own = row.translator == SYSTEM
+            self._known[group_id] = _Named(task_id_of(row), row.labels.get(SESSION_LABEL)) if own else None
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[group_id]
@@ -101,12 +110,13 @@ class _TaskNames:
 async def _translated(service: Service, entry: EventView, tasks: _TaskNames) -> list[tuple[str, PolarObject]]:
     """Return the names and the data of Polar's events for an entry of the log. The status is that of the event, and for
     tasks and ends of sessions that of now."""
-    task_id = await tasks.of(entry.group_id)
-    if task_id is None:
+    named = await tasks.of(entry.group_id)
+    if named is None:
         return []
-    common = {"task_id": task_id, "timestamp": entry.at}
+    alone = named.session_id is not None
+    common = {"task_id": named.task_id, "timestamp": entry.at}
     kind = EventKind(entry.kind)
-    if (name := OF_TASK.get(kind)) is not None:
+    if (name := OF_TASK.get(kind)) is not None and not alone:
         try:
             status = status_of_task(await service.store.group(entry.group_id))
         except NotFound:  # removed meanwhile
@@ -122,8 +132,9 @@ async def _translated(service: Service, entry: EventView, tasks: _TaskNames) -> 
     else:
         state = SessionState.QUEUED if kind is EventKind.SESSION_RETRY else SessionState(entry.data["state"])
         status = STATES[state]
-    changed: PolarObject = {**common, "session_id": entry.session_id, "status": status}
+    session_id = named.session_id or entry.session_id
+    changed: PolarObject = {**common, "session_id": session_id, "status": status}
     events = [("session.state_changed", {"type": "session.state_changed", **changed})]
-    if kind is EventKind.SESSION_DONE:
-        events.append(("task.updated", {"type": "task.updated", **common, "session_id": entry.session_id}))
+    if kind is EventKind.SESSION_DONE and not alone:
+        events.append(("task.updated", {"type": "task.updated", **common, "session_id": session_id}))
     return events
