@@ -8,7 +8,7 @@ OUTRIDER_PORT, OUTRIDER_LANES__RUN.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -464,8 +464,15 @@ def variable_of(path: str) -> str:
     return PREFIX + path.upper().replace(".", "__")
 
 
-def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
-    """Merge flags (by path, such as "lanes.run"; None = not given), environment, file and defaults.
+def read_settings_file(file: Path) -> dict[str, Any]:
+    return read_toml_file(file, field="config", what="config file")
+
+
+def load_config(
+    flags: Mapping[str, Any], *, file: Path | None = None, read: Callable[[Path], dict[str, Any]] = read_settings_file
+) -> Config:
+    """Merge flags (by path, such as "lanes.run"; None = not given), environment, file and defaults. `read` returns the
+    settings in the file.
 
     Raises InvalidField with the setting's name and the source of its value. (The merge does not use pydantic-settings
     because its errors do not name the source.)
@@ -480,7 +487,7 @@ def load_config(flags: Mapping[str, Any], *, file: Path | None = None) -> Config
     given = {path: value for path, value in flags.items() if value is not None}
     sources = [("the environment", _tree(environment)), ("flags", _tree(given))]
     if file is not None:
-        sources.insert(0, (str(file), read_toml_file(file, field="config", what="config file")))
+        sources.insert(0, (str(file), read(file)))
     merged: dict[str, Any] = {}
     for _, values in sources:
         _merge(merged, values, added=values is sources[-1][1])

@@ -45,6 +45,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "callable": "outrider.evaluators.function:CallableEvaluator",
         "code": "outrider.evaluators.code.evaluator:CodeEvaluator",
         "command": "outrider.evaluators.command:CommandEvaluator",
+        "completed": "outrider.evaluators.completed:CompletedEvaluator",
         "harbor": "outrider.evaluators.harbor:HarborEvaluator",
         "http": "outrider.evaluators.http:HttpEvaluator",
         "judge": "outrider.evaluators.judge.evaluator:JudgeEvaluator",

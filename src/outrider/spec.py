@@ -590,11 +590,22 @@ class GroupSpec(Spec):
         return self
 
 
+class TranslatedSpec(Spec):
+    """The request of another system's client, from which a group was made. `system` is the name of the system in whose
+    form the group's callback is sent. `request` has the parts of the request that replies repeat. `usable_trains`: a
+    session counts for `min_usable` only if some of its tokens train."""
+
+    system: Name
+    request: dict[str, Any]
+    usable_trains: bool = False
+
+
 class StoredGroupSpec(GroupSpec):
     """A group as stored. `regrades`: by sample index, the sessions whose runs are graded again without running agents.
-    `regrades` is empty if the group runs agents."""
+    `regrades` is empty if the group runs agents. `translated` is set for the group of another system's client."""
 
     regrades: list[str] = []
+    translated: TranslatedSpec | None = None
 
 
 class SessionSpec(Spec):

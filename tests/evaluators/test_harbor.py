@@ -116,6 +116,19 @@ async def test_excluded_files_are_taken_out_as_tar_leaves_them_out(bench: Bench)
     assert (await bench.sandbox.exec("find /x -type f", seconds=10)).stdout.splitlines() == [b"/x/a/b/c/keep"]
 
 
+@pytest.mark.parametrize(("values", "reward"), [("1, 0.5, 0.75", 0.75), ("1, 9", 1.0), ("-3, 1", 0.0), ("0.25", 0.25)])
+async def test_the_mean_of_all_values_is_between_0_and_1(bench: Bench, values: str, reward: float) -> None:
+    named = ", ".join(f'"{number}": {value}' for number, value in enumerate(values.split(", ")))
+    verdict = await bench.grade(spec(f"echo '{{{named}}}' > /logs/verifier/reward.json", mean=True))
+    assert verdict.reward == reward
+    assert list(verdict.metrics.values()) == [float(value) for value in values.split(", ")]
+
+
+async def test_no_value_has_no_mean(bench: Bench) -> None:
+    with pytest.raises(EvaluatorError, match="reward nothing"):
+        await bench.grade(spec("echo '{}' > /logs/verifier/reward.json", mean=True))
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [({"test": []}, "options.test"), ({"tests": [{"write": "x"}]}, "options.tests.0.to"), ({"env": {"1": ""}}, "env")],

@@ -11,7 +11,7 @@ from outrider.errors import Conflict
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.store.rows import Delivery, EventKind
 from outrider.store.store import MoreTurns, Store
-from outrider.trajectory import FrozenUse
+from outrider.trajectory import FrozenUse, TokenCounts
 
 from .conftest import NOW
 from .world import FAILURE, STARTED, advance, group_row, kinds, result, start, submit, turn
@@ -185,6 +185,20 @@ async def test_a_group_with_enough_verdicts_ends_its_other_sessions(store: Store
     assert await store.finish("g.0", 1, result("g.0", 1)) is False  # its own end was faster
     assert await store.finish("g.4", 0, result("g.4", 0, reason=StopReason.CANCELLED, reward=None))
     assert (await kinds(store)).count(EventKind.GROUP_ENOUGH) == 1
+
+
+async def test_only_sessions_with_tokens_to_train_on_are_enough_if_the_group_says_so(store: Store) -> None:
+    await submit(store, msgspec.structs.replace(group_row(n=5, min_usable=2), translator="polar", usable_trains=True))
+    trained = TokenCounts(sampled=3, trained=3)
+    await store.finish("g.0", 0, msgspec.structs.replace(result("g.0", 0), tokens=trained))
+    await store.finish("g.1", 0, result("g.1", 0))  # a verdict, and no token
+    ungraded = result("g.2", 0, reason=StopReason.ERROR, reward=None)
+    await store.finish("g.2", 0, msgspec.structs.replace(ungraded, tokens=trained))
+    assert await store.to_end("g") == []
+    await store.finish("g.3", 0, msgspec.structs.replace(result("g.3", 0), tokens=trained))
+    assert [(row.id, row.ending) for row in await store.to_end("g")] == [("g.4", StopReason.EARLY_STOP)]
+    [enough] = [event for event in await store.events(after=0, limit=99) if event.kind == EventKind.GROUP_ENOUGH]
+    assert enough.data == {"usable": 2}
 
 
 async def test_a_group_whose_last_verdict_is_enough_is_done(store: Store) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from outrider.errors import Conflict, NotFound
+from outrider.errors import Conflict, NotFound, QuotaExceeded
 from outrider.lifecycle import GroupState, SessionState
 from outrider.messages import Image, Message, Role
 from outrider.store.rows import EventKind, PolicyRow
 from outrider.store.sqlite import sqlite_store
-from outrider.store.store import Store
+from outrider.store.store import MOST_REFUSED, Store
 
+from .conftest import NOW
 from .world import FAILURE, LEASE, group_row, kinds, result, start, submit, turn
 
 
@@ -169,3 +170,50 @@ async def test_an_attempt_takes_over_the_turns_of_a_session_that_is_done(store: 
     while await store.removals.erase(100):
         pass
     assert await store.turns("b.0", images=True) == [shown, turn(1)]  # its image is still there
+
+
+async def test_a_key_is_refused_until_its_time(store: Store) -> None:
+    assert await store.refuse_key("operator", "k", until=NOW + 10) is None
+    assert await store.refuse_key("operator", "old", until=NOW) is None
+    for tenant, key, refused in (("operator", "k", True), ("operator", "old", False), ("other", "k", False)):
+        assert await store.is_refused(tenant, key) is refused
+    with pytest.raises(Conflict, match="'k' was cancelled before it was submitted"):
+        await submit(store, group_row(key="k"))
+    await submit(store, group_row("a", key="old"))
+    other = msgspec.structs.replace(group_row("b", key="k"), tenant="other")
+    await submit(store, other)
+    assert await store.keyed_group("other", "k") == other
+    assert await store.keyed_group("operator", "k") is None
+    assert (await store.refuse_key("other", "k", until=NOW + 10)) == other  # it is there: nothing is refused
+    assert not await store.is_refused("other", "k")
+    assert await store.refuse_key("operator", "k", until=NOW) is None  # the newest time counts
+    await submit(store, group_row("c", key="k"))
+
+
+async def test_a_tenant_has_a_maximum_of_refused_keys(store: Store) -> None:
+    await store._db.write(
+        lambda tx: tx.execute_many(
+            "INSERT INTO refused_keys VALUES (?, ?, ?)",
+            [(f"operator/{number}", "operator", NOW + 10) for number in range(MOST_REFUSED)],
+        )
+    )
+    with pytest.raises(QuotaExceeded, match="cancelled before they were submitted"):
+        await store.refuse_key("operator", "one more", until=NOW + 10)
+    assert await store.refuse_key("other", "k", until=NOW + 10) is None
+    await store._db.write(lambda tx: tx.execute("UPDATE refused_keys SET until = ?", (NOW,)))
+    assert await store.refuse_key("operator", "one more", until=NOW + 10) is None  # those of the past are gone
+
+
+async def test_groups_of_a_translator_are_listed_in_pages(store: Store) -> None:
+    for number in range(5):
+        group = group_row(f"g{number}", created=100.0 + number // 2)
+        await submit(store, msgspec.structs.replace(group, translator="polar"))
+    await submit(store, group_row("native", created=200.0))
+    await submit(store, msgspec.structs.replace(group_row("theirs", created=200.0), translator="polar", tenant="other"))
+    pages, before = [], None
+    while page := await store.translated_groups("operator", "polar", before=before, limit=2):
+        pages.append([row.id for row in page])
+        before = page[-1].created, page[-1].id
+    assert pages == [["g4", "g3"], ["g2", "g1"], ["g0"]]
+    assert [row.id for row in await store.translated_groups("operator", "polar", since=102.0, limit=9)] == ["g4"]
+    assert await store.translated_groups("operator", "prorl", limit=9) == []

@@ -18,7 +18,11 @@ from outrider.config import OWN, Config, all_settings, load_config, takes_many
 REPEATED = "May be repeated."
 
 ConfigFile = Annotated[
-    Path | None, CliOption(metavar="FILE", help="Settings as TOML. Flags and OUTRIDER_* variables win over it.")
+    Path | None,
+    CliOption(
+        metavar="FILE",
+        help="Settings as TOML, or a topology of Polar as YAML. Flags and OUTRIDER_* variables win over it.",
+    ),
 ]
 Verbose = Annotated[bool, CliOption("--verbose", "-v", help="Log more.")]
 MACHINE = OWN - {"data"}
@@ -56,7 +60,12 @@ def read_settings(options: Mapping[str, Any]) -> Config:
     flags = {path: options.get(_parameter(path)) or None for path, _, _ in all_settings()}
     if engines := flags["engines"]:
         flags["engines"] = [parse_engine(text) for text in engines]
-    return load_config(flags, file=options["config"])
+    file: Path | None = options["config"]
+    if file is not None and file.suffix in (".yaml", ".yml"):
+        from outrider.api.compat.polar_topology import read_topology  # late: most services have no such file
+
+        return load_config(flags, file=file, read=read_topology)
+    return load_config(flags, file=file)
 
 
 def _parameter(path: str) -> str:

@@ -11,6 +11,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -50,17 +51,19 @@ class Without(Spec):
 
 class HarborOptions(Spec):
     """Options of kind `harbor`. `tests`: the test files, as prepare steps `write`. `alone`: true if /tests is emptied
-    first. `env`: variables of test.sh. `without`: files to remove from carried folders."""
+    first. `env`: variables of test.sh. `without`: files to remove from carried folders. `mean`: true if the reward is
+    the mean of all values, and at least 0 and at most 1."""
 
     tests: Annotated[list[Write], Field(max_length=2048)] = Field(default_factory=list)
     alone: bool = False
     env: dict[EnvName, EnvValue] = Field(default_factory=dict)
     without: list[Without] = Field(default_factory=list)
+    mean: bool = False
 
 
 class HarborEvaluator:
-    """Runs test.sh (see `HarborOptions`). The verdict's reward is the value "reward", or the only value. All values are
-    metrics."""
+    """Runs test.sh (see `HarborOptions`). The verdict's reward is the value "reward", or the only value, or with `mean`
+    the mean of the values. All values are metrics."""
 
     def __init__(self, spec: EvaluatorSpec) -> None:
         self._options = read_options(HarborOptions, spec)
@@ -75,7 +78,7 @@ class HarborEvaluator:
                 raise EvaluatorError("/tests cannot be cleared", log_tail=done.log_tail(), inside=True)
         tests, env = self._options.tests, self._options.env
         rewards = await verify(outcome.runtime, tests, env, seconds=self._seconds, log=outcome.log)
-        return verdict_of(rewards)
+        return mean_verdict(rewards) if self._options.mean else verdict_of(rewards)
 
 
 async def verify(
@@ -169,3 +172,11 @@ def verdict_of(rewards: Mapping[str, float]) -> Verdict:
         )
     reward = rewards[REWARD] if REWARD in rewards else next(iter(rewards.values()))
     return Verdict(reward=reward, metrics=dict(rewards))
+
+
+def mean_verdict(rewards: Mapping[str, float]) -> Verdict:
+    """Make the verdict whose reward is the mean of the values, and at least 0 and at most 1. Raises EvaluatorError
+    without a value."""
+    if not rewards:
+        raise EvaluatorError("the tests reward nothing", hint="have test.sh write at least one number")
+    return Verdict(reward=min(1.0, max(0.0, fmean(rewards.values()))), metrics=dict(rewards))

@@ -1,6 +1,7 @@
 """Pushes finished groups from the outbox to their callback URLs, at least once.
 
-The body of a push is the reply to `GET /v1/groups/{id}`. The header `Idempotency-Key` is the group's id, so that a
+The body of a push is the reply to `GET /v1/groups/{id}`, or the form of the system whose client submitted the group
+(`GroupRow.translator`). The header `Idempotency-Key` is the group's id, so that a
 receiver recognises a repeated push. Invariant: a delivery leaves the outbox only after a 2xx reply, or when an admin
 discards the delivery. A delivery that is given up stays in the outbox as a dead letter.
 """
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -24,11 +25,11 @@ from outrider.callbacks import signed_headers
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import wait_for_event
 from outrider.concurrency.retries import RetryPolicy
-from outrider.errors import NotFound, described, storable
+from outrider.errors import NotFound, ServiceError, described, storable
 from outrider.service.allow_lists import AllowLists
 from outrider.service.retry_store import retry_store
 from outrider.service.views import ViewReader
-from outrider.store.rows import Delivery
+from outrider.store.rows import Delivery, GroupRow
 from outrider.store.store import Store
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ LOOK_AHEAD = 1000
 all be for one slow receiver."""
 MAX_FAULT = 300
 """Maximum length in characters of a stored failure description."""
+Translate = Callable[[GroupRow], Awaitable[bytes]]
+"""Makes the body of the callback of a finished group. Raises NotFound if the group was removed."""
 NOT_REFUSED = frozenset({408, 425, 429})
 """Statuses below 500 after which a push should be tried again later."""
 
@@ -102,6 +105,11 @@ class Deliverer:
         """Receivers of the pushes under way, by group id."""
         self._failing: dict[str, None] = {}
         """Receivers whose last push failed, the latest failure last."""
+        self._translators: dict[str, Translate] = {}
+
+    def translate(self, system: str, translate: Translate) -> None:
+        """Make the bodies for groups of this system's clients with `translate`."""
+        self._translators[system] = translate
 
     def wake(self) -> None:
         self._work.set()
@@ -171,8 +179,7 @@ class Deliverer:
         group_id = delivery.group_id
         try:
             try:
-                view = await retry_store(lambda: self._reader.group(group_id, samples=True), self._failures)
-                failure = await self._push(delivery, await self._reader.encoded(view))
+                failure = await self._push(delivery, await self._body(group_id))
             except NotFound:
                 raise
             except Exception as error:  # for example MemoryError for a large group: the push is tried again later
@@ -189,6 +196,19 @@ class Deliverer:
         finally:
             del self._under_way[group_id]
             self._work.set()
+
+    async def _body(self, group_id: str) -> bytes:
+        row = await retry_store(lambda: self._store.group(group_id), self._failures)
+        if row.translator is None:
+            view = await retry_store(lambda: self._reader.view(row, samples=True), self._failures)
+            return await self._reader.encoded(view)
+        translate = self._translators.get(row.translator)
+        if translate is None:
+            raise ServiceError(
+                f"the group is of a client of {row.translator!r}, whose form is not served now: serve with"
+                f" --compat {row.translator}"
+            )
+        return await retry_store(lambda: translate(row), self._failures)
 
     def _note_failed(self, receiver: str) -> None:
         self._failing.pop(receiver, None)

@@ -44,7 +44,7 @@ from outrider.service.admission import SubmissionChecks, check_bounds, check_gro
 from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
-from outrider.service.delivery import Deliverer
+from outrider.service.delivery import Deliverer, Translate
 from outrider.service.open_sessions import OpenSessions
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.regrading import regraded_group, regraded_session
@@ -282,6 +282,7 @@ class Service:
 
         async with self._turns[caller.tenant]:
             evaluators = await asyncio.to_thread(check)
+        translated = spec.translated if isinstance(spec, StoredGroupSpec) else None
         group_id = f"g-{self._ids.next()}"
         row = GroupRow(
             id=group_id,
@@ -295,6 +296,8 @@ class Service:
             submitted_by=caller.name,
             tenant=caller.tenant,
             harness=spec.task.harness.name,
+            translator=translated.system if translated else None,
+            usable_trains=translated is not None and translated.usable_trains,
         )
         if not external:  # external sessions wait for no slot
             await self._back_pressure.check(row)
@@ -307,6 +310,11 @@ class Service:
         stored = await self.store.create_group(row, body, session_ids, expires=expires, quota=quota, external=external)
         self.scheduler.wake()
         return await self.reader.view(stored)
+
+    def translate_callbacks(self, system: str, translate: Translate) -> None:
+        """Send the callbacks of the groups of another system's clients in the form that `translate` makes. Call this
+        before `running`. Until then, the callbacks of these groups wait in the outbox."""
+        self._deliverer.translate(system, translate)
 
     async def cancel(self, group_id: str, caller: Principal = LOCAL) -> GroupView:
         """Cancel a group with all its unfinished sessions. Cancelling a group that is cancelled or done changes

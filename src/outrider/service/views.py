@@ -5,7 +5,7 @@ Invariant: the cursor of a page is the cursor of its last group, so the next pag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import merge
 from typing import TypeVar
@@ -38,6 +38,7 @@ from outrider.tokens.samples import build_samples
 from outrider.trajectory import ChatRow, Sample, SessionResult, Turn, sample_json, unpack_ids, unpack_logprobs
 
 S = TypeVar("S", bound=GroupView | SampleList)
+B = TypeVar("B")
 
 BYTES_OF_A_POSITION = 32
 """Approximate bytes of JSON for one position of a sample: its id, mask, log-probability and version."""
@@ -146,18 +147,36 @@ class ViewReader:
         return session.result
 
     async def _samples(self, results: Iterable[SessionResult | None]) -> tuple[Sample, ...]:
-        """Return the training rows of sessions. They are read and built together, because a change of threads costs as
-        much as the rows of a session."""
-        done = [result for result in results if result is not None and result.turns]
-        found: list[Sample] = []
-        for some in (done[at : at + SESSIONS_AT_ONCE] for at in range(0, len(done), SESSIONS_AT_ONCE)):
+        """Return the training rows of sessions."""
+        built = await self.built([result for result in results if result is not None and result.turns], build_samples)
+        return tuple(sample for own in built for sample in own)
+
+    async def built(
+        self, results: Sequence[SessionResult], build: Callable[[Sequence[Turn], SessionResult], B]
+    ) -> list[B]:
+        """Return what `build` makes of the turns of each session. The turns are read and used together, because a
+        change of threads costs as much as the rows of a session."""
+        found: list[B] = []
+        for some in (results[at : at + SESSIONS_AT_ONCE] for at in range(0, len(results), SESSIONS_AT_ONCE)):
             turns = await self._store.turns_of([(result.session_id, result.attempt) for result in some])
-            found += await self._offload.run(partial(_built, turns, some))
-        return tuple(found)
+            found += await self._offload.run(partial(_built, turns, some, build))
+        return found
+
+    async def count_tokens(self, text: str) -> int:
+        """Return the number of the policy's tokens in a text."""
+        return await self._offload.run(lambda: len(self._tokenizer.encode(text)))
+
+    async def offload(self, work: Callable[[], B]) -> B:
+        """Call `work` in the thread for long computations, and return its result."""
+        return await self._offload.run(work)
 
 
-def _built(turns: Sequence[Sequence[Turn]], results: Sequence[SessionResult]) -> list[Sample]:
-    return [sample for own, result in zip(turns, results, strict=True) for sample in build_samples(own, result)]
+def _built(
+    turns: Sequence[Sequence[Turn]],
+    results: Sequence[SessionResult],
+    build: Callable[[Sequence[Turn], SessionResult], B],
+) -> list[B]:
+    return [build(own, result) for own, result in zip(turns, results, strict=True)]
 
 
 def _turn_view(

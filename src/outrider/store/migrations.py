@@ -225,6 +225,18 @@ MIGRATIONS: Migrations = (
         # A row is the report that completes a session whose agent runs elsewhere.
         "CREATE TABLE session_reports (session_id TEXT PRIMARY KEY REFERENCES sessions (id), report {blob} NOT NULL)",
     ),
+    (
+        # `translator` is the name of the system whose client submitted the group, NULL for Outrider's own clients. If
+        # `usable_trains` is 1, a session counts for `min_usable` only if some of its tokens train.
+        "ALTER TABLE groups ADD COLUMN translator TEXT",
+        "ALTER TABLE groups ADD COLUMN usable_trains INTEGER NOT NULL DEFAULT 0",
+        # `create_group` refuses a refused key until the time `until`. The keys have the form of groups.idempotency_key.
+        """CREATE TABLE refused_keys (
+            idempotency_key TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            until DOUBLE PRECISION NOT NULL
+        )""",
+    ),
 )
 
 

@@ -28,8 +28,10 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
     `cursor` is the position of a done group in the results. Of the `n` sessions, `done` are done, `errors` have an
     error and `rewarded` have a reward. `reward_total` is the sum of the rewards. Once `min_usable` sessions have a
-    reward, the other sessions are ended. `submitted_by` is the name of the submitting token, and `tenant` is the owner.
-    The `idempotency_key` is unique among the tenant's groups. `harness` is the harness's name.
+    reward, the other sessions are ended; if `usable_trains` is set, only sessions with tokens to train on count.
+    `submitted_by` is the name of the submitting token, and `tenant` is the owner. The `idempotency_key` is unique among
+    the tenant's groups. `translator` names the system in whose form the group's callback is sent, None for Outrider's
+    own form. `harness` is the harness's name.
     """
 
     id: str
@@ -51,6 +53,8 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     submitted_by: str | None = None
     tenant: str = OPERATOR_TENANT
     harness: str = ""
+    translator: str | None = None
+    usable_trains: bool = False
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +179,7 @@ DELIVERY_COLUMNS, TOKEN_COLUMNS = columns_of(Delivery), columns_of(TokenRow)
 UNPACKED: Mapping[str, Callable[[Any], Any]] = {
     "idempotency_key": lambda stored: stored.partition("/")[2],
     "cancelled": bool,
+    "usable_trains": bool,
     "labels": msgspec.json.decode,
     "data": msgspec.json.decode,
     "last_error": msgspec.msgpack.Decoder(ErrorRecord).decode,

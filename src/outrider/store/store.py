@@ -46,6 +46,8 @@ EXTERNAL_KEY = f"{KEY_PREFIX}x_"
 MOST_PACES = 1000
 """Maximum number of engines whose pace is stored. Without this limit, the paces of engines that no longer exist would
 accumulate."""
+MOST_REFUSED = 10_000
+"""Maximum number of idempotency keys of a tenant that are refused at a time."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
 """States that `set_state` refuses: only `requeue`, `recover`, `start_attempt` and `finish` lead to these states."""
 
@@ -177,8 +179,8 @@ class Store:
 
         The stored group is active and not cancelled, whatever the state in `group`. If the tenant already has a group
         with this idempotency key, the existing group is returned, provided that both specs have the same bytes. Raises
-        Conflict if the specs differ, or if an id is in use. Raises QuotaExceeded if the submitter would have more than
-        `quota` sessions queued or running.
+        Conflict if the specs differ, if the key is refused (`refuse_key`), or if an id is in use. Raises QuotaExceeded
+        if the submitter would have more than `quota` sessions queued or running.
         """
         if not session_ids or len(session_ids) != group.n:
             raise ValueError(f"group {group.id} of {group.n} sessions came with {len(session_ids)} session ids")
@@ -201,6 +203,14 @@ class Store:
                             field="idempotency_key",
                         )
                     return known
+                refused = "SELECT 1 FROM refused_keys WHERE idempotency_key = ? AND until > ?"
+                if await tx.fetch(refused, (key, self._clock())):
+                    raise Conflict(
+                        f"the group with the idempotency key {group.idempotency_key!r} was cancelled before it was"
+                        " submitted",
+                        hint="submit it under another key",
+                        field="idempotency_key",
+                    )
             if quota is not None:
                 sql = "SELECT COALESCE(SUM(open_sessions), 0) FROM groups WHERE submitted_by = ? AND open_sessions > 0"
                 taken: int = (await tx.fetch(sql, (group.submitted_by,)))[0][0]
@@ -212,8 +222,9 @@ class Store:
                     )
             inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
-                       open_sessions, created, min_usable, bytes, submitted_by, tenant, harness)
-                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
+                       open_sessions, created, min_usable, bytes, submitted_by, tenant, harness, translator,
+                       usable_trains)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
                 (
                     group.id,
                     sealed,
@@ -230,6 +241,8 @@ class Store:
                     group.submitted_by,
                     group.tenant,
                     group.harness,
+                    group.translator,
+                    int(group.usable_trains),
                 ),
             )
             if not inserted:
@@ -376,6 +389,52 @@ class Store:
         """Return True if the tenant has a group with this idempotency key."""
         sql = "SELECT 1 FROM groups WHERE idempotency_key = ?"
         return bool(await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),))))
+
+    async def keyed_group(self, tenant: str, idempotency_key: str) -> GroupRow | None:
+        """Return the tenant's group with this idempotency key, None if there is none."""
+        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),)))
+        return self._group(found[0]) if found else None
+
+    async def translated_groups(
+        self, tenant: str, translator: str, *, since: float = -inf, before: tuple[float, str] | None = None, limit: int
+    ) -> list[GroupRow]:
+        """List up to `limit` of the tenant's groups of one translator, newest first. `since` is the earliest time of
+        creation, and `before` the time of creation and the id of the last group of the page before."""
+        page, values = ("", ()) if before is None else (" AND (created, id) < (?, ?)", before)
+        sql = f"""SELECT {rows.GROUP_COLUMNS} FROM groups
+            WHERE tenant = ? AND state <> ? AND translator = ? AND created >= ?{page}
+            ORDER BY created DESC, id DESC LIMIT ?"""
+        wanted = (tenant, REMOVED, translator, since, *values, limit)
+        return [self._group(row) for row in await self._db.read(lambda tx: tx.fetch(sql, wanted))]
+
+    async def refuse_key(self, tenant: str, idempotency_key: str, *, until: float) -> GroupRow | None:
+        """Refuse new groups of the tenant with this idempotency key until the time `until`. If the tenant has such a
+        group already, nothing is changed, and the group is returned. Raises QuotaExceeded if the tenant already has
+        MOST_REFUSED refused keys."""
+        key = rows.stored_key(tenant, idempotency_key)
+
+        async def body(tx: Connection) -> GroupRow | None:
+            sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?"
+            if found := await tx.fetch(sql, (key,)):
+                return self._group(found[0])
+            await tx.execute("DELETE FROM refused_keys WHERE until <= ? OR idempotency_key = ?", (self._clock(), key))
+            ((count,),) = await tx.fetch("SELECT COUNT(*) FROM refused_keys WHERE tenant = ?", (tenant,))
+            if count >= MOST_REFUSED:
+                raise QuotaExceeded(
+                    f"{count} groups were cancelled before they were submitted: one more is not accepted now",
+                    hint="cancel groups that were submitted, or cancel this one later",
+                )
+            await tx.execute("INSERT INTO refused_keys VALUES (?, ?, ?)", (key, tenant, until))
+            return None
+
+        return await self._db.write(body)
+
+    async def is_refused(self, tenant: str, idempotency_key: str) -> bool:
+        """Return True if new groups of the tenant with this idempotency key are refused now."""
+        sql = "SELECT 1 FROM refused_keys WHERE idempotency_key = ? AND until > ?"
+        wanted = (rows.stored_key(tenant, idempotency_key), self._clock())
+        return bool(await self._db.read(lambda tx: tx.fetch(sql, wanted)))
 
     async def drained_nodes(self) -> set[str]:
         """Return the names of the nodes on which no new sessions are placed."""
@@ -737,9 +796,12 @@ class Store:
                 (GroupState.DONE.value, now, session.group_id),
             ):
                 group = await self._find_group(tx, session.group_id)
-                enough = group.min_usable is not None and group.rewarded >= group.min_usable
-                if enough and await tx.execute(END_OTHERS, (StopReason.EARLY_STOP.value, group.id)):
-                    await self._add_event(tx, EventKind.GROUP_ENOUGH, group.id, None, {"usable": group.rewarded})
+                if group.min_usable is None or group.rewarded < group.min_usable:
+                    return False
+                usable = await _count_trained(tx, group.id) if group.usable_trains else group.rewarded
+                others = (StopReason.EARLY_STOP.value, group.id)
+                if usable >= group.min_usable and await tx.execute(END_OTHERS, others):
+                    await self._add_event(tx, EventKind.GROUP_ENOUGH, group.id, None, {"usable": usable})
                 return False
             # Cursors become visible in rising order, because the row of `totals` is locked from here to the commit.
             await tx.execute(
@@ -1000,6 +1062,12 @@ def _key_of(session_id: str) -> str:
 
 def _url_of(group_id: str) -> str:
     return f"the callback of group {group_id}"
+
+
+async def _count_trained(tx: Connection, group_id: str) -> int:
+    """Count the group's sessions that have a verdict and tokens to train on."""
+    results = [session.result for session in await _find_sessions(tx, "group_id = ? AND state = 'done'", group_id)]
+    return sum(result is not None and result.verdict is not None and result.tokens.trained > 0 for result in results)
 
 
 async def _find_spec(tx: Connection, group_id: str) -> bytes:

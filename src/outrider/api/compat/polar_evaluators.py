@@ -1,0 +1,190 @@
+"""Polar's evaluators, and the specs of our evaluators that grade in the same way.
+
+Nothing here runs an evaluator. Invariant: a key of a `config` that has no translation is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+
+from outrider.errors import InvalidField
+from outrider.evaluators.checks.expected_statuses import COLOUR, STATUSES, name_of_test
+from outrider.spec import EnvName, EnvValue, Name, Spec
+
+CONFIG = "evaluator.config"
+REPOSITORY = "/testbed"
+"""The repository's folder, if the config names none."""
+APPLY_SECONDS, TEST_SECONDS = 60.0, 1200.0
+"""Polar's time limits for applying the changes and for the tests."""
+HARBOR_SECONDS = 120.0
+STARTING_SECONDS = 300.0
+"""Seconds of a grading beside those of the tests: restoring the tests' files, and judging the log."""
+
+
+class PolarEvaluator(Spec):
+    """How a session is graded. `refresh_runtime` asks for a sandbox that no agent has touched."""
+
+    strategy: Name
+    config: Annotated[dict[str, Any], Field(max_length=256)] = Field(default_factory=dict)
+    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    refresh_runtime: bool = False
+
+
+class Strategy(NamedTuple):
+    """A strategy of Polar: the keys of its config, and the function that makes our spec."""
+
+    keys: frozenset[str]
+    spec: Callable[[PolarEvaluator, str], dict[str, Any]]
+
+
+def evaluator_of(asked: PolarEvaluator | None, task_id: str) -> dict[str, Any]:
+    """Return the spec of our evaluator. A task without an evaluator is graded by `completed`, whose reward the results
+    leave out. Raises InvalidField."""
+    if asked is None:
+        return {"kind": "completed"}
+    if ":" in asked.strategy:
+        if asked.env:
+            raise InvalidField("a Python class has no environment of its own", field="evaluator.env")
+        return {"kind": asked.strategy, "options": asked.config}
+    found = STRATEGIES.get(asked.strategy)
+    if found is None:
+        raise InvalidField(
+            f"there is no evaluator {asked.strategy!r}",
+            field="evaluator.strategy",
+            hint=f"known: {', '.join(STRATEGIES)}, or a class as module:Class",
+        )
+    if strange := sorted(asked.config.keys() - found.keys):
+        known = ", ".join(sorted(found.keys)) or "none"
+        raise InvalidField(
+            f"{asked.strategy!r} has no such field here", field=f"{CONFIG}.{strange[0]}", hint=f"known: {known}"
+        )
+    return found.spec(asked, task_id)
+
+
+def _completed(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
+    if asked.env:
+        raise InvalidField("session_completed runs no program, so it has no environment", field="evaluator.env")
+    return {"kind": "completed"}
+
+
+def _harbor(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
+    if asked.refresh_runtime:
+        raise InvalidField(
+            "harbor grades in the agent's sandbox", field="evaluator.refresh_runtime", hint="leave it out"
+        )
+    seconds = _seconds(asked.config, "timeout", HARBOR_SECONDS)
+    options = {name: value for name, value in asked.config.items() if name != "timeout"}
+    return {"kind": "harbor", "seconds": seconds, "options": {**options, "env": asked.env, "mean": True}}
+
+
+def _test_on_output(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
+    """The tests of a repository must have exactly the expected statuses. Our evaluator `swebench` grades them with the
+    option `expected`."""
+    config = asked.config
+    command = config.get("test_command")
+    if not isinstance(command, str) or not command.strip():
+        raise InvalidField("must be the command that runs the tests", field=f"{CONFIG}.test_command")
+    expected = _expected(config.get("expected_output_json"))
+    options = {
+        "instance_id": task_id,
+        "fail_to_pass": list(expected),
+        "expected": expected,
+        "log_parser": "parse_log_pytest",
+        "test_patch": "",
+        "test_command": _exports(asked.env) + command,
+    }
+    return _on_repository(config, options)
+
+
+def _swebench(asked: PolarEvaluator, task_id: str) -> dict[str, Any]:
+    """SWE-bench's grading of a row. The config has the row's columns, or the options of our evaluator `swebench`."""
+    config = asked.config
+    options: dict[str, Any] = {"instance_id": task_id}
+    for name, value in config.items():
+        if name not in REPOSITORY_KEYS and value is not None:
+            options[COLUMNS.get(name, name)] = value
+    for name in ("fail_to_pass", "pass_to_pass"):
+        if isinstance(options.get(name), str):
+            options[name] = _json(options[name], f"{CONFIG}.{name.upper()}")
+    for name in ("test_command", "eval_script"):
+        if isinstance(options.get(name), str):
+            options[name] = _exports(asked.env) + options[name]
+    return _on_repository(config, options)
+
+
+def _on_repository(config: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    folder = config.get("repo_dir", REPOSITORY)
+    exclude = config.get("exclude_patterns") or []
+    if config.get("patch_command") is not None:
+        raise InvalidField(
+            "the changes are applied by git, not by a command",
+            field=f"{CONFIG}.patch_command",
+            hint="leave it out: the changes are carried with all file modes and binary files",
+        )
+    if not isinstance(exclude, list) or not all(isinstance(each, str) for each in exclude):
+        raise InvalidField("must be a list of patterns of paths", field=f"{CONFIG}.exclude_patterns")
+    tests = _seconds(config, "test_timeout", TEST_SECONDS)
+    return {
+        "kind": "swebench",
+        "carry": {"diff": folder, "exclude": exclude},
+        "seconds": tests + _seconds(config, "apply_timeout", APPLY_SECONDS) + STARTING_SECONDS,
+        "options": {**options, "folder": folder, "test_seconds": tests},
+    }
+
+
+def _expected(given: Any) -> dict[str, str]:
+    field = f"{CONFIG}.expected_output_json"
+    table = _json(given, field) if isinstance(given, str) else given
+    if not isinstance(table, Mapping) or not all(status in STATUSES for status in table.values()):
+        raise InvalidField(f"must be an object of tests and their statuses ({', '.join(STATUSES)})", field=field)
+    expected: dict[str, str] = {}
+    for test, status in table.items():
+        name = COLOUR.sub("", test)
+        name = name_of_test(name) if "::" in name else name
+        if expected.setdefault(name, status) != status:
+            raise InvalidField(
+                f"{name!r} is expected to be {expected[name]} and {status}: tests are told apart by their names without"
+                " the file",
+                field=field,
+            )
+    if "PASSED" not in expected.values():
+        raise InvalidField("expects no test to pass, so an empty run would be right", field=field)
+    return expected
+
+
+def _exports(env: Mapping[str, str]) -> str:
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+
+
+def _json(text: str, field: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidField("is not JSON", field=field) from error
+
+
+def _seconds(config: Mapping[str, Any], name: str, usual: float) -> float:
+    value = config.get(name, usual)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86_400:
+        raise InvalidField("must be a number of seconds, above 0 and at most a day", field=f"{CONFIG}.{name}")
+    return float(value)
+
+
+REPOSITORY_KEYS = frozenset({"repo_dir", "patch_command", "apply_timeout", "test_timeout", "exclude_patterns"})
+COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
+"""Columns of SWE-bench's rows whose names differ from those of our options."""
+OPTIONS = frozenset(
+    ("instance_id", "fail_to_pass", "pass_to_pass", "test_patch", "test_command", "eval_script", "log_parser", "repo")
+) | {"version", "eval_type", "pytest"}
+STRATEGIES = {
+    "session_completed": Strategy(frozenset(), _completed),
+    "test_on_output": Strategy(REPOSITORY_KEYS | {"test_command", "expected_output_json"}, _test_on_output),
+    "swebench_harness": Strategy(REPOSITORY_KEYS | OPTIONS | COLUMNS.keys(), _swebench),
+    "harbor": Strategy(frozenset({"tests", "alone", "timeout"}), _harbor),
+}
+"""Polar's evaluators that are served, by name."""

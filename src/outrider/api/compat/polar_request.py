@@ -1,0 +1,556 @@
+"""The requests of Polar's clients, and their translation to a group of ours.
+
+Every model refuses unknown fields. A field that cannot be translated is refused by name, unless the field has no effect
+in any translation (docs/compat/polar.md has the table). Nothing here reads the file system, imports plugins, or stores
+anything. Invariant: equal requests give equal groups, so a repeated submission is recognised.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
+
+from outrider.api.compat.polar_evaluators import PolarEvaluator, evaluator_of
+from outrider.errors import InvalidField, OutriderError
+from outrider.spec import (
+    MAX_GROUP,
+    MAX_TEXT,
+    RUNTIME,
+    AbsolutePath,
+    CallbackUrl,
+    EnvName,
+    EnvValue,
+    Name,
+    Pause,
+    Seconds,
+    Spec,
+    StoredGroupSpec,
+    TargetPath,
+    Text,
+    complaints,
+    fault_text,
+    without_nul,
+)
+
+SYSTEM = "polar"
+"""The name of the system in the settings, in the store, and in paths."""
+OWN_METADATA = "outrider"
+"""The entry of a result's metadata with facts that Polar's format has no field for. Requests may not use it."""
+TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, SESSION_LABEL = (
+    f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id")
+)
+"""Labels of a group, which lists show without reading the stored request. A group with SESSION_LABEL is a session that
+was made alone."""
+SESSION_DIR = "/tmp/polar-session"
+"""The folder of a session in its sandbox, where Polar has /polar/session: the root folder of a sandbox may be
+read-only."""
+FOLDERS = {"ARTIFACTS_DIR": "artifacts", "LOGS_DIR": "logs", "AGENT_LOG_DIR": "logs/agent"}
+"""Folders below SESSION_DIR, by their variables."""
+MOST_PREPARE_SECONDS = 3600.0
+"""Maximum seconds for the preparation of a sandbox. A task with a lower `timeout_seconds` has that limit."""
+
+MANUAL_SECONDS = 86_400.0
+"""Maximum seconds of a session whose agent the client starts itself."""
+MOST_SECONDS = 7 * 86_400.0
+"""Maximum seconds of a limit of ours."""
+
+TaskId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+=,~-]{1,200}$")]
+SessionId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+
+
+class PolarExec(Spec):
+    """A command that prepares the sandbox. It fails with a non-zero exit code; `max_attempts` tries follow one another
+    after `retry_backoff_seconds`."""
+
+    type: Literal["exec"]
+    command: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
+    cwd: TargetPath | None = None
+    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] | None = None
+    max_attempts: Annotated[int, Field(ge=1, le=10)] = 1
+    retry_backoff_seconds: Annotated[Pause, Field(le=60)] = 0
+
+    def step(self, seconds: float) -> dict[str, Any]:
+        enter = "" if self.cwd is None else f"cd {shlex.quote(self.cwd)} || exit 1\n"
+        step = {"run": f"{enter}{self.command}", "seconds": seconds, "env": self.env or {}}
+        return {**step, "attempts": self.max_attempts, "pause_seconds": self.retry_backoff_seconds}
+
+
+class PolarUpload(Spec):
+    """A file or folder of the service's folder `files`, copied to `target`."""
+
+    type: Literal["upload_file", "upload_dir"]
+    source: Annotated[Name, AfterValidator(without_nul)]
+    target: TargetPath
+
+    def step(self, files: Path | None, field: str) -> dict[str, Any]:
+        source = PurePosixPath(posixpath.normpath(self.source))
+        if source.is_absolute() and files is not None and source.is_relative_to(files):
+            source = source.relative_to(files)
+        if source.is_absolute() or ".." in source.parts:
+            raise InvalidField(
+                f"{self.source!r} is not below the folder of the service whose files tasks may upload",
+                field=f"{field}.source",
+                hint="put it below the folder of the setting `files` (outrider serve --files DIR); name its path there",
+            )
+        return {"upload": str(source), "to": self.target}
+
+
+PrepareAction = Annotated[PolarExec | PolarUpload, Field(discriminator="type")]
+
+
+class PolarRuntime(Spec):
+    """A sandbox. `import_path` names a kind of sandbox as `module:Class`; `kwargs` may have `volumes`, and `kind` with
+    the name of one of Outrider's kinds."""
+
+    backend: Literal["docker", "apptainer"] = "docker"
+    image: Name | None = None
+    prepare: Annotated[list[PrepareAction], Field(max_length=1024, fail_fast=True)] = Field(default_factory=list)
+    eval_prepare: Annotated[list[PrepareAction], Field(max_length=1024, fail_fast=True)] | None = None
+    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    network: Name = "host"
+    workdir: AbsolutePath | None = None
+    direct_exec_init_command: Text | None = None
+    cpus: Annotated[float, Field(gt=0, le=4096)] | None = None
+    memory_mb: Annotated[int, Field(ge=16, le=1 << 24)] | None = None
+    storage_mb: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    gpus: Annotated[int, Field(ge=0, le=64)] = 0
+    allow_internet: bool = True
+    internet_volumes: list[Text] = Field(default_factory=list)
+    import_path: Name | None = None
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class PolarMcpServer(Spec):
+    """A server of tools for the agent. Every server is refused: a sandbox reaches nothing but the model gateway."""
+
+    name: Name
+    transport: Literal["stdio", "sse", "streamable-http"]
+    command: Text | None = None
+    args: list[Text] = Field(default_factory=list)
+    url: Text | None = None
+
+
+class PolarShell(Spec):
+    """The command of the harness `shell`, run by `bash -lc`."""
+
+    command: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
+    cwd: TargetPath | None = None
+    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+
+
+class PolarAgent(Spec):
+    """The agent: a `harness` by name, or `import_path` with an agent class as `module:Class`."""
+
+    harness: Name | None = None
+    import_path: Name | None = None
+    model_name: Name | None = None
+    settings: Annotated[dict[Name, Any], Field(max_length=256)] = Field(default_factory=dict)
+    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    mcp_servers: Annotated[list[PolarMcpServer], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
+    skills_path: Text | None = None
+    custom_shell: PolarShell | None = None
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.harness is None) == (self.import_path is None):
+            raise ValueError("give exactly one of harness and import_path")
+        if (self.harness == "shell") != (self.custom_shell is not None):
+            raise ValueError("the harness 'shell' needs custom_shell, and no other harness takes it")
+        return self
+
+    @property
+    def called(self) -> str:
+        """The name of the agent in lists."""
+        return self.harness or self.import_path or ""
+
+
+class PolarBuilder(Spec):
+    """How traces are made of model calls. The `config` of prefix_merging is accepted and not needed: the ids are those
+    that the engine sampled, so no end token has to be found and no text is tokenised again."""
+
+    strategy: Literal["per_request", "prefix_merging"] = "per_request"
+    config: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("config")
+    @classmethod
+    def _known(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if strange := sorted(value.keys() - {"end_of_turn_token_id", "tokenizer_name_or_path"}):
+            raise ValueError(f"has no field {strange[0]!r}")
+        return value
+
+
+class PolarWork(Spec):
+    """What a task and a session that is dispatched alone have in common."""
+
+    task_id: TaskId
+    instruction: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT)]
+    dispatch_priority: Annotated[int, Field(ge=0, le=100)] = 0
+    runtime: PolarRuntime | None = None
+    agent: PolarAgent
+    builder: PolarBuilder = PolarBuilder()
+    evaluator: PolarEvaluator | None = None
+    callback_url: CallbackUrl | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=1024)] = Field(default_factory=dict)
+
+    @field_validator("task_id")
+    @classmethod
+    def _part_of_a_path(cls, value: str) -> str:
+        if value in (".", ".."):
+            raise ValueError("cannot be '.' or '..', because the id is a part of paths")
+        return value
+
+    @field_validator("metadata")
+    @classmethod
+    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if OWN_METADATA in value:
+            raise ValueError(f"cannot have the entry {OWN_METADATA!r}, in which the results have facts of their own")
+        return value
+
+
+class PolarTaskRequest(PolarWork):
+    """The body of `POST /rollout/task/submit`."""
+
+    num_samples: Annotated[int, Field(ge=1, le=MAX_GROUP)] = 1
+    early_stop_min_usable_sessions: Annotated[int, Field(ge=1)] | None = None
+    timeout_seconds: Seconds = 600
+
+    @model_validator(mode="after")
+    def _can_be_usable(self) -> Self:
+        usable = self.early_stop_min_usable_sessions
+        if usable is not None and usable > self.num_samples:
+            raise ValueError(f"early_stop_min_usable_sessions {usable} is more than num_samples {self.num_samples}")
+        return self
+
+
+class PolarDispatchRequest(PolarWork):
+    """The body of `POST /sessions` with an agent: a session that is dispatched alone, under an id of the client's."""
+
+    session_id: SessionId
+    remaining_timeout_seconds: Seconds = 600
+
+
+class PolarSessionRequest(Spec):
+    """The body of `POST /sessions` without an agent: a session whose agent the client starts itself."""
+
+    task_id: TaskId | None = None
+    session_id: SessionId | None = None
+
+
+def key_of(task_id: str) -> str:
+    """Return the idempotency key of a task's group."""
+    return f"{SYSTEM}:{task_id}"
+
+
+def session_key_of(session_id: str) -> str:
+    """Return the idempotency key of the group of a session that was made alone."""
+    return f"{SYSTEM}-session:{session_id}"
+
+
+def dispatched_group(asked: PolarDispatchRequest, *, files: Path | None) -> StoredGroupSpec:
+    """Return the group of one session, dispatched alone. Raises the errors of `group_of`."""
+    common = {name: getattr(asked, name) for name in PolarWork.model_fields}
+    group = group_of(PolarTaskRequest(**common, timeout_seconds=asked.remaining_timeout_seconds), files=files)
+    return _alone(group, asked.session_id)
+
+
+def manual_group(session_id: str, task_id: str) -> StoredGroupSpec:
+    """Return the group of one session whose agent the client starts itself. The session takes model calls until it is
+    deleted, for MANUAL_SECONDS at most."""
+    task = {
+        "instruction": "An agent runs elsewhere.",
+        "harness": {"external": {"idle_seconds": MANUAL_SECONDS}},
+        "evaluator": {"kind": "reported"},
+        "limits": {"session_seconds": MANUAL_SECONDS, "turns": 100_000},
+        "labels": {TASK_LABEL: task_id, HARNESS_LABEL: "external", BUILDER_LABEL: "per_request"},
+    }
+    builder = {"strategy": "per_request", "config": {}}
+    request = {"task_id": task_id, "builder": builder, "metadata": {}, "graded": True}
+    translated = {"system": SYSTEM, "request": request, "usable_trains": True}
+    return _alone(StoredGroupSpec.model_validate({"task": task, "translated": translated}), session_id)
+
+
+def _alone(group: StoredGroupSpec, session_id: str) -> StoredGroupSpec:
+    assert group.translated is not None
+    labels = {**group.task.labels, SESSION_LABEL: session_id}
+    request = {**group.translated.request, "session_id": session_id}
+    return group.model_copy(
+        update={
+            "task": group.task.model_copy(update={"labels": labels}),
+            "idempotency_key": session_key_of(session_id),
+            "translated": group.translated.model_copy(update={"request": request}),
+        }
+    )
+
+
+PRESETS: Mapping[str, str] = {
+    "claude_code": "claude-code",
+    "codex": "codex",
+    "gemini_cli": "gemini-cli",
+    "qwen_code": "qwen-code",
+    "opencode": "opencode",
+    "pi": "pi",
+    "openhands_sdk": "openhands",
+    "mini_swe_agent": "mini-swe-agent",
+}
+"""Our preset for each of Polar's harnesses. `shell` is a command; the harnesses `hermes`, `openclaw` and `swe_agent`
+have no preset and are refused."""
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "claude_code": {"max_turns": "limits.turns", "disallowed_tools": "options.disallowed_tools"},
+    "openhands_sdk": {
+        "max_iterations": "limits.turns",
+        "temperature": "sampling.temperature",
+        "max_output_tokens": "options.max_tokens",
+    },
+    "mini_swe_agent": {"step_limit": "limits.turns"},
+}
+"""The part of our task for each of Polar's settings, by harness. Any other setting is an option of our preset, which
+refuses an unknown option by name."""
+
+FIELDS = (
+    ("task.harness.env", "agent.env"),
+    ("task.harness.options", "agent.settings"),
+    ("task.harness.preset", "agent.harness"),
+    ("task.harness.agent", "agent.import_path"),
+    ("task.harness.command", "agent.custom_shell.command"),
+    ("task.harness", "agent"),
+    (f"{RUNTIME}.kind", "runtime.backend"),
+    (f"{RUNTIME}.rootfs", "runtime.image"),
+    (f"{RUNTIME}.mounts", "runtime.kwargs.volumes"),
+    (f"{RUNTIME}.resources.disk_mb", "runtime.storage_mb"),
+    (f"{RUNTIME}.resources", "runtime"),
+    (RUNTIME, "runtime"),
+    ("task.evaluator.options", "evaluator.config"),
+    ("task.evaluator.kind", "evaluator.strategy"),
+    ("task.evaluator.path", "evaluator.strategy"),
+    ("task.evaluator.seconds", "evaluator.config.test_timeout"),
+    ("task.evaluator", "evaluator"),
+    ("task.instruction", "instruction"),
+    ("task.limits.turns", "agent.settings"),
+    ("task.limits", "timeout_seconds"),
+    ("task.sampling.seed", "metadata.eval_sampling_seed_base"),
+    ("task.sampling", "agent.settings"),
+    ("min_usable", "early_stop_min_usable_sessions"),
+    ("n", "num_samples"),
+    ("idempotency_key", "task_id"),
+)
+"""Fields of a group, and Polar's fields from which they are made. The first row that fits counts."""
+
+
+@contextmanager
+def polar_fields() -> Iterator[None]:
+    """Within the block, an error about a field of a group names the field of Polar's request."""
+    try:
+        yield
+    except OutriderError as error:
+        for ours, theirs in FIELDS:
+            if error.field == ours or (error.field or "").startswith(f"{ours}."):
+                raise error.replace(field=theirs + str(error.field)[len(ours) :]) from error.__cause__
+        raise
+
+
+def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
+    """Return the group that runs a task. `files` is the folder from which tasks may upload. Raises InvalidField with
+    Polar's field for a request that cannot be translated."""
+    seconds = asked.timeout_seconds
+    harness, more = _harness(asked)
+    runtime = _runtime(asked.runtime or PolarRuntime(), seconds, files)
+    if asked.runtime is None:
+        del runtime["kind"]  # the node's default
+    if "agent" not in harness:
+        folders = " ".join(f"{SESSION_DIR}/{folder}" for folder in FOLDERS.values())
+        runtime["prepare"].insert(0, {"run": f"mkdir -p {folders}", "seconds": 60})
+        more["artifacts"] = [f"{SESSION_DIR}/artifacts/**", f"{SESSION_DIR}/logs/**"]
+    if (seed := asked.metadata.get("eval_sampling_seed_base")) is not None:
+        more.setdefault("sampling", {})["seed"] = _whole(seed, "metadata.eval_sampling_seed_base", least=0)
+    evaluator = evaluator_of(asked.evaluator, asked.task_id)
+    if asked.runtime is not None and evaluator.get("carry") is not None:
+        _check_replayed(asked.runtime)
+    task = {
+        "instruction": asked.instruction,
+        "harness": harness,
+        "runtime": runtime,
+        "evaluator": evaluator,
+        "limits": {
+            "session_seconds": seconds,
+            "prepare_seconds": min(seconds, MOST_PREPARE_SECONDS),
+            "agent_seconds": _agent_seconds(asked.metadata, seconds),
+            **more.pop("limits", {}),
+        },
+        "labels": {
+            TASK_LABEL: asked.task_id,
+            HARNESS_LABEL: asked.agent.called,
+            MODEL_LABEL: asked.agent.model_name or "",
+            BUILDER_LABEL: asked.builder.strategy,
+        },
+        **more,
+    }
+    group = {
+        "task": task,
+        "n": asked.num_samples,
+        "min_usable": asked.early_stop_min_usable_sessions,
+        "priority": asked.dispatch_priority,
+        "idempotency_key": key_of(asked.task_id),
+        "callback_url": None if asked.callback_url is None else str(asked.callback_url),
+        "translated": {
+            "system": SYSTEM,
+            "request": asked.model_dump(mode="json", include={"task_id", "builder", "metadata"})
+            | {"graded": asked.evaluator is not None},
+            "usable_trains": True,
+        },
+    }
+    try:
+        return StoredGroupSpec.model_validate(group)
+    except ValidationError as error:
+        first = complaints(error)[0]
+        with polar_fields():
+            raise InvalidField(fault_text(first), field=".".join(map(str, first["loc"]))) from error
+
+
+def _harness(asked: PolarTaskRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the harness, and the other parts of the task that the agent's settings determine."""
+    agent = asked.agent
+    if agent.mcp_servers:
+        raise InvalidField(
+            "MCP servers are not started for agents: a sandbox reaches only the model gateway",
+            field="agent.mcp_servers",
+            hint="leave the field out, or give the agent its tools as programs of the image",
+        )
+    if agent.skills_path is not None:
+        raise InvalidField(
+            "skills are not installed for agents",
+            field="agent.skills_path",
+            hint="copy the skills by a prepare step upload_dir to the folder where the agent looks for them",
+        )
+    if agent.import_path is not None:
+        return {"agent": agent.import_path, "options": agent.settings, "env": agent.env}, {}
+    env = {
+        **agent.env,
+        "GOOGLE_API_URL": "{base_url}",
+        "GOOGLE_API_KEY": "{api_key}",
+        "SESSION_ID": "{api_key}",
+        "TASK_ID": asked.task_id,
+        "SESSION_DIR": SESSION_DIR,
+        **{name: f"{SESSION_DIR}/{folder}" for name, folder in FOLDERS.items()},
+        "POLAR_ALLOW_INTERNET": "false",
+    }
+    if agent.custom_shell is not None:
+        if agent.settings:
+            name = next(iter(agent.settings))
+            raise InvalidField(f"the harness 'shell' has no setting {name!r}", field=f"agent.settings.{name}")
+        shell = agent.custom_shell
+        enter = "" if shell.cwd is None else f"cd {shlex.quote(shell.cwd)} || exit 1\n"
+        return {"command": ["bash", "-lc", f"{enter}{shell.command}"], "env": {**shell.env, **env}}, {}
+    preset = PRESETS.get(str(agent.harness))
+    if preset is None:
+        raise InvalidField(
+            f"there is no preset for {agent.harness!r}",
+            field="agent.harness",
+            hint=f"known: {', '.join(sorted(PRESETS))}, and 'shell' with custom_shell for any other program",
+        )
+    parts: dict[str, dict[str, Any]] = {"options": {}}
+    for name, value in agent.settings.items():
+        part, _, field = SETTINGS.get(str(agent.harness), {}).get(name, f"options.{name}").partition(".")
+        if part == "limits":
+            value = _whole(value, f"agent.settings.{name}", least=1)
+        if name == "disallowed_tools" and isinstance(value, list):
+            value = ",".join(map(str, value))
+        parts.setdefault(part, {})[field] = value
+    return {"preset": preset, "env": env, "options": parts.pop("options")}, parts
+
+
+def _runtime(asked: PolarRuntime, seconds: float, files: Path | None) -> dict[str, Any]:
+    if "allow_internet" in asked.model_fields_set and asked.allow_internet:
+        raise InvalidField(
+            "no sandbox has the internet: an agent reaches only its model",
+            field="runtime.allow_internet",
+            hint="leave it out or set it to false, and have what the agent needs in the image or in the folder `files`",
+        )
+    refused = {
+        "internet_volumes": ("no sandbox has the internet", "leave it out"),
+        "direct_exec_init_command": (
+            "commands are not preceded by another command",
+            "set the variables in runtime.env, or prepare the sandbox by a step of type exec",
+        ),
+    }
+    for name, (why, hint) in refused.items():
+        if getattr(asked, name):
+            raise InvalidField(why, field=f"runtime.{name}", hint=hint)
+    if asked.network not in ("host", "none"):
+        raise InvalidField(
+            f"a sandbox cannot join the network {asked.network!r}: it reaches only the model gateway",
+            field="runtime.network",
+            hint='leave it out, or give "none" or "host"; either way the agent reaches its model',
+        )
+    if strange := sorted(asked.kwargs.keys() - {"volumes", "kind"}):
+        raise InvalidField("is not a field of a sandbox here", field=f"runtime.kwargs.{strange[0]}")
+    kind = asked.kwargs.get("kind", asked.import_path or asked.backend)
+    runtime: dict[str, Any] = {
+        "kind": kind,
+        "image": asked.image,
+        "env": asked.env,
+        "prepare": [_step(each, seconds, files, f"runtime.prepare.{at}") for at, each in enumerate(asked.prepare)],
+        "mounts": [_mount(each, at) for at, each in enumerate(_volumes(asked.kwargs.get("volumes")))],
+        "resources": {
+            name: value
+            for name, value in (
+                ("cpus", asked.cpus),
+                ("memory_mb", asked.memory_mb),
+                ("disk_mb", asked.storage_mb),
+                ("gpus", asked.gpus),
+            )
+            if value is not None
+        },
+    }
+    return runtime if asked.workdir is None else {**runtime, "workdir": asked.workdir}
+
+
+def _step(action: PolarExec | PolarUpload, seconds: float, files: Path | None, field: str) -> dict[str, Any]:
+    return action.step(seconds) if isinstance(action, PolarExec) else action.step(files, field)
+
+
+def _volumes(given: Any) -> list[Any]:
+    if given is None or isinstance(given, list):
+        return given or []
+    raise InvalidField("must be a list of texts source:target:ro", field="runtime.kwargs.volumes")
+
+
+def _mount(volume: Any, at: int) -> dict[str, Any]:
+    parts = volume.split(":") if isinstance(volume, str) else []
+    if len(parts) != 3 or parts[2] != "ro":
+        raise InvalidField(
+            "only folders that are mounted read-only can be mounted",
+            field=f"runtime.kwargs.volumes.{at}",
+            hint="write it as source:target:ro; the operator's setting sandboxes.allow must list the source",
+        )
+    return {"source": parts[0], "target": parts[1]}
+
+
+def _check_replayed(asked: PolarRuntime) -> None:
+    """Raise InvalidField if the sandbox for grading is to be prepared differently from the agent's sandbox."""
+    if asked.eval_prepare is not None and asked.eval_prepare != asked.prepare:
+        raise InvalidField(
+            "the sandbox in which a repository's changes are graded is prepared by the steps of `prepare`",
+            field="runtime.eval_prepare",
+            hint="leave it out; steps that are only for grading can be part of the test command",
+        )
+
+
+def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
+    """Return the limit of the agent's run, after which its work is graded. If it is not below `seconds`, the limit of
+    the session ends the run, and nothing is graded; then the limit of the run must not end at the same moment."""
+    given = metadata.get("agent_timeout", MOST_SECONDS)
+    if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
+        raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")
+    return float(given) if given < seconds else MOST_SECONDS
+
+
+def _whole(value: Any, field: str, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 63:
+        raise InvalidField(f"must be a whole number from {least} up", field=field)
+    return value

@@ -1,0 +1,421 @@
+"""Replies in Polar's form: statuses, results, traces and completions, made of the store's rows.
+
+The traces are a pure function of a session's turns and result. A token trains in a trace exactly if it trains in the
+native rows (`tokens/samples.py`). Invariants: a session whose failure is not the agent's has the status ERROR and no
+reward; nothing trains in the traces of a session without a verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+
+from outrider.api.compat.polar_request import (
+    BUILDER_LABEL,
+    HARNESS_LABEL,
+    MODEL_LABEL,
+    OWN_METADATA,
+    SESSION_LABEL,
+    TASK_LABEL,
+)
+from outrider.errors import ErrorRecord
+from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.messages import Image, Message, Text
+from outrider.redaction import redacted
+from outrider.service.admission import stored_group
+from outrider.service.service import Service
+from outrider.store.rows import GroupRow, SessionRow
+from outrider.tokens.samples import POLICY, build_samples, model_calls
+from outrider.trajectory import (
+    FinishReason,
+    LogprobKind,
+    Sample,
+    SessionResult,
+    StageSeconds,
+    Turn,
+    VersionSpan,
+    unpack_ids,
+    unpack_logprobs,
+)
+
+PolarObject = dict[str, Any]
+"""An object of Polar's format. Columns of numbers may be numpy arrays: `encoded` makes lists of them."""
+
+STATES: Mapping[SessionState, str] = {
+    SessionState.QUEUED: "REGISTERED",
+    SessionState.INITIALIZING: "INITIALIZING",
+    SessionState.READY: "READY",
+    SessionState.RUNNING: "RUNNING",
+    SessionState.EVALUATING: "EVALUATING",
+}
+"""The status of a session that is not done."""
+TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
+UNGRADED: Mapping[StopReason, str] = {
+    StopReason.CANCELLED: "cancelled: the session was cancelled",
+    StopReason.EARLY_STOP: "early_stop: enough other sessions of the task are usable",
+    StopReason.EXPIRED: "expired: the session waited too long for its start",
+    StopReason.SESSION_TIMEOUT: "session_timeout: timeout_seconds were over before the session was graded",
+}
+"""Errors of sessions that ended without a verdict and without a failure."""
+
+
+def encoded(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def status_of_task(row: GroupRow) -> str:
+    """Return a task's status. A task whose sessions all ended without a reward is failed, not completed."""
+    if row.state is GroupState.ACTIVE:
+        return "cancelling" if row.cancelled else "running"
+    if row.cancelled:
+        return "cancelled"
+    return "completed" if row.rewarded else "failed"
+
+
+def status_of_session(row: SessionRow) -> str:
+    return STATES[row.state] if row.result is None else status_of_result(row.result)
+
+
+def status_of_result(result: SessionResult) -> str:
+    if result.stop_reason in TIMEOUTS:
+        return "TIMEOUT"
+    return "ERROR" if result.verdict is None else "COMPLETED"
+
+
+def error_of(result: SessionResult) -> str | None:
+    """Return the reason why a session has no reward, or None."""
+    if result.verdict is not None:
+        return None
+    return UNGRADED.get(result.stop_reason, "error: no verdict") if result.error is None else in_words(result.error)
+
+
+def in_words(error: ErrorRecord) -> str:
+    hint = f" ({error.hint})" if error.hint else ""
+    return redacted(f"{error.boundary.value}/{error.code}: {error.message}{hint}")
+
+
+def timing_of(seconds: StageSeconds) -> PolarObject:
+    """Return the four stages in whole milliseconds. Time in the stage READY counts in none of them."""
+    stages = {
+        "register_to_init_queue_ms": seconds.queued,
+        "init_ms": seconds.init,
+        "run_ms": seconds.run,
+        "postrun_ms": seconds.eval_wait + seconds.eval + seconds.stop,
+    }
+    return {name: round(each * 1000) for name, each in stages.items()}
+
+
+def task_id_of(row: GroupRow) -> str:
+    return row.labels[TASK_LABEL]
+
+
+class PolarReader:
+    """Reads tasks and sessions from the service's store, in Polar's form. Raises NotFound for removed groups."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def callback(self, row: GroupRow) -> bytes:
+        """Return the body of a callback in JSON: the TaskResult of a task, or the SessionResult of a session that was
+        made alone."""
+        alone = SESSION_LABEL in row.labels
+        result = (await self._results(row))[0] if alone else await self.task_result(row)
+        return await self._service.reader.offload(partial(encoded, result))
+
+    async def task_result(self, row: GroupRow) -> PolarObject:
+        """Return the TaskResult of a task. The results are there once the task has ended: until then, each poll would
+        return the same traces again."""
+        results = await self._results(row) if row.state is GroupState.DONE else []
+        return {"task_id": task_id_of(row), "status": status_of_task(row), "results": results, "result_paths": []}
+
+    async def task_status(self, row: GroupRow) -> PolarObject:
+        return {**await self.task_result(row), "total_sessions": row.n, "completed_sessions": row.done}
+
+    async def session_result(self, row: GroupRow, session: SessionRow) -> PolarObject:
+        """Return the SessionResult of a session that is done."""
+        assert session.result is not None
+        [result] = await self._results(row, [session])
+        return result
+
+    async def _results(self, row: GroupRow, sessions: Sequence[SessionRow] | None = None) -> list[PolarObject]:
+        spec = await stored_group(self._service.store, row.id)
+        request = spec.translated.request if spec.translated else {}
+        rows = await self._service.store.sessions(row.id) if sessions is None else sessions
+        results = [each.result for each in rows if each.result is not None]
+        build = partial(trajectory_of, request=request)
+        # Sessions without turns are built here, too: their trajectories say why they have no traces.
+        trajectories = await self._service.reader.built(results, build)
+        return [
+            result_of(each, trajectory, request)
+            for each, trajectory in zip([each for each in rows if each.result], trajectories, strict=True)
+        ]
+
+    async def summary(self, row: GroupRow) -> PolarObject:
+        """Return a task as in the list of tasks. Means are over the sessions that have ended."""
+        sessions = await self._service.store.sessions(row.id)
+        done = [each.result for each in sessions if each.result is not None]
+        merged = row.labels.get(BUILDER_LABEL) == "prefix_merging"
+        return {
+            "task_id": task_id_of(row),
+            "status": status_of_task(row),
+            "harness": row.labels.get(HARNESS_LABEL),
+            "model": row.labels.get(MODEL_LABEL) or None,
+            "num_samples": row.n,
+            "completed_sessions": row.done,
+            "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
+            "mean_reward": row.reward_total / row.rewarded if row.rewarded else None,
+            # Rows are counted when a session ends; the traces of per_request only when they are built.
+            "mean_traces": _mean(each.samples for each in done) if merged else None,
+            "mean_completions": _mean(each.turns for each in done),
+            "created_at": row.created,
+            "updated_at": max((each.updated for each in sessions), default=row.created),
+            "source": "store",
+        }
+
+
+def session_summary(row: SessionRow, task_id: str) -> PolarObject:
+    """Return a session as in the list of a task's sessions."""
+    result = row.result
+    return {
+        "session_id": row.id,
+        "task_id": task_id,
+        "status": status_of_session(row),
+        "node_id": row.node,
+        "reward": result.verdict.reward if result and result.verdict else None,
+        "timing": timing_of(result.seconds) if result else None,
+        "error": error_of(result) if result else None,
+    }
+
+
+def result_of(row: SessionRow, trajectory: PolarObject, request: Mapping[str, Any]) -> PolarObject:
+    result = row.result
+    assert result is not None
+    verdict = result.verdict if request["graded"] else None
+    own = {
+        "group_id": result.group_id,
+        "session_id": result.session_id,
+        "sample_index": result.sample_index,
+        "attempt": result.attempt,
+        "stop_reason": result.stop_reason.value,
+        "error": None
+        if result.error is None
+        else {"boundary": result.error.boundary.value, "code": result.error.code, "retryable": result.error.retryable},
+        "reward": verdict.reward if verdict else None,
+        "metrics": verdict.metrics if verdict else {},
+        "reason": verdict.reason if verdict else None,
+    }
+    return {
+        "session_id": request.get("session_id", row.id),
+        "task_id": request["task_id"],
+        "status": status_of_result(result),
+        "trajectory": trajectory,
+        "timing": timing_of(result.seconds),
+        "node_id": row.node,
+        "error": error_of(result),
+        "metadata": {**request["metadata"], OWN_METADATA: own},
+    }
+
+
+def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapping[str, Any]) -> PolarObject:
+    """Build the trajectory of a session with the task's builder. `turns[i].index` must be `i`."""
+    status, strategy = status_of_result(result), request["builder"]["strategy"]
+    build = merged_traces if strategy == "prefix_merging" else single_traces
+    traces = [] if status == "ERROR" else build(turns, result)
+    for trace in traces:
+        if result.verdict is None:
+            trace["loss_mask"] = [0] * len(trace["response_ids"])
+        if not request["graded"]:
+            trace["reward"] = None
+    statistics = {
+        "builder": strategy,
+        "completions": len(turns),
+        "traces": len(traces),
+        "sampled_tokens": result.tokens.sampled,
+        "trained_tokens": result.tokens.trained,
+    }
+    return {"status": status, "metadata": statistics, "traces": traces, "error": error_of(result)}
+
+
+def merged_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
+    """Build the traces of prefix_merging: the native rows, cut where the first reply begins."""
+    return [_merged_trace(sample, [turns[index] for index in sample.turns]) for sample in build_samples(turns, result)]
+
+
+def _merged_trace(sample: Sample, path: Sequence[Turn]) -> PolarObject:
+    start = sample.prompt_length
+    response = []
+    for number, turn in enumerate(path):
+        response += [*map(chat_message, turn.messages)] if number else []
+        response += [chat_message(turn.reply)] if turn.reply is not None else []
+    return {
+        "prompt_ids": sample.ids[:start],
+        "response_ids": sample.ids[start:],
+        "loss_mask": sample.loss_mask[start:],
+        "prompt_messages": [*map(chat_message, path[0].messages)],
+        "response_messages": response,
+        "tools": list(path[0].tool_specs) or None,
+        "finish_reason": finish_reason(path[-1]),
+        # One missing log-probability makes all of a trace's useless.
+        "response_logprobs": None if sample.logprob_kind is LogprobKind.NONE else sample.logprobs[start:],
+        "reward": sample.reward,
+        "metadata": {
+            **_about(sample.kind.value, sample.label, sample.depth, path),
+            "row": sample.row,
+            "policy_versions": [[span.version, span.start - start, span.end - start] for span in sample.version_spans],
+            "turn_rewards": list(sample.turn_rewards),
+        },
+    }
+
+
+def single_traces(turns: Sequence[Turn], result: SessionResult) -> list[PolarObject]:
+    """Build the traces of per_request: one for each turn whose tokens train, with the reward of the row in which they
+    train. Turns that do not train, such as calls for a title, have no trace."""
+    traces = []
+    verdict = result.verdict
+    for call in model_calls(turns, {**POLICY, **result.policy}):
+        turn = turns[call.index]
+        if call.row is None or not turn.output_ids:
+            continue
+        path = path_to(turn, turns)
+        count = len(turn.output_ids) // 4
+        versions = turn.versions or (VersionSpan(0, 0, count),)
+        traces.append(
+            {
+                "prompt_ids": unpack_ids(prompt_of(path)),
+                "response_ids": unpack_ids(turn.output_ids),
+                "loss_mask": [1] * count,
+                "prompt_messages": messages_before(path),
+                "response_messages": [chat_message(turn.reply)] if turn.reply is not None else [],
+                "tools": list(path[0].tool_specs) or None,
+                "finish_reason": finish_reason(turn),
+                "response_logprobs": unpack_logprobs(turn.logprobs)
+                if turn.logprob_kind is not LogprobKind.NONE
+                else None,
+                "reward": verdict.rows.get(call.row, verdict.reward) if verdict else None,
+                "metadata": {
+                    **_about(call.kind.value, call.label, call.depth, [turn]),
+                    "row": call.row,
+                    "policy_versions": [
+                        [span.version, span.start, span.end] for span in versions if span.end > span.start
+                    ],
+                    "turn_rewards": [verdict.turns.get(turn.index) if verdict else None],
+                },
+            }
+        )
+    return traces
+
+
+def _about(kind: str, label: str, depth: int, path: Sequence[Turn]) -> PolarObject:
+    return {
+        "kind": kind,
+        "label": label,
+        "depth": depth,
+        "turns": [turn.index for turn in path],
+        "logprob_kind": path[-1].logprob_kind.value,
+        "altered": [turn.index for turn in path if turn.altered],
+    }
+
+
+def path_to(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns from the root to `turn`."""
+    path = [turn]
+    while (parent := path[-1].parent) is not None:
+        path.append(turns[parent])
+    return path[::-1]
+
+
+def prompt_of(path: Sequence[Turn]) -> bytes:
+    """Return the packed ids of the prompt of the path's last turn."""
+    before = [ids for turn in path[:-1] for ids in (turn.prompt_delta, turn.output_ids)]
+    return b"".join((*before, path[-1].prompt_delta))
+
+
+def messages_before(path: Sequence[Turn]) -> list[PolarObject]:
+    """Return the messages of the request of the path's last turn."""
+    found = []
+    for turn in path:
+        found += [chat_message(message) for message in turn.messages]
+        if turn is not path[-1] and turn.reply is not None:
+            found.append(chat_message(turn.reply))
+    return found
+
+
+def finish_reason(turn: Turn) -> str:
+    if turn.finish is FinishReason.STOP and turn.reply is not None and turn.reply.tool_calls:
+        return "tool_calls"
+    return turn.finish.value
+
+
+def chat_message(message: Message) -> PolarObject:
+    """Return a message in the form of Chat Completions. The bytes of an image are not in traces: its part has the
+    address, or the digest under which the image is stored."""
+    found: PolarObject = {"role": message.role.value, "content": message.content}
+    if any(isinstance(part, Image) for part in message.parts):
+        found["content"] = [_part(part) for part in message.parts]
+    if message.reasoning is not None:
+        found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        found["name"] = message.name
+    return found
+
+
+def _part(part: Text | Image) -> PolarObject:
+    if isinstance(part, Text):
+        return {"type": "text", "text": part.text}
+    return {"type": "image_url", "image_url": {"url": part.url or f"sha256:{part.digest}"}}
+
+
+def completion_of(turn: Turn, turns: Sequence[Turn], model: str) -> PolarObject:
+    """Return the CompletionRecord of a model call. `request` and `response` are in the form of Chat Completions, for
+    calls of all dialects. `original_request` is empty, because the service does not keep the client's own bytes."""
+    path = path_to(turn, turns)
+    count = len(turn.output_ids) // 4
+    choice = {
+        "index": 0,
+        "message": None if turn.reply is None else chat_message(turn.reply),
+        "finish_reason": finish_reason(turn),
+    }
+    return {
+        "completion_id": f"{turn.index:04d}",
+        "timestamp": turn.timings.received,
+        "request": {
+            "model": model,
+            "messages": messages_before(path),
+            "tools": list(path[0].tool_specs) or None,
+            **turn.sampling,
+        },
+        "original_request": {},
+        "response": {
+            "model": model,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": turn.prompt_length,
+                "completion_tokens": count,
+                "total_tokens": turn.prompt_length + count,
+            },
+        },
+        "metadata": {
+            "api_type": turn.dialect,
+            "engine": turn.engine,
+            "prompt_ids": unpack_ids(prompt_of(path)),
+            "response_ids": unpack_ids(turn.output_ids),
+            "response_logprobs": unpack_logprobs(turn.logprobs) if turn.logprob_kind is not LogprobKind.NONE else None,
+            "policy_versions": [[span.version, span.start, span.end] for span in turn.versions],
+            "parent": turn.parent,
+        },
+    }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None

@@ -1,0 +1,28 @@
+"""The evaluator `completed`: the reward is 1 if the agent ended by itself, else 0.
+
+The evaluator reads nothing of the sandbox. Invariant: a failure of the infrastructure never reaches the evaluator, so
+no such failure becomes a reward.
+"""
+
+from __future__ import annotations
+
+from outrider.evaluators.base import Outcome
+from outrider.evaluators.options import read_options
+from outrider.lifecycle import StopReason
+from outrider.spec import EvaluatorSpec, Spec
+from outrider.trajectory import Verdict
+
+
+class CompletedOptions(Spec):
+    """Kind `completed` has no options."""
+
+
+class CompletedEvaluator:
+    """Gives 1 for the stop reason `completed`, and 0 for any other. The verdict's reason is the stop reason."""
+
+    def __init__(self, spec: EvaluatorSpec) -> None:
+        read_options(CompletedOptions, spec)
+
+    async def evaluate(self, outcome: Outcome) -> Verdict:
+        ended = outcome.stop_reason is StopReason.COMPLETED
+        return Verdict(reward=float(ended), reason=outcome.stop_reason.value)
