@@ -377,6 +377,12 @@ class Store:
         sql = "SELECT 1 FROM groups WHERE idempotency_key = ?"
         return bool(await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),))))
 
+    async def keyed_group(self, tenant: str, idempotency_key: str) -> GroupRow | None:
+        """Return the tenant's group with this idempotency key, None if there is none."""
+        sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),)))
+        return self._group(found[0]) if found else None
+
     async def drained_nodes(self) -> set[str]:
         """Return the names of the nodes on which no new sessions are placed."""
         return {row[0] for row in await self._db.read(lambda tx: tx.fetch("SELECT name FROM drained_nodes"))}

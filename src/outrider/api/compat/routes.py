@@ -72,6 +72,7 @@ def compat_reply(value: Any, *, status: int = 200) -> Response:
 def detail(error: BaseException, *, status: int | None = None) -> Response:
     """Return the reply to an error. `status` replaces the status of the error's class."""
     record = record_of(error)
-    text = redacted(f"{record.message} ({record.hint})" if record.hint else record.message)
+    text = record.message if record.field is None else f"{record.field}: {record.message}"
+    text = redacted(f"{text} ({record.hint})" if record.hint else text)
     own = error.http_status if isinstance(error, OutriderError) else 500
     return compat_reply({"detail": text}, status=own if status is None else status)
