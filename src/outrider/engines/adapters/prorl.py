@@ -179,7 +179,8 @@ async def kind_of_server(address: str, *, api_key: str | None = None) -> str:
     finally:
         await http.close()
     cards = models.get("data") if isinstance(models, dict) else None
-    owners = {card.get("owned_by") for card in cards or () if isinstance(card, dict)}
-    if len(owners) == 1 and (owner := str(owners.pop())) in ("vllm", "sglang"):
-        return owner
+    owners = {str(card.get("owned_by")) for card in cards if isinstance(card, dict)} if isinstance(cards, list) else {}
+    for owner in ("vllm", "sglang"):
+        if owners == {owner}:
+            return owner
     return "openai" if address.rstrip("/").endswith("/v1") else "prorl"
