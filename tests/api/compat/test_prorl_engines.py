@@ -8,22 +8,35 @@ from pathlib import Path
 import pytest
 
 from engines.test_prorl_engine import token_route
+from outrider.config import ModelConfig
 from outrider.lab.fakes.engine_servers import ServeSettings, engine_app, serving
 from outrider.spec import TokenSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import TokenMode
 from support.answering import answering
 from support.prorl import Declined, ProrlClient
-from support.service import say, scripted_engine
+from support.service import RENDERER, say, scripted_engine
 
 from .prorl_world import instance, prorl_service
+
+
+def model(tmp_path: Path, context: int | None = 32768) -> ModelConfig:
+    return ModelConfig(tokenizer=str(tmp_path / "tokenizer"), renderer=RENDERER, context_tokens=context)
+
+
+async def test_a_token_route_needs_the_models_context(tmp_path: Path) -> None:
+    fake = scripted_engine(tmp_path, [say("hello")])
+    async with prorl_service(tmp_path, engines=()) as (service, client), answering(token_route(fake)) as route:
+        with pytest.raises(Declined, match=r"422: .*--context"):
+            await client.add_llm_server(route)
+        assert service.engines() == ()
 
 
 async def test_a_token_route_and_stock_servers_are_attached_once(tmp_path: Path) -> None:
     fake = scripted_engine(tmp_path, [say("from the route")])
     settings = ServeSettings(tokenizer=Tokenizer.load(tmp_path / "tokenizer"))
     async with (
-        prorl_service(tmp_path, engines=()) as (service, client),
+        prorl_service(tmp_path, engines=(), model=model(tmp_path)) as (service, client),
         answering(token_route(fake)) as route,
         serving(engine_app(scripted_engine(tmp_path, [say("from vllm")]), "vllm", settings)) as vllm,
     ):
@@ -55,7 +68,7 @@ async def test_a_token_route_and_stock_servers_are_attached_once(tmp_path: Path)
 async def test_a_job_waits_while_the_weights_change(tmp_path: Path) -> None:
     fake = scripted_engine(tmp_path, [say("hello")])
     async with (
-        prorl_service(tmp_path, engines=()) as (service, client),
+        prorl_service(tmp_path, engines=(), model=model(tmp_path)) as (service, client),
         answering(token_route(fake)) as route,
         asyncio.TaskGroup() as tasks,
     ):
@@ -75,7 +88,10 @@ async def test_a_job_waits_while_the_weights_change(tmp_path: Path) -> None:
 
 async def test_other_engines_go_on_after_a_clear(tmp_path: Path) -> None:
     fake = scripted_engine(tmp_path, [say("hello")])
-    async with prorl_service(tmp_path) as (service, client), answering(token_route(fake)) as route:
+    async with (
+        prorl_service(tmp_path, model=model(tmp_path)) as (service, client),
+        answering(token_route(fake)) as route,
+    ):
         await client.start()
         await client.add_llm_server(route)
         await client.clear_llm_server()

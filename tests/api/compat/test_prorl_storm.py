@@ -22,7 +22,7 @@ JOBS = 64
 async def storm(tmp_path: Path, jobs: int) -> None:
     rng = random.Random(1)
     lanes = LanesConfig(init=8, run=16, eval=8)
-    async with prorl_service(tmp_path, lanes=lanes) as (service, client), AsyncClient(client.url) as native:
+    async with prorl_service(tmp_path, lanes=lanes) as (_, client), AsyncClient(client.url) as native:
         await client.start()
 
         async def run(number: int) -> Any:
@@ -71,16 +71,26 @@ async def test_a_storm_of_jobs_and_cancellations(tmp_path: Path) -> None:
 
 
 NAMES = st.sampled_from(
-    ["instance", "sampling_params", "job_id", "address", "data_source", "instance_id", "trajectory_id", "question"]
-    + ["extra_info", "reward_model", "temperature", "max_tokens", "model", "x"]
+    [
+        "instance",
+        "sampling_params",
+        "job_id",
+        "address",
+        "data_source",
+        "instance_id",
+        "trajectory_id",
+        "question",
+        "extra_info",
+        "reward_model",
+        "temperature",
+        "max_tokens",
+        "model",
+        "x",
+    ]
 )
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=9)
-    | st.sampled_from(["coin", "swebench"]),
+    SCALARS | st.sampled_from(["coin", "swebench"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=5),
     max_leaves=12,
 )
@@ -93,6 +103,7 @@ WHOLE = st.fixed_dictionaries(
         "address": VALUES,
     },
 )
+PATHS = ("/start", "/stop", *["/process"] * 4, "/cancel", "/status", "/add_llm_server", "/clear_llm_server")
 CALLS = st.lists(
     st.tuples(
         st.sampled_from(["POST", "GET"]),

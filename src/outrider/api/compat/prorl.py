@@ -190,7 +190,9 @@ class ProrlServer:
                 return {"status": f"{address} is already attached"}
             kind = await kind_of_server(address)
             url = address.rstrip("/").removesuffix("/v1")
-            engine = await self._service.attach_engine(EngineSpec(kind=kind, name=name, url=url))
+            options = {} if kind != "prorl" else {"context_tokens": self._known_context(address)}
+            spec = EngineSpec(kind=kind, name=name, url=url, options=options)
+            engine = await self._service.attach_engine(spec)
             request.scope[CREATED].update(name=engine.name)
         async with self._clearing:
             if self._next_version is not None:
@@ -216,6 +218,18 @@ class ProrlServer:
                 await asyncio.gather(*map(self._remove, names))
                 await self._service.update_policy(PolicyUpdateSpec(version=version))
         return {"status": f"{len(names)} engines are detached; the policy's next version is {version}"}
+
+    def _known_context(self, address: str) -> int:
+        """Return the context of the settings: ProRL's token route does not report any, and the longest reply to a
+        prompt depends on the context. Raises InvalidField without this setting."""
+        context = self._service.config.model.context_tokens
+        if context is None:
+            raise InvalidField(
+                f"the server at {address} has only ProRL's token route, which does not report the model's context",
+                field="address",
+                hint="serve with the model's context: --context TOKENS",
+            )
+        return context
 
     async def _remove(self, name: str) -> None:
         with suppress(NotFound):  # removed meanwhile
