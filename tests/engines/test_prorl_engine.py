@@ -64,6 +64,9 @@ def factory_of(folder: Path) -> Factory:
         fake, tokenizer = scripted(folder, replies=[REPLY]), Tokenizer.load(folder)
         ids = tokenizer.encode(REPLY)
 
+        async def aborted() -> None:
+            await fake.abort_seen.wait()
+
         def oracle(request: GenerateRequest) -> tuple[list[int], list[float]]:
             start = len(request.input_ids)
             return ids, [scripted_logprob(start + offset, token) for offset, token in enumerate(ids)]
@@ -80,7 +83,7 @@ def factory_of(folder: Path) -> Factory:
                     context_tokens=CONTEXT_TOKENS,
                     decode=tokenizer.decode,
                     encode=tokenizer.encode,
-                    aborted=fake.abort_seen.wait,
+                    aborted=aborted,
                     kill=fake.kill,
                     finish=fake.release,
                     oracle=oracle,

@@ -249,7 +249,8 @@ async def test_what_cannot_be_translated_is_refused_by_name(tmp_path: Path) -> N
             assert found == status, (change, content)
             assert words in content.decode(), (change, content)
         for path in ("/process", "/cancel", "/add_llm_server"):
-            for wrong in ({}, [], "x", 1):
+            bodies: list[Any] = [{}, [], "x", 1]
+            for wrong in bodies:
                 assert (await client.send("POST", path, wrong))[0] == 422
             async with aiohttp.request("POST", client.url + path, data=b"{") as reply:
                 assert (reply.status, list(await reply.json())) == (422, ["detail"])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.client.client import AsyncClient
 from outrider.config import LanesConfig
+from outrider.schemas import GroupView
 
 from .prorl_world import instance, prorl_service
 
@@ -40,7 +41,8 @@ async def storm(tmp_path: Path, jobs: int) -> None:
                     tasks.create_task(cancel(number))
         results = [task.result() for task in running]
         assert (await client.status()).pending_jobs == 0
-        groups, after = {}, 0
+        groups: dict[str, GroupView] = {}
+        after = 0
         while page := (await native.results(after=after, samples=True)):
             if not page.groups:
                 break
@@ -58,7 +60,8 @@ async def storm(tmp_path: Path, jobs: int) -> None:
                 assert (result.error, result.resolved, result.filter) == ("cancelled", None, True)
                 continue
             assert (result.resolved, result.filter, result.critical_error) == (True, False, None)
-            [sample] = group.samples or ()
+            assert group.samples is not None
+            [sample] = group.samples
             last = result.messages[-1]
             assert (last.input_ids or []) + last.token_ids == sample.ids.tolist()
             assert last.logprobs == sample.logprobs[sample.prompt_length :].tolist()

@@ -47,6 +47,7 @@ from outrider.errors import (
     RequestError,
     ServiceError,
     ServiceStopping,
+    renamed_field,
 )
 from outrider.lifecycle import GroupState, SessionState
 from outrider.schemas import EngineStatus, GroupView
@@ -188,7 +189,8 @@ class ProrlServer:
         async with self._locks[name]:
             if name in self._service.pool:
                 return {"status": f"{address} is already attached"}
-            kind = await kind_of_server(address)
+            with renamed_field("url", "address"):
+                kind = await kind_of_server(address)
             url = address.rstrip("/").removesuffix("/v1")
             options = {} if kind != "prorl" else {"context_tokens": self._known_context(address)}
             spec = EngineSpec(kind=kind, name=name, url=url, options=options)

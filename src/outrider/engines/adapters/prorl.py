@@ -44,7 +44,6 @@ NEUTRAL: dict[str, Any] = {
     "logit_bias": {},
 }
 """The sampling parameters that the route does not have, with the values that change nothing."""
-PROBE = RetryPolicy(first=0.1, longest=0.5, attempts=2)
 
 
 class ProrlOptions(ServerOptions, frozen=True, kw_only=True):
@@ -168,8 +167,7 @@ async def kind_of_server(address: str, *, api_key: str | None = None) -> str:
     """Return the kind of engine for an address that a ProRL client registers: `vllm` or `sglang` for a stock server,
     which `owned_by` in its list of models shows; otherwise `openai` for an address that ends in `/v1`, and `prorl` for
     any other. Raises EngineUnavailable if no server answers, and InvalidField for an address that is no URL."""
-    name = "of the address"
-    http = HttpClient(name, server_url(EngineOptions(name=name, url=address)), api_key=api_key, retry=PROBE)
+    http = HttpClient(address, server_url(EngineOptions(name=address, url=address)), api_key=api_key)
     await http.start()
     models: Any = None
     try:
