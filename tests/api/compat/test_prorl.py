@@ -12,6 +12,8 @@ import pytest
 from outrider.client.client import AsyncClient
 from outrider.config import LanesConfig, ProrlConfig, ProrlHandlerConfig
 from outrider.errors import InvalidField
+from outrider.schemas import Artifact, ArtifactList
+from outrider.store.artifacts import PATCH
 from support.prorl import Declined
 from support.service import call, running_service, say
 
@@ -80,10 +82,10 @@ async def test_a_lost_connection_loses_no_job(tmp_path: Path) -> None:
         await client.start()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await client.process(instance(seconds=1.0), job_id="j1")
+                await client.process(instance(seconds=0.6), job_id="j1")
         assert (await client.status()).pending_jobs == 1
-        result, again = await asyncio.gather(*(client.process(instance(seconds=1.0), job_id="j1") for _ in range(2)))
-        assert result == again == await client.process(instance(seconds=1.0), job_id="j1")
+        result, again = await asyncio.gather(*(client.process(instance(seconds=0.6), job_id="j1") for _ in range(2)))
+        assert result == again == await client.process(instance(seconds=0.6), job_id="j1")
         assert len(await service.store.groups()) == 1
         with pytest.raises(Declined, match=r"409: .*another request"):
             await client.process(instance(1), job_id="j1")
@@ -149,19 +151,36 @@ async def test_a_failure_is_never_a_reward(tmp_path: Path) -> None:
         assert result.messages[-1].token_ids  # what was sampled is delivered all the same
 
 
+async def test_a_diff_that_was_carried_is_the_patch(tmp_path: Path) -> None:
+    async with prorl_service(tmp_path) as (service, client):
+        await client.start()
+        assert (await client.process(instance(), job_id="j1")).git_patch == ""
+        [session] = await service.store.sessions((await service.store.groups())[0].id)
+        data = b"diff --git a/x b/x\n"
+        digest = service.artifacts.put(session.id, 1, data)
+        artifact = Artifact(path=PATCH, size=len(data), sha256=digest)
+        service.artifacts.index(ArtifactList(session_id=session.id, attempt=1, artifacts=(artifact,), left_out=()))
+        assert (await client.process(instance(), job_id="j1")).git_patch == data.decode()
+        service.artifacts.file(session.id, PATCH).unlink()
+        lost = await client.process(instance(), job_id="j1")
+        assert (lost.critical_error, lost.success, lost.resolved, lost.filter) == ("final_result", False, None, True)
+        assert "diff cannot be read" in (lost.error or "")
+
+
 async def test_a_wait_has_a_bound_of_the_operator(tmp_path: Path) -> None:
     async with prorl_service(tmp_path, wait_seconds=0.2) as (_, client):
         await client.start()
         with pytest.raises(Declined, match=r"504: job j1 is still under way .*job_id j1"):
-            await client.process(instance(seconds=1.0), job_id="j1")
+            await client.process(instance(seconds=0.6), job_id="j1")
 
         async def ended() -> bool:
             return (await client.status()).jobs == 0
 
         await reached(ended)
-        assert (await client.process(instance(seconds=1.0), job_id="j1")).resolved
+        assert (await client.process(instance(seconds=0.6), job_id="j1")).resolved
 
 
+@pytest.mark.deep
 async def test_jobs_outlive_the_service(tmp_path: Path) -> None:
     async with prorl_service(tmp_path) as (_, client):
         await client.start()

@@ -286,6 +286,8 @@ class ProrlServer:
             return await asyncio.to_thread(result_record, asked, result, turns, samples, patch)
         except OutriderError as error:
             return unreadable_record(asked, f"{error.code}: {error.message}")
+        except OSError as error:  # the diff's file
+            return unreadable_record(asked, f"the agent's diff cannot be read: {error.strerror or error}")
 
     def _patch(self, result: SessionResult) -> str:
         """Return the diff that was carried to the grading, "" without one."""
