@@ -200,15 +200,20 @@ class NamedServer(Section):
     key_variable: str | None = None
     secret_variable: str | None = None
 
-    @field_validator("url")
+    @field_validator("url", "more_urls", check_fields=False)
     @classmethod
-    def _plain_address(cls, value: str) -> str:
+    def _plain_addresses(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for url in (value,) if isinstance(value, str) else value:
+            cls._check_address(url)
+        return value
+
+    @staticmethod
+    def _check_address(value: str) -> None:
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError("must be an http:// or https:// address without a query")
         if parts.username is not None:
             raise ValueError("must not hold a password: name the variable that has the key in key_variable")
-        return value
 
     @field_validator("key_variable", "secret_variable")
     @classmethod
@@ -221,11 +226,17 @@ class NamedServer(Section):
 class GraderConfig(NamedServer):
     """A judge model or a grading service.
 
-    `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `model`: the model named in a judge's
-    requests.
+    `url`: address of an OpenAI-compatible API with its `/v1`, or of a grader. `more_urls`: addresses of further servers
+    with the same model or grader; a call goes to the one with the fewest calls under way, and its retries to the
+    others. `model`: the model named in a judge's requests.
     """
 
+    more_urls: tuple[str, ...] = ()
     model: str | None = None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url, *self.more_urls)
 
 
 class AgentServiceConfig(NamedServer):
@@ -248,6 +259,33 @@ class PluginsConfig(Section):
     allow: Annotated[tuple[str, ...], Setting("--allow-plugin MODULE")] = ("outrider.lab.demo.task",)
     """[Python](security.md#what-tasks-may-name) that tasks may name as `package.module:attribute`, and that runs inside
     the service; the flag adds to the value from the environment or the file, or else to the default."""
+
+
+class ProrlHandlerConfig(Section):
+    """The translation of the instances of some data sources to tasks.
+
+    `task`: TOML file with a task, relative to the settings file. In the file, `{row.NAME}` is replaced by the column
+    NAME of the instance. `rows`: kind of data set whose adapter makes the task of an instance; the fields of the file
+    go over this task, with `image` and `test_command` as for a data set. `data_sources`: further data sources of the
+    handler; a name that ends with `*` stands for all names with this beginning. `ignored`: sampling parameters that
+    are accepted without effect, because the task's own agent decides.
+    """
+
+    task: Path
+    rows: Annotated[str, Field(min_length=1)] | None = None
+    image: str | None = None
+    test_command: str | None = None
+    data_sources: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+class ProrlConfig(Section):
+    """The interface of ProRL Agent (`compat = ["prorl"]`)."""
+
+    handlers: dict[Annotated[str, Field(min_length=1, max_length=256)], ProrlHandlerConfig] = {}
+    """Tasks by the data source of ProRL's instances: [fields](compat/prorl.md#handlers)."""
+    wait_seconds: Annotated[Seconds | None, Setting(default="until the job ends")] = None
+    """Seconds after which a ProRL client that waits for a job gets a 504; the job continues."""
 
 
 class CallbacksConfig(Section):
@@ -354,6 +392,7 @@ class Config(Section):
     compat: Annotated[tuple[Literal["prorl", "polar"], ...], Setting("--compat SYSTEM")] = ()
     """Other systems whose HTTP interfaces are served, too: `prorl` and `polar`. The first has the root of the URL, each
     has `/NAME`."""
+    prorl: ProrlConfig = ProrlConfig()
     callbacks: CallbacksConfig = CallbacksConfig()
     retention: RetentionConfig = RetentionConfig()
     _read_from: Path | None = PrivateAttr(default=None)

@@ -20,6 +20,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "engine": {
         "embedded": "outrider.engines.embedded:EmbeddedEngine",
         "openai": "outrider.engines.adapters.openai:OpenAIEngine",
+        "prorl": "outrider.engines.adapters.prorl:ProrlEngine",
         "relay": "outrider.engines.relay.engine:RelayEngine",
         "scripted": "outrider.lab.fakes.scripted_engine:ScriptedEngine",
         "sglang": "outrider.engines.adapters.sglang:SGLangEngine",

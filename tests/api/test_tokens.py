@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import resource
 from pathlib import Path
 from typing import Any
@@ -308,3 +309,21 @@ async def test_a_line_that_does_not_fit_the_disk_leaves_nothing_in_the_audit_log
     await add("third")
     assert [line["who"] for line in audited(tmp_path)] == ["first", "third"]
     assert not failures.failing()
+
+
+async def test_a_token_may_be_the_password_of_basic_authentication(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, token="root") as (_, url), aiohttp.ClientSession() as http:
+
+        async def status(user: str, password: str) -> int:
+            header = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+            async with http.get(f"{url}/v1/status", headers={"Authorization": header}) as reply:
+                return reply.status
+
+        assert await status("anybody", "root") == await status("", "root") == 200
+        assert await status("root", "wrong") == await status("root", "") == 401
+        place = url.removeprefix("http://")
+        async with http.get(f"http://trainer:root@{place}/v1/status") as reply:  # as clients that take only a URL
+            assert reply.status == 200
+        for header in ("Basic ???", "Basic", "Basic cm9vdA==", "Digest root"):
+            async with http.get(f"{url}/v1/status", headers={"Authorization": header}) as reply:
+                assert reply.status == 401

@@ -165,5 +165,72 @@ async def test_an_unknown_certificate_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"grader": "nobody"}, {"grader": "one", "contract": "other"}])
 async def test_what_is_wrong_is_named_at_submission(options: Any) -> None:
     async with a_grader(lambda body: 500) as grader:
-        with pytest.raises(InvalidField, match=r"required|no grader 'nobody'|must be 'outrider' or 'nemo_gym'"):
+        with pytest.raises(InvalidField, match=r"required|no grader 'nobody'|must be 'outrider', 'nemo_gym', 'prorl'"):
             make_evaluator(EvaluatorSpec(kind="http", options=options), grader.endpoints)
+
+
+@pytest.mark.parametrize(
+    ("contract", "path", "data", "answer"),
+    [
+        ("prorl", "/compute_score", {"ground_truth": "42", "data_source": "deepscaler"}, "solution_str"),
+        ("prorl_reasoning_gym", "/score", {"entry": {"question": "?"}, "task": "countdown"}, "answer"),
+    ],
+)
+async def test_the_contracts_of_prorls_reward_servers(
+    contract: str, path: str, data: dict[str, Any], answer: str
+) -> None:
+    scores: list[tuple[Any, float]] = [(0.25, 0.25), (1, 1.0), ([0.5, "x"], 0.5), (True, 1.0)]
+    wrong: list[Any] = [None, [], ["x"], "1.0", {}, [None]]
+    async with a_grader(
+        in_turn(*({"score": score} for score in [*(each for each, _ in scores), *wrong]), {})
+    ) as grader:
+        spec = EvaluatorSpec(kind="http", options={"grader": "one", "contract": contract, "data": data})
+        evaluator = make_evaluator(spec, grader.endpoints)
+        outcome = an_outcome(spec, "", transcript=TALK)
+        for _, reward in scores:
+            assert await evaluator.evaluate(outcome) == Verdict(reward=reward)
+        for _ in [*wrong, "no score"]:
+            with pytest.raises(EvaluatorError, match="no score that is a number"):
+                await evaluator.evaluate(outcome)
+    assert set(grader.paths) == {path}
+    assert grader.bodies[0] == {**data, answer: "It is 42."}
+    for odd in ({}, {**data, "more": 1}, {next(iter(data)): "x"}):
+        spec = EvaluatorSpec(kind="http", options={"grader": "one", "contract": contract, "data": odd})
+        with pytest.raises(InvalidField, match=r"needs data with .* and .*, and nothing else"):
+            make_evaluator(spec, grader.endpoints)
+
+
+async def test_calls_go_to_the_address_with_the_fewest_calls() -> None:
+    both, go_on = asyncio.Event(), asyncio.Event()
+    under_way = 0
+
+    async def slow(body: dict[str, Any]) -> dict[str, Any]:
+        nonlocal under_way
+        under_way += 1
+        if under_way == 4:
+            both.set()
+        await go_on.wait()
+        return {"reward": 1.0}
+
+    async with a_grader(slow) as first, a_grader(slow) as second:
+        endpoints = Endpoints([GraderConfig(name="one", url=first.url, more_urls=(second.url,))])
+        spec = EvaluatorSpec(kind="http", options={"grader": "one"})
+        evaluator = make_evaluator(spec, endpoints)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(4):
+                tasks.create_task(evaluator.evaluate(an_outcome(spec, "x")))
+            await both.wait()
+            go_on.set()
+        assert (len(first.bodies), len(second.bodies)) == (2, 2)
+        assert set(endpoints.load.values()) == {0}
+
+
+async def test_a_retry_goes_to_another_address() -> None:
+    async with a_grader(lambda body: 503) as broken, a_grader(lambda body: {"reward": 1.0}) as good:
+        config = GraderConfig(name="one", url=broken.url, more_urls=("http://127.0.0.1:9", good.url))
+        endpoints = Endpoints([config], pauses=RetryPolicy(first=0.001, longest=0.002, attempts=3))
+        spec = EvaluatorSpec(kind="http", options={"grader": "one"})
+        assert (await make_evaluator(spec, endpoints).evaluate(an_outcome(spec, "x"))).reward == 1.0
+        assert (len(broken.bodies), len(good.bodies)) == (1, 1)
+    with pytest.raises(ValueError, match="must be an http"):
+        GraderConfig(name="one", url="http://a", more_urls=("ftp://b",))

@@ -7,9 +7,12 @@ audit log before the reply is sent, unless the call was refused because it had n
 
 from __future__ import annotations
 
+import base64
+import binascii
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from fastapi.routing import APIWebSocketRoute
@@ -179,13 +182,19 @@ def check(called: str, needed: Role, caller: Principal) -> None:
 
 
 def _token(headers: dict[bytes, bytes]) -> bytes | None:
-    """Return the bearer token in the headers, the whole Authorization header for another scheme, or None without this
-    header."""
+    """Return the token in the headers, or None without an Authorization header: the bearer token, or the password of
+    HTTP Basic authentication, which clients that take only a URL send for http://USER:TOKEN@HOST. For any other scheme,
+    return the whole header."""
     given = headers.get(b"authorization")
     if given is None:
         return None
-    scheme, _, token = given.partition(b" ")
-    return token.strip() if scheme.lower() == b"bearer" else given
+    scheme, _, value = given.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return value.strip()
+    if scheme.lower() == b"basic":
+        with suppress(binascii.Error):
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+    return given
 
 
 def check_local(headers: dict[bytes, bytes]) -> None:

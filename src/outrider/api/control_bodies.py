@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -37,6 +38,13 @@ Receive = Callable[[int | None, AsyncIterator[bytes]], Awaitable[bytes]]
 """Receives a body, given its declared length, if any, and its parts."""
 
 
+class HeldBody(NamedTuple):
+    """Receives the body of one call. `release` gives back the memory reserved for the body before the call ends."""
+
+    receive: Receive
+    release: Callable[[], None]
+
+
 class BodyRoom:
     """The memory for request bodies. All callers share it."""
 
@@ -44,11 +52,11 @@ class BodyRoom:
         self._room = PrioritySemaphore(ALL, share=EACH / ALL)
 
     @contextmanager
-    def of(self, caller: str) -> Iterator[Receive]:
-        """Yield the function that receives the body of one call. The memory reserved for the body is released at the
-        end of the block."""
+    def of(self, caller: str) -> Iterator[HeldBody]:
+        """Yield the receiver of the body of one call. The memory reserved for the body is released at the end of the
+        block."""
         with ExitStack() as held:
-            yield partial(self._receive, held, caller)
+            yield HeldBody(partial(self._receive, held, caller), held.close)
 
     async def _receive(self, held: ExitStack, caller: str, length: int | None, parts: AsyncIterator[bytes]) -> bytes:
         size = MAX_BODY if length is None else length
@@ -88,6 +96,13 @@ async def _joined(parts: AsyncIterator[bytes]) -> bytes:
 async def whole_body(request: Request) -> bytes:
     """Receive the body of a request. The memory reserved for the body is released when the call ends. Raises TooLarge,
     Busy, TooSlow, and RequestError if the client leaves before the body has arrived."""
-    receive: Receive = request.scope[ROOM]
+    held: HeldBody = request.scope[ROOM]
     length = request.headers.get("content-length")
-    return await receive(None if length is None else int(length), request.stream())
+    return await held.receive(None if length is None else int(length), request.stream())
+
+
+def release_body(request: Request) -> None:
+    """Release the memory reserved for the body of a request. Call this before a long wait, once nothing of the body is
+    needed any more: otherwise the bodies of waiting calls would leave no memory for others."""
+    held: HeldBody = request.scope[ROOM]
+    held.release()

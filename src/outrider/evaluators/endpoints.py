@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +26,8 @@ CACHED = 4096
 
 class Endpoints:
     """The endpoints of one process: the graders in the settings by name, the names of the `frozen` models, and a cache
-    of judges' replies. `pauses` defines the waits between the attempts of one call."""
+    of judges' replies. `pauses` defines the waits between the attempts of one call. `load` is the number of calls under
+    way, by address."""
 
     def __init__(
         self, graders: Sequence[GraderConfig] = (), frozen: Sequence[str] = (), *, pauses: RetryPolicy = PAUSES
@@ -34,6 +35,7 @@ class Endpoints:
         self._graders = {grader.name: grader for grader in graders}
         self._frozen = frozenset(frozen)
         self.pauses = pauses
+        self.load: Counter[str] = Counter()
         self._secret = secrets.token_bytes(32)
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,12 +41,14 @@ async def post(
     seconds: float,
     headers: Mapping[str, str] = {},
     pauses: RetryPolicy,
+    load: Counter[str],
     transient: frozenset[int] = TRANSIENT,
 ) -> dict[str, Any]:
     """Send a POST request to a grader and return the JSON object of its reply. Raises EvaluatorError.
 
-    A call that cannot connect, exceeds `seconds` or gets a `transient` status is repeated after one of the `pauses`.
-    For any other status except 2xx, raises Refused at once.
+    The call goes to the address with the smallest `load`, the number of calls under way by address. A call that cannot
+    connect, exceeds `seconds` or gets a `transient` status is repeated after one of the `pauses`, at another of the
+    grader's addresses if the grader has several. For any other status except 2xx, raises Refused at once.
     """
     key = variable(grader.key_variable, grader.name)
     sent = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}
@@ -53,16 +56,19 @@ async def post(
         sent["Authorization"] = f"Bearer {key}"
     failure = ""
     attempts = pauses.attempts or 1
+    failed: Counter[str] = Counter()
     for attempt in range(attempts):
         if attempt:
             await asyncio.sleep(pauses.wait(attempt - 1))
+        url = min(grader.urls, key=lambda each: (failed[each], load[each]))
+        load[url] += 1
         try:
             # No cookies: one evaluation must not pass data to another. Certificates are verified.
             async with (
                 aiohttp.ClientSession(
                     timeout=aiohttp.ClientTimeout(total=seconds), cookie_jar=aiohttp.DummyCookieJar()
                 ) as http,
-                http.post(grader.url.rstrip("/") + path, data=body, headers=sent, allow_redirects=False) as reply,
+                http.post(url.rstrip("/") + path, data=body, headers=sent, allow_redirects=False) as reply,
             ):
                 content = bytearray()
                 async for part in reply.content.iter_chunked(1 << 16):
@@ -89,6 +95,9 @@ async def post(
                 )
                 refused.status = reply.status
                 raise refused
+        finally:
+            load[url] -= 1
+        failed[url] += 1
     raise EvaluatorError(
         f"grader {grader.name!r} {failure}, {attempts} times",
         hint="check that the grader runs at the url in the setting graders",

@@ -1,5 +1,5 @@
-"""The HTTP evaluator: sends the conversation to a grading service of the operator, by Outrider's own contract or by
-NeMo Gym's `POST /verify`.
+"""The HTTP evaluator: sends the conversation to a grading service of the operator, by Outrider's own contract, by NeMo
+Gym's `POST /verify`, or by the contracts of ProRL Agent's reward servers.
 
 The grader gets the conversation, and the sandbox is never used. Invariants: only a finite reward in a reply with a 2xx
 status is a grade; a retry sends the same body under the same id.
@@ -11,11 +11,11 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 from msgspec.structs import replace
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outrider.callbacks import signed_headers
 from outrider.errors import EvaluatorError
@@ -37,13 +37,38 @@ class HttpOptions(Spec):
     """Options of kind `http`. `grader`: a name in the setting `graders`.
 
     contract: format of the request and the reply. data: the task's own data, sent as `options`. For NeMo Gym `data` is
-    the row, and the row's fields are the first fields of the body. call_seconds: time limit of one call.
+    the row, and the row's fields are the first fields of the body. For ProRL's reward servers `data` has the fields in
+    REWARD_ROUTES. call_seconds: time limit of one call.
     """
 
     grader: Name
-    contract: Literal["outrider", "nemo_gym"] = "outrider"
+    contract: Literal["outrider", "nemo_gym", "prorl", "prorl_reasoning_gym"] = "outrider"
     data: Annotated[dict[str, Any], Field(default_factory=dict)]
     call_seconds: Seconds = 60
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (route := REWARD_ROUTES.get(self.contract)) is not None and self.data.keys() != set(route.data):
+            needed = " and ".join(route.data)
+            raise ValueError(f"contract {self.contract!r} needs data with {needed}, and nothing else")
+        return self
+
+
+class RewardRoute(NamedTuple):
+    """A route of ProRL's reward servers: its path, the field of the body with the last reply, and the other fields,
+    which are the evaluator's `data`."""
+
+    path: str
+    answer: str
+    data: tuple[str, ...]
+
+
+REWARD_ROUTES = {
+    "prorl": RewardRoute("/compute_score", "solution_str", ("ground_truth", "data_source")),
+    "prorl_reasoning_gym": RewardRoute("/score", "answer", ("entry", "task")),
+}
+"""The routes of ProRL's reward servers, by contract. Both reply with `score`, a number or a list that begins with the
+number."""
 
 
 class HttpEvaluator:
@@ -59,10 +84,13 @@ class HttpEvaluator:
 
     async def evaluate(self, outcome: Outcome) -> Verdict:
         options, grader, nemo_gym = self._options, self._grader, self._options.contract == "nemo_gym"
+        reward_route = REWARD_ROUTES.get(options.contract)
         number = f"eval-{secrets.token_hex(16)}"
         said = [with_images(message, lambda image: replace(image, data=b"")) for message in outcome.transcript]
         if nemo_gym:
             body = verify_request(options.data, said, number)
+        elif reward_route is not None:
+            body = {**options.data, reward_route.answer: last_reply(outcome)}
         else:
             body = {
                 "contract": CONTRACT,
@@ -81,13 +109,16 @@ class HttpEvaluator:
         headers = {} if secret is None else signed_headers(secret, number, encoded, now=time.time())
         answer = await post(
             grader,
-            "/verify" if nemo_gym else "",
+            reward_route.path if reward_route is not None else "/verify" if nemo_gym else "",
             encoded,
             seconds=options.call_seconds,
             headers=headers,
             pauses=self._endpoints.pauses,
+            load=self._endpoints.load,
         )
         try:
+            if reward_route is not None:
+                return scored(answer)
             return verified(answer) if nemo_gym else graded(answer)
         except ValueError as error:
             raise EvaluatorError(f"grader {grader.name!r} answered no verdict: {error}") from error
@@ -114,6 +145,19 @@ def verified(answer: dict[str, Any]) -> Verdict:
         if name != "reward" and isinstance(value, int | float) and not isinstance(value, bool)
     }
     return read_verdict({"reward": answer["reward"], "metrics": numbers})
+
+
+def scored(answer: dict[str, Any]) -> Verdict:
+    """Read a verdict from the reply of ProRL's reward servers. Raises ValueError: a reply without a number is no score
+    of 0."""
+    score = answer.get("score")
+    if isinstance(score, list) and score:
+        score = score[0]
+    if isinstance(score, bool):  # for example, whether the answer is right
+        score = float(score)
+    if not isinstance(score, int | float):
+        raise ValueError("the answer has no score that is a number, or a list that begins with a number")
+    return read_verdict({"reward": score})
 
 
 def verify_request(row: dict[str, Any], said: Sequence[Message], number: str) -> dict[str, Any]:

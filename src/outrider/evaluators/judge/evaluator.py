@@ -172,6 +172,7 @@ class Judge:
                 msgspec.json.encode(body),
                 seconds=options.call_seconds,
                 pauses=self._endpoints.pauses,
+                load=self._endpoints.load,
                 transient=BUSY,
             )
         except Refused as error:

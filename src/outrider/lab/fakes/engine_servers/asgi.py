@@ -170,6 +170,8 @@ class Served:
     """One engine behind one server's protocol. `routes` has the protocol's own routes in addition to the routes of both
     protocols. `dead` is True once the server counts as exited; every connection is then broken."""
 
+    owner = ""
+    """The `owned_by` of the served model."""
     tokenizer_length: int | None = None
     """The `max_model_len` in the response of `/tokenize`, if it differs from the server's context."""
 
@@ -184,7 +186,7 @@ class Served:
 
     async def _models(self, call: HttpCall) -> None:
         name, context = self.settings.model, (await self.engine.health()).context_tokens
-        card = {"id": name, "object": "model", "root": name, "max_model_len": context}
+        card = {"id": name, "object": "model", "root": name, "owned_by": self.owner, "max_model_len": context}
         await call.answer(200, {"object": "list", "data": [card]})
 
     async def _tokenize(self, call: HttpCall) -> None:

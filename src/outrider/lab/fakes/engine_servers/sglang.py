@@ -99,6 +99,7 @@ class _Weights(msgspec.Struct):
 class ServedSGLang(Served):
     """SGLang's routes for one engine. `health_checks` counts the requests to `/health`."""
 
+    owner = "sglang"
     tokenizer_length = 131_072
     """The limit in the tokenizer's files, with which the real server responds to `/tokenize`."""
 

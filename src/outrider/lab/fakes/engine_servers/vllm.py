@@ -94,6 +94,8 @@ class _Reload(msgspec.Struct):
 class ServedVLLM(Served):
     """vLLM's routes for one engine."""
 
+    owner = "vllm"
+
     def __init__(self, engine: Engine, settings: ServeSettings) -> None:
         routes: Routes = {
             ("GET", "/health"): self._health,

@@ -1,0 +1,341 @@
+"""The HTTP interface of NVIDIA's ProRL Agent server.
+
+A job is a group of one session, so that jobs are queued, stored, retried and cancelled as all other groups. The store
+finds a job by its id, so a client that lost its connection sends the same call again. `prorl_request.py` translates
+requests and `prorl_results.py` results. Invariant: the reply to a job is made of what the store has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider.api.access import CREATED
+from outrider.api.compat.prorl_request import (
+    JOB_LABEL,
+    KEY_PREFIX,
+    REQUEST_LABEL,
+    AddressSpec,
+    Asked,
+    Backends,
+    CancelSpec,
+    Handlers,
+    ProcessSpec,
+    asked_of,
+    group_of,
+)
+from outrider.api.compat.prorl_results import result_record, unreadable_record
+from outrider.api.compat.routes import CompatRoute, Handler, detail
+from outrider.api.control_bodies import release_body, whole_body
+from outrider.engines.adapters.prorl import kind_of_server
+from outrider.errors import (
+    Conflict,
+    EngineUnavailable,
+    InvalidField,
+    NotFound,
+    OutriderError,
+    RequestError,
+    ServiceError,
+    ServiceStopping,
+    renamed_field,
+)
+from outrider.lifecycle import GroupState, SessionState
+from outrider.schemas import EngineStatus, GroupView
+from outrider.service.principals import Principal
+from outrider.service.service import Service
+from outrider.spec import EngineSpec, PolicyUpdateSpec, Spec
+from outrider.store.artifacts import PATCH
+from outrider.store.rows import GroupRow
+from outrider.trajectory import SessionResult, TokenMode
+from outrider.wire.http_server import while_connected
+
+S = TypeVar("S", bound=Spec)
+
+ENGINE_PREFIX = "prorl-"
+"""Prefix of the names of the engines that `/add_llm_server` attaches."""
+MOST_JOBS = 100_000
+"""Maximum number of unfinished groups that are looked through for jobs."""
+LOOK_SECONDS = 3600.0
+"""Seconds of one wait for a job, after which the wait is repeated."""
+STATUSES = {500: 500, 501: 503, 502: 503}
+"""Statuses of ProRL's interface for statuses of errors that the interface does not have: 503 for an engine, a runtime
+or a program that is not available."""
+
+
+def routes(service: Service) -> list[CompatRoute]:
+    """Return ProRL's routes. Raises InvalidField for a wrong handler in the settings."""
+    server = ProrlServer(service)
+    return [
+        CompatRoute("POST", "/start", "submit", _in_contract(server.start)),
+        CompatRoute("POST", "/stop", "submit", _in_contract(server.stop)),
+        CompatRoute("POST", "/process", "submit", _in_contract(server.process)),
+        CompatRoute("POST", "/cancel", "submit", _in_contract(server.cancel)),
+        CompatRoute("GET", "/status", "read", _in_contract(server.status)),
+        CompatRoute("POST", "/add_llm_server", "admin", _in_contract(server.add_llm_server)),
+        CompatRoute("POST", "/clear_llm_server", "admin", _in_contract(server.clear_llm_server)),
+    ]
+
+
+def _in_contract(handler: Callable[[Request, Principal], Awaitable[Any]]) -> Handler:
+    async def respond(request: Request, caller: Principal) -> Any:
+        try:
+            return await handler(request, caller)
+        except OutriderError as error:
+            return detail(error, status=STATUSES.get(error.http_status))
+
+    return respond
+
+
+class ProrlServer:
+    """The handlers of ProRL's routes. Each tenant starts and stops its own server; engines are shared."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._handlers = Handlers(service.config)
+        self._wait_seconds = service.config.prorl.wait_seconds
+        self._started: dict[str, bool] = {}
+        """Whether a tenant's server was started or stopped last, by tenant."""
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Locks by engine name, so that an address is attached once."""
+        self._clearing = asyncio.Lock()
+        self._next_version: int | None = None
+        """The version that the policy gets with the next engine, while `/clear_llm_server` has paused the policy."""
+
+    async def start(self, request: Request, caller: Principal) -> dict[str, str]:
+        """Begin to accept jobs. Raises RequestError, and changes nothing, if the server is running."""
+        if await self._is_running(caller):
+            raise RequestError("the server is already running", hint="go on: nothing was changed")
+        self._started[caller.tenant] = True
+        return {"status": "started"}
+
+    async def stop(self, request: Request, caller: Principal) -> dict[str, str]:
+        """Accept no more jobs, and cancel the jobs under way. Their callers get their results."""
+        await self._check_running(caller)
+        self._started[caller.tenant] = False
+        jobs = await self._jobs(caller)
+        for job in jobs:
+            with suppress(NotFound):  # removed meanwhile
+                await self._service.cancel(job.id, caller)
+        return {"status": f"stopped; {len(jobs)} jobs were cancelled"}
+
+    async def process(self, request: Request, caller: Principal) -> Response:
+        """Run a job, and reply with its result. If the caller leaves, the job continues, and the same call gets the
+        same job's result."""
+        await self._check_running(caller)
+        group, asked = await self._submitted(request, caller)
+        release_body(request)
+        done: GroupView | None = None
+
+        async def wait() -> None:
+            nonlocal done
+            done = await self._done(group.id, caller)
+
+        await while_connected(request.scope, wait())
+        if done is None:
+            return detail(
+                ServiceError(
+                    f"job {asked.job_id} is still under way",
+                    hint=f"send the same call again, with job_id {asked.job_id}",
+                ),
+                status=504,
+            )
+        record = await self._record(asked, done)
+        return Response(await asyncio.to_thread(msgspec.json.encode, record), media_type="application/json")
+
+    async def cancel(self, request: Request, caller: Principal) -> dict[str, str]:
+        """Cancel a job in any stage. The job's caller gets its result. Raises NotFound for an unknown job."""
+        await self._check_running(caller)
+        job_id = (await self._body(CancelSpec, request, caller)).job_id
+        group = await self._service.store.keyed_group(caller.tenant, f"{KEY_PREFIX}{job_id}")
+        if group is None:
+            raise NotFound(f"there is no job {job_id!r}", field="job_id")
+        if group.state is GroupState.DONE:
+            return {"status": f"job {job_id} had already ended"}
+        await self._service.cancel(group.id, caller)
+        return {"status": f"job {job_id} is cancelled"}
+
+    async def status(self, request: Request, caller: Principal) -> dict[str, Any]:
+        """Count the unfinished jobs of the tenant, by stage."""
+        await self._check_running(caller)
+        jobs = await self._jobs(caller)
+        states: Counter[SessionState] = Counter()
+        for job in jobs:
+            states.update(session.state for session in await self._service.store.sessions(job.id))
+        return {
+            "status": "running",
+            "pending_jobs": len(jobs),
+            "running": True,
+            "jobs": len(jobs),
+            "init": states[SessionState.INITIALIZING],
+            "run": states[SessionState.READY] + states[SessionState.RUNNING],
+            "eval": states[SessionState.EVALUATING],
+        }
+
+    async def add_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
+        """Attach an inference server as an engine of the policy, whether or not the server is started. An address that
+        is attached already stays as it is. Raises EngineUnavailable if no server answers."""
+        address = (await self._body(AddressSpec, request, caller)).address
+        name = engine_name(address)
+        async with self._locks[name]:
+            if name in self._service.pool:
+                return {"status": f"{address} is already attached"}
+            with renamed_field("url", "address"):
+                kind = await kind_of_server(address)
+            url = address.rstrip("/").removesuffix("/v1")
+            options = {} if kind != "prorl" else {"context_tokens": self._known_context(address)}
+            spec = EngineSpec(kind=kind, name=name, url=url, options=options)
+            engine = await self._service.attach_engine(spec)
+            request.scope[CREATED].update(name=engine.name)
+        async with self._clearing:
+            if self._next_version is not None:
+                await self._service.pool.policy.resume(max(self._next_version, self._service.pool.policy.version))
+                self._next_version = None
+        return {"status": f"{address} is attached as engine {engine.name} of kind {kind}"}
+
+    async def clear_llm_server(self, request: Request, caller: Principal) -> dict[str, str]:
+        """Detach the engines that `/add_llm_server` attached, once their generations have ended. The caller is about to
+        change the weights, so later tokens have the policy's next version. If no other engine is left, sessions wait
+        for the next engine as in a pause of the policy."""
+        async with self._clearing:
+            policy = self._service.pool.policy
+            names = [engine.name for engine in self._engines() if engine.name.startswith(ENGINE_PREFIX)]
+            if not names:
+                return {"status": "no engine was attached"}
+            version = policy.version + 1
+            if len(names) == len(self._engines()):
+                await policy.pause("finish")
+                await asyncio.gather(*map(self._remove, names))
+                self._next_version = version
+            else:
+                await asyncio.gather(*map(self._remove, names))
+                await self._service.update_policy(PolicyUpdateSpec(version=version))
+        return {"status": f"{len(names)} engines are detached; the policy's next version is {version}"}
+
+    def _known_context(self, address: str) -> int:
+        """Return the context of the settings: ProRL's token route does not report any, and the longest reply to a
+        prompt depends on the context. Raises InvalidField without this setting."""
+        context = self._service.config.model.context_tokens
+        if context is None:
+            raise InvalidField(
+                f"the server at {address} has only ProRL's token route, which does not report the model's context",
+                field="address",
+                hint="serve with the model's context: --context TOKENS",
+            )
+        return context
+
+    async def _remove(self, name: str) -> None:
+        with suppress(NotFound):  # removed meanwhile
+            await self._service.pool.remove(name)
+
+    def _engines(self) -> list[EngineStatus]:
+        return [engine for engine in self._service.engines() if engine.serves is None]
+
+    async def _submitted(self, request: Request, caller: Principal) -> tuple[GroupRow | GroupView, Asked]:
+        """Return the group of a job, new or stored. Raises Conflict if the job's id was used for another request."""
+        spec = await self._body(ProcessSpec, request, caller)
+        asked = await asyncio.to_thread(asked_of, spec, spec.job_id or str(uuid.uuid4()))
+        if spec.job_id is not None and (stored := await self._stored(asked, caller)) is not None:
+            return stored, asked
+        handler = self._handlers.find(spec.instance.data_source)
+        group = await asyncio.to_thread(group_of, spec, asked, handler, self._backends())
+        view = await self._service.submit(group, caller)
+        request.scope[CREATED].update(group_id=view.id)
+        if not await self._is_running(caller):  # stopped meanwhile
+            await self._service.cancel(view.id, caller)
+        return view, asked
+
+    async def _stored(self, asked: Asked, caller: Principal) -> GroupRow | None:
+        stored = await self._service.store.keyed_group(caller.tenant, f"{KEY_PREFIX}{asked.job_id}")
+        if stored is not None and stored.labels.get(REQUEST_LABEL) != asked.digest:
+            raise Conflict(
+                f"job {asked.job_id!r} was another request, group {stored.id}",
+                field="job_id",
+                hint="give each job an id of its own; only a repeated call has the same id",
+            )
+        return stored
+
+    async def _done(self, group_id: str, caller: Principal) -> GroupView | None:
+        """Return the group once it is done, None if that takes longer than the setting allows."""
+        deadline = None if self._wait_seconds is None else time.monotonic() + self._wait_seconds
+        while True:
+            left = LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+            wait = max(0.0, min(left, LOOK_SECONDS))
+            view = await self._service.group(group_id, wait=wait, samples=False, caller=caller)
+            if view.state is GroupState.DONE:
+                return view
+            if left <= 0:
+                return None
+
+    async def _record(self, asked: Asked, group: GroupView) -> dict[str, Any]:
+        result = group.sessions[0].result
+        assert result is not None  # the group is done
+        try:
+            turns = await self._service.store.turns(result.session_id, result.attempt)
+            samples = await self._service.reader.samples(result.session_id)
+            patch = await asyncio.to_thread(self._patch, result)
+            return await asyncio.to_thread(result_record, asked, result, turns, samples, patch)
+        except OutriderError as error:
+            return unreadable_record(asked, f"{error.code}: {error.message}")
+        except OSError as error:  # the diff's file
+            return unreadable_record(asked, f"the agent's diff cannot be read: {error.strerror or error}")
+
+    def _patch(self, result: SessionResult) -> str:
+        """Return the diff that was carried to the grading, "" without one."""
+        try:
+            file = self._service.artifacts.file(result.session_id, PATCH, result.attempt)
+        except NotFound:
+            return ""
+        return file.read_bytes().decode("utf-8", "replace")
+
+    async def _jobs(self, caller: Principal) -> list[GroupRow]:
+        """Return the tenant's unfinished jobs."""
+        groups = await self._service.store.groups(state=GroupState.ACTIVE, limit=MOST_JOBS, tenant=caller.tenant)
+        return [group for group in groups if JOB_LABEL in group.labels]
+
+    async def _is_running(self, caller: Principal) -> bool:
+        """Return whether the tenant's server is started. After a restart of the service, it is if jobs are under way:
+        their callers come back for the results."""
+        if (started := self._started.get(caller.tenant)) is not None:
+            return started
+        return bool(await self._jobs(caller))
+
+    async def _check_running(self, caller: Principal) -> None:
+        if not await self._is_running(caller):
+            raise ServiceStopping("the server is not running", hint="POST /start")
+
+    def _backends(self) -> Backends:
+        """Raises EngineUnavailable if no engine is attached."""
+        engines = [engine for engine in self._engines() if not engine.draining]
+        if not engines:
+            raise EngineUnavailable(
+                "no inference server is attached", hint="POST /add_llm_server, or `outrider engines add`"
+            )
+        lengths = [self._service.config.model.context_tokens, *(engine.context_tokens for engine in engines)]
+        return Backends(
+            context_tokens=min((each for each in lengths if each is not None), default=None),
+            reports_ids=any(engine.mode is not TokenMode.TEXT for engine in engines),
+        )
+
+    async def _body(self, kind: type[S], request: Request, caller: Principal) -> S:
+        """Return the body of a request. Every malformed body raises InvalidField, whose status is 422."""
+        try:
+            return await self._service.parse(kind, await whole_body(request), caller)
+        except RequestError as error:
+            if type(error) is RequestError:
+                raise InvalidField(error.message, hint=error.hint, field="body") from error
+            raise
+
+
+def engine_name(address: str) -> str:
+    """Return the name of the engine at an address. The same server has the same name with and without `/v1`."""
+    return ENGINE_PREFIX + hashlib.sha256(address.rstrip("/").removesuffix("/v1").encode()).hexdigest()[:12]

@@ -1,0 +1,274 @@
+"""The bodies of ProRL Agent's requests, and the translation of a job to a group of one session.
+
+The operator's handlers make the task of an instance (`[prorl.handlers.NAME]` of the settings): a task file, filled with
+the instance's columns, or the adapter of a public data set. Invariants: an instance or a sampling parameter that cannot
+be translated is refused by name; the same request gives the same group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+import orjson
+from pydantic import ConfigDict, Field, StringConstraints
+
+from outrider.config import Config, ProrlHandlerConfig
+from outrider.errors import InvalidField, RequestError
+from outrider.service.admission import validate_group
+from outrider.spec import GroupSpec, Name, Spec
+from outrider.tasks.adapters import ADAPTERS
+from outrider.tasks.columns import Additions
+from outrider.tasks.datasets import filled, with_texts
+from outrider.tasks.drafts import example_of, whole
+from outrider.text_files import read_toml_file
+
+JOB_LABEL = "prorl.job"
+"""Label of a job's group, with the job's id as its value."""
+REQUEST_LABEL = "prorl.request"
+"""Label of a job's group, with a digest of the request as its value."""
+KEY_PREFIX = "prorl:"
+"""Prefix of the idempotency key of a job's group, in front of the job's id."""
+THE_INSTANCE = "the instance"
+
+JobId = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Count = Annotated[int, Field(ge=1, le=1 << 30)]
+
+
+class Instance(Spec):
+    """The instance of a job: a row of a data set, with any columns beside these."""
+
+    model_config = ConfigDict(extra="allow")
+
+    data_source: Name = "swebench"
+    instance_id: Name | None = None
+    trajectory_id: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | Name
+    extra_info: dict[str, Any] | str | None = None
+
+    @property
+    def id(self) -> str:
+        """The instance's id, or the id that ProRL makes of `extra_info`. Raises InvalidField if both are missing."""
+        if self.instance_id is not None:
+            return self.instance_id
+        about = self.extra_info
+        if isinstance(about, str):
+            try:
+                about = json.loads(about)
+            except (ValueError, RecursionError):
+                about = None
+        parts = [about.get(name) for name in ("name", "split", "index")] if isinstance(about, Mapping) else [None]
+        if any(not isinstance(part, str | int) or part == "" for part in parts):
+            raise InvalidField(
+                "the instance has no instance_id, and no extra_info with name, split and index to make one of",
+                field="instance.instance_id",
+                hint="give the instance an id",
+            )
+        return "_".join(map(str, (self.data_source, *parts)))
+
+    def columns(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True) | {"instance_id": self.id, "data_source": self.data_source}
+
+
+class SamplingParameters(Spec):
+    """ProRL's sampling parameters: those of the model, of the tokens and of the agent, in one flat object. Null is the
+    same as a parameter that is left out."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: Count | None = None
+    max_output_tokens: Count | None = None
+    max_model_len: Count | None = None
+    max_iterations: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    enable_thinking: bool | None = None
+    token_level_generation: bool | None = None
+    custom_tokenizer: str | None = None
+    model: str | None = None
+    api_key: str | None = None
+    log_completions: bool | None = None
+    modify_params: bool | None = None
+    native_tool_calling: bool | None = None
+    ensure_thinking_end_properly: bool | None = None
+    strict_loop_detector: bool | None = None
+    enable_vision: bool | None = None
+    enable_a11y_tree: bool | None = None
+
+
+SAMPLED = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Parameters that have the same name and meaning in a task."""
+AGENTS_OWN: dict[str, bool] = {
+    "native_tool_calling": False,
+    "ensure_thinking_end_properly": True,
+    "strict_loop_detector": True,
+    "enable_vision": True,
+    "enable_a11y_tree": True,
+}
+"""Parameters of ProRL's own agent, each with the value that would change the agent. The other value changes nothing."""
+REFUSABLE = (*AGENTS_OWN, "max_model_len", "token_level_generation")
+"""Parameters that a handler may list in `ignored`."""
+
+
+class ProcessSpec(Spec):
+    """The body of `/process`. Without `job_id` the service makes one."""
+
+    instance: Instance
+    sampling_params: SamplingParameters
+    job_id: JobId | None = None
+
+
+class CancelSpec(Spec):
+    """The body of `/cancel`."""
+
+    job_id: JobId
+
+
+class AddressSpec(Spec):
+    """The body of `/add_llm_server`."""
+
+    address: Name
+
+
+class Backends(NamedTuple):
+    """What the attached engines can do: the length of the model's context in tokens, None if it is not known, and
+    whether an engine reports token ids."""
+
+    context_tokens: int | None
+    reports_ids: bool
+
+
+class Asked(NamedTuple):
+    """The parts of a request that its reply repeats, and the digest that distinguishes requests."""
+
+    job_id: str
+    instance_id: str
+    trajectory_id: int | str
+    digest: str
+
+
+def asked_of(spec: ProcessSpec, job_id: str) -> Asked:
+    """Raises InvalidField for an instance without an id."""
+    body = spec.model_dump(mode="json", exclude={"job_id": True, "sampling_params": {"api_key"}}, exclude_unset=True)
+    digest = hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return Asked(job_id, spec.instance.id, spec.instance.trajectory_id, digest)
+
+
+class Handler(NamedTuple):
+    """A handler of the settings with its task file's table."""
+
+    name: str
+    settings: ProrlHandlerConfig
+    table: dict[str, Any]
+
+    def task(self, instance: Instance) -> dict[str, Any]:
+        """Return the task of an instance. Raises InvalidField, which names the column at fault."""
+        row, settings = instance.columns(), self.settings
+        if settings.rows is None:
+            return with_texts(filled(self.table, row, THE_INSTANCE), THE_INSTANCE)
+        given = Additions(image=settings.image, test_command=settings.test_command, own=self.table)
+        return whole(example_of(ADAPTERS[settings.rows], row, given, THE_INSTANCE), THE_INSTANCE).task
+
+
+class Handlers:
+    """The handlers of the settings, by data source. Raises InvalidField for a wrong handler."""
+
+    def __init__(self, config: Config) -> None:
+        folder = config.read_from.parent if config.read_from is not None else None
+        self._named: dict[str, Handler] = {}
+        for name, settings in config.prorl.handlers.items():
+            place = f"prorl.handlers.{name}"
+            if settings.rows is not None and settings.rows not in ADAPTERS:
+                raise InvalidField(
+                    f"there is no kind of rows {settings.rows!r}",
+                    field=f"{place}.rows",
+                    hint=f"the kinds are {', '.join(ADAPTERS)}",
+                )
+            for each in settings.ignored:
+                if each not in REFUSABLE:
+                    raise InvalidField(
+                        f"{each!r} is not a sampling parameter that can be ignored",
+                        field=f"{place}.ignored",
+                        hint=f"those are {', '.join(REFUSABLE)}",
+                    )
+            path = settings.task if folder is None else folder / settings.task
+            handler = Handler(name, settings, read_toml_file(path, field=f"{place}.task", what="task file"))
+            for source in (name, *settings.data_sources):
+                if source in self._named:
+                    raise InvalidField(
+                        f"the handlers {self._named[source].name!r} and {name!r} both take {source!r}", field=place
+                    )
+                self._named[source] = handler
+
+    def find(self, data_source: str) -> Handler:
+        """Return the handler of a data source: by its own name, else by the longest beginning that matches. Raises
+        RequestError, with all known names."""
+        if (found := self._named.get(data_source)) is not None:
+            return found
+        for source in sorted(self._named, key=len, reverse=True):
+            if source.endswith("*") and data_source.startswith(source[:-1]):
+                return self._named[source]
+        raise RequestError(
+            f"no handler takes the data source {data_source!r}: the handlers take {', '.join(self._named) or 'none'}",
+            hint="the operator declares handlers in the settings: [prorl.handlers.NAME]",
+            field="instance.data_source",
+        )
+
+
+def group_of(spec: ProcessSpec, asked: Asked, handler: Handler, backends: Backends) -> GroupSpec:
+    """Return the group of a job. Raises InvalidField, which names the column, the parameter or the field at fault."""
+    task = handler.task(spec.instance)
+    parameters = spec.sampling_params
+    _check_parameters(parameters, handler, backends)
+    sampling = {name: value for name in SAMPLED if (value := getattr(parameters, name)) is not None}
+    limits = [each for each in (parameters.max_tokens, parameters.max_output_tokens) if each is not None]
+    if limits:
+        sampling["max_tokens"] = min(limits)
+    if parameters.enable_thinking is not None:
+        sampling["thinking"] = parameters.enable_thinking
+    task["sampling"] = {**_table(task, "sampling"), **sampling}
+    if parameters.max_iterations is not None:
+        task["limits"] = {**_table(task, "limits"), "turns": parameters.max_iterations}
+    task["labels"] = {**_table(task, "labels"), JOB_LABEL: asked.job_id, REQUEST_LABEL: asked.digest}
+    return validate_group({"task": task, "n": 1, "idempotency_key": f"{KEY_PREFIX}{asked.job_id}"})
+
+
+def _table(task: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = task.get(name, {})
+    if not isinstance(value, Mapping):
+        raise InvalidField("must be an object", field=f"task.{name}", hint="correct the handler's task file")
+    return value
+
+
+def _check_parameters(parameters: SamplingParameters, handler: Handler, backends: Backends) -> None:
+    for name, refused in AGENTS_OWN.items():
+        if getattr(parameters, name) is refused and name not in handler.settings.ignored:
+            raise InvalidField(
+                f"{str(refused).lower()} changes ProRL's own agent, and handler {handler.name!r} runs the agent of its"
+                " task",
+                field=f"sampling_params.{name}",
+                hint=f"leave the parameter out, or list {name} in `ignored` of the handler",
+            )
+    length, context = parameters.max_model_len, backends.context_tokens
+    if length is not None and "max_model_len" not in handler.settings.ignored and (context or 0) > length:
+        raise InvalidField(
+            f"{length} is less than the model's context of {context} tokens, and the service has one context for all"
+            " sessions",
+            field="sampling_params.max_model_len",
+            hint="serve with --context, or list max_model_len in `ignored` of the handler",
+        )
+    ignored = "token_level_generation" in handler.settings.ignored
+    if parameters.token_level_generation and not backends.reports_ids and not ignored:
+        raise InvalidField(
+            "the attached engines report no token ids",
+            field="sampling_params.token_level_generation",
+            hint="attach vLLM, SGLang or a server with ProRL's token route, or send false",
+        )
