@@ -389,9 +389,9 @@ class Config(Section):
     """External judges and graders that tasks may name: [fields](evaluators/http.md#where-graders-are)."""
     agents: tuple[AgentServiceConfig, ...] = ()
     """Services that run agents for tasks with a [remote](external.md#a-service-that-runs-agents) harness."""
-    compat: Annotated[tuple[Literal["prorl", "polar"], ...], Setting("--compat SYSTEM")] = ()
-    """Other systems whose HTTP interfaces are served, too: `prorl` and `polar`. The first has the root of the URL, each
-    has `/NAME`."""
+    compat: Annotated[tuple[Literal["prorl", "polar", "verl"], ...], Setting("--compat SYSTEM")] = ()
+    """Other systems whose HTTP interfaces are served, too: `prorl`, `polar` and `verl`. The first has the root of the
+    URL, each has `/NAME`."""
     prorl: ProrlConfig = ProrlConfig()
     callbacks: CallbacksConfig = CallbacksConfig()
     retention: RetentionConfig = RetentionConfig()

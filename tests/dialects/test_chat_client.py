@@ -32,7 +32,7 @@ STEPS = (
 )
 PIECES = ((b"Let me ",), (b"see.", b"Fi"), (b"<call>",), (b"ne\xe2\x80\xa8\n.",))
 DONE = Completion(
-    id="chatcmpl-1",
+    id="1",
     created=1_700_000_000,
     model="m",
     reply=Message(

@@ -217,7 +217,7 @@ def test_a_stream_says_what_the_one_piece_reply_says(
 def completion(steps: list[Delta], calls: tuple[ToolCall, ...], finish: FinishReason) -> Completion:
     ids = [number for step in steps for number in step.ids]
     return Completion(
-        id="chatcmpl-1",
+        id="1",
         created=1,
         model="m",
         reply=Message(

@@ -32,7 +32,7 @@ from support.later import openai
 from support.wire import CALL
 
 TOOL_CALL = ToolCall("c", "f", "{}")
-OPENING = Opening(id="chatcmpl-1", created=1, model="m")
+OPENING = Opening(id="1", created=1, model="m")
 
 
 class Throttled(RequestError):
@@ -43,7 +43,7 @@ class Throttled(RequestError):
 def finished(*calls: ToolCall, **fields: Any) -> Completion:
     fields = {"finish": FinishReason.STOP, "prompt_tokens": 1, "completion_tokens": 1, **fields}
     reply = Message(role=Role.ASSISTANT, content="x", tool_calls=calls)
-    return Completion(id="chatcmpl-1", created=1, model="m", reply=reply, **fields)
+    return Completion(id="1", created=1, model="m", reply=reply, **fields)
 
 
 def request(**fields: Any) -> Any:

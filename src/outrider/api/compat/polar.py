@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from outrider.api.access import CREATED
+from outrider.api.compat.model_call import ModelCall
 from outrider.api.compat.polar_events import last_event_of, polar_events
 from outrider.api.compat.polar_request import (
     HARNESS_LABEL,
@@ -63,7 +64,6 @@ from outrider.service.service import Service
 from outrider.sessions.external import EXTERNAL
 from outrider.spec import Spec, StoredGroupSpec
 from outrider.store.rows import GroupRow, SessionRow
-from outrider.wire.http_server import Message, Receive, Scope, Send
 
 REFUSED_SECONDS = 300.0
 """Seconds for which a task that was cancelled before its submission cannot be submitted."""
@@ -500,7 +500,7 @@ class PolarApi:
             body = await whole_body(request)
             in_body, body = await self._service.reader.offload(partial(_without_field, body, PROXY_SESSION))
             key = await self._key_of([in_body] if isinstance(in_body, str) else [], caller)
-        return _ModelCall(self._gateway, f"/s/{key or 'unknown'}{path[path.index('/v1') :]}", body)
+        return ModelCall(self._gateway, f"/s/{key or 'unknown'}{path[path.index('/v1') :]}", body)
 
     async def _key_of(self, names: Sequence[str], caller: Principal) -> str | None:
         """Return the credential of the first session among `names` whose agent runs elsewhere."""
@@ -586,34 +586,6 @@ def _with_statuses(handler: Handler, statuses: dict[int, int]) -> Handler:
             return reply
 
     return respond
-
-
-class _ModelCall(Response):
-    """Replies to a model call by the model gateway, at `path`. `body` is the body, if it was read already."""
-
-    def __init__(self, gateway: Gateway, path: str, body: bytes | None) -> None:
-        super().__init__()
-        self._gateway = gateway
-        self._path = path
-        self._body = body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        read = self._body
-
-        async def again() -> Message:
-            nonlocal read
-            if read is None:
-                return await receive()
-            body, read = read, None
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        length = b"content-length"
-        headers = list(scope["headers"])
-        if read is not None:
-            headers = [(name, value) for name, value in headers if name != length]
-            headers.append((length, str(len(read)).encode()))
-        called = {**scope, "path": self._path, "raw_path": self._path.encode(), "headers": headers}
-        await self._gateway(called, again, send)
 
 
 def _id_of(row: GroupRow, session: SessionRow) -> str:

@@ -57,7 +57,7 @@ def whole_reply(request: ModelRequest, completion: Completion) -> bytes:
         "finish_reason": finish_reason(completion),
     }
     reply = {
-        "id": completion.id,
+        "id": f"chatcmpl-{completion.id}",
         "object": "chat.completion",
         "created": completion.created,
         "model": completion.model,
@@ -147,7 +147,7 @@ class ChatStream:
 
     def open(self, opening: Opening) -> bytes:
         head = {
-            "id": opening.id,
+            "id": f"chatcmpl-{opening.id}",
             "object": "chat.completion.chunk",
             "created": opening.created,
             "model": opening.model,

@@ -1,0 +1,36 @@
+"""Passes a model call that came on a route of another system to the model gateway."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from outrider.api.gateway import Gateway
+from outrider.wire.http_server import Message, Receive, Scope, Send
+
+
+class ModelCall(Response):
+    """Replies to a model call by the model gateway, at `path`. `body` is the body, if it was read already."""
+
+    def __init__(self, gateway: Gateway, path: str, body: bytes | None) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._path = path
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        read = self._body
+
+        async def again() -> Message:
+            nonlocal read
+            if read is None:
+                return await receive()
+            body, read = read, None
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        length = b"content-length"
+        headers = list(scope["headers"])
+        if read is not None:
+            headers = [(name, value) for name, value in headers if name != length]
+            headers.append((length, str(len(read)).encode()))
+        called = {**scope, "path": self._path, "raw_path": self._path.encode(), "headers": headers}
+        await self._gateway(called, again, send)

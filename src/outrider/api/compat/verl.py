@@ -1,0 +1,224 @@
+"""The session proxy of verl's RemoteAgentLoop recipe: sessions by ids that the client chooses, and their chat calls.
+
+A session of the recipe is a session for an agent that runs elsewhere (docs/external.md), found by an idempotency key
+made of its id. The recipe's trainer reads the record of a session and computes the reward itself, so Outrider never
+learns the reward: a completed session ends as cancelled, with its turns and without a verdict. Invariant: a session is
+made by its creation only, never by a call for an unknown id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider.api.access import CREATED
+from outrider.api.compat.model_call import ModelCall
+from outrider.api.compat.routes import CompatRoute
+from outrider.api.gateway import Gateway
+from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, OutriderError
+from outrider.lifecycle import SessionState
+from outrider.messages import Message, Role
+from outrider.service.principals import Principal
+from outrider.service.service import Service
+from outrider.spec import Limits, SessionSpec
+from outrider.store.rows import SessionRow
+from outrider.trajectory import Turn, unpack_ids, unpack_logprobs
+
+LABEL = "verl.session"
+"""Label of a session's group, with the id that the client has chosen."""
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
+SESSION_SECONDS = 86_400.0
+"""Maximum seconds of a session. The recipe closes its sessions itself; a client that dies must not hold one for
+ever."""
+LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=1 << 30)
+MOST_DELETED = 10_000
+"""Maximum number of deleted sessions that are remembered. The record of an older one can be read again."""
+MOST_LISTED = 100
+REFUSED = {
+    "/training/timing": "the timings of a trainer's phases are not stored here: log them with the trainer's metrics",
+    "/training/timing/{epoch}/{global_step}": "the timings of a trainer's phases are not stored here",
+    "/api/v1/runs": "runs of Harbor tasks are not taken in this form: submit a Harbor task (docs/datasets.md)",
+    "/api/v1/runs/async": "runs of Harbor tasks are not taken in this form: submit a Harbor task (docs/datasets.md)",
+}
+"""Routes of the recipe that are refused, with the reason."""
+
+
+class NotTranslated(OutriderError):
+    """A route of the recipe that Outrider does not serve."""
+
+    code = "not_translated"
+    http_status = 501
+
+
+def routes(service: Service) -> list[CompatRoute]:
+    verl = VerlProxy(service)
+    return [
+        CompatRoute("GET", "/health", "read", verl.health),
+        CompatRoute("GET", "/sessions", "read", verl.sessions),
+        CompatRoute("POST", "/sessions/{sid}", "submit", verl.create),
+        CompatRoute("GET", "/sessions/{sid}", "submit", verl.record),
+        CompatRoute("DELETE", "/sessions/{sid}", "submit", verl.delete),
+        CompatRoute("POST", "/sessions/{sid}/complete", "submit", verl.complete),
+        CompatRoute("POST", "/sessions/{sid}/reset", "submit", verl.reset),
+        CompatRoute("POST", "/{sid}/v1/chat/completions", "submit", verl.chat),
+        CompatRoute("POST", "/v1/chat/completions/{sid}", "submit", verl.chat),
+        *(CompatRoute(method, path, "submit", verl.refuse(why)) for path, why in REFUSED.items() for method in METHODS),
+    ]
+
+
+METHODS = ("GET", "POST")
+
+
+class VerlProxy:
+    """The handlers of the recipe's routes. Sessions are those of the caller's tenant."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._gateway = Gateway(service.external)
+        self._deleted: OrderedDict[str, None] = OrderedDict()
+        """Ids of our sessions that were deleted, oldest first."""
+
+    async def health(self, request: Request, caller: Principal) -> Any:
+        if not any(engine.ok for engine in self._service.pool.status()):
+            raise EngineUnavailable("no engine answers", hint="attach one: outrider engines add")
+        return {"status": "ok", "mode": "local"}
+
+    async def create(self, request: Request, caller: Principal) -> Any:
+        """Open a session. Repeating the request for a session without a turn changes nothing."""
+        sid = _sid(request)
+        known = await self._find(sid, caller)
+        if known is not None:
+            if known.state is SessionState.DONE or known.ending is not None:
+                raise Conflict(f"session {sid!r} was closed", hint="use another id for another trajectory")
+            if await self._service.store.turns(known.id):
+                raise Conflict(f"session {sid!r} exists, and has turns", hint="reset it, or use another id")
+            return {"session_id": sid, "status": "created"}
+        spec = SessionSpec(labels={LABEL: sid}, idempotency_key=_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS)
+        session, _, _ = await self._service.open_sessions.open(spec, caller)
+        request.scope[CREATED].update(group_id=session.group_id, session_id=session.id)
+        return {"session_id": sid, "status": "created"}
+
+    async def record(self, request: Request, caller: Principal) -> Any:
+        sid = _sid(request)
+        session = await self._session(sid, caller)
+        turns = await self._service.store.turns(session.id)
+        made = await self._service.reader.offload(lambda: [_turn(turn) for turn in turns])
+        return {"session_id": sid, "turns": made, "created_at": session.created, "completed": _over(session)}
+
+    async def complete(self, request: Request, caller: Principal) -> Any:
+        """Close the session, so that its record is final. Repeating the request changes nothing."""
+        sid = _sid(request)
+        session = await self._session(sid, caller)
+        await self._service.cancel_session(session.id, caller)
+        return {"session_id": sid, "status": "completed"}
+
+    async def reset(self, request: Request, caller: Principal) -> Any:
+        sid = _sid(request)
+        session = await self._session(sid, caller)
+        if _over(session):
+            raise NotFound(f"session {sid!r} was closed")
+        await self._service.open_sessions.reset(session.id, caller)
+        return {"session_id": sid, "status": "reset"}
+
+    async def delete(self, request: Request, caller: Principal) -> Any:
+        sid = _sid(request)
+        session = await self._session(sid, caller)
+        await self._service.cancel_session(session.id, caller)
+        self._deleted[session.id] = None
+        while len(self._deleted) > MOST_DELETED:
+            self._deleted.popitem(last=False)
+        return {"session_id": sid, "status": "deleted"}
+
+    async def sessions(self, request: Request, caller: Principal) -> Any:
+        """List the newest sessions."""
+        store = self._service.store
+        found = []
+        groups = await store.groups_before(None, limit=MOST_LISTED, harness="external", tenant=caller.sees)
+        for group in groups:
+            if (sid := group.labels.get(LABEL)) is None:
+                continue
+            [session] = await store.sessions(group.id)
+            if session.id not in self._deleted:
+                turns = len(await store.turns(session.id))
+                found.append({"session_id": sid, "turns": turns, "completed": _over(session)})
+        return {"count": len(found), "sessions": found}
+
+    async def chat(self, request: Request, caller: Principal) -> Response:
+        """Pass a call to the model gateway, which streams, records and refuses it as any other."""
+        session = await self._session(_sid(request), caller)
+        key = self._service.store.session_key(session.id)
+        return ModelCall(self._gateway, f"/s/{key}/v1/chat/completions", None)
+
+    def refuse(self, why: str) -> Any:
+        async def refusing(request: Request, caller: Principal) -> Response:
+            raise NotTranslated(why)
+
+        return refusing
+
+    async def _find(self, sid: str, caller: Principal) -> SessionRow | None:
+        group = await self._service.store.keyed_group(caller.tenant, _key(sid))
+        return None if group is None else (await self._service.store.sessions(group.id))[0]
+
+    async def _session(self, sid: str, caller: Principal) -> SessionRow:
+        session = await self._find(sid, caller)
+        if session is None or session.id in self._deleted:
+            raise NotFound(f"no session {sid!r}", hint="create it first: POST /sessions/{session_id}")
+        return session
+
+
+def _sid(request: Request) -> str:
+    sid: str = request.path_params["sid"]
+    if not SESSION_ID.fullmatch(sid):
+        raise InvalidField(
+            "a session's id has up to 200 letters, digits and characters of . _ : @ -", field="session_id"
+        )
+    return sid
+
+
+def _key(sid: str) -> str:
+    return f"verl:{sid}"
+
+
+def _over(session: SessionRow) -> bool:
+    return session.state is SessionState.DONE or session.ending is not None
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    """Return a turn in the recipe's form. Its messages are those that the request added."""
+    reply = turn.reply or Message(role=Role.ASSISTANT)
+    calls = _calls(reply)
+    return {
+        "request_messages": [_message(message) for message in turn.messages],
+        "completion_text": reply.content,
+        "completion_token_ids": unpack_ids(turn.output_ids).tolist(),
+        "completion_logprobs": unpack_logprobs(turn.logprobs).tolist(),
+        "finish_reason": "tool_calls" if calls and turn.finish.value == "stop" else turn.finish.value,
+        "tool_calls": calls or None,
+        "timing": None,
+        "node_id": None,
+        "gpu_id": None,
+        "worker_id": None,
+        "rank_info": None,
+    }
+
+
+def _message(message: Message) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": message.role.value, "content": message.content}
+    if message.tool_calls:
+        made["tool_calls"] = _calls(message)
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        made["name"] = message.name
+    return made
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
