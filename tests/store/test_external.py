@@ -68,18 +68,19 @@ async def test_turns_are_dropped_until_there_is_a_report(store: Store) -> None:
 async def test_a_report_is_stored_once(store: Store) -> None:
     await submit(store, group_row())
     assert await store.report("g.0") is None
-    await store.add_report("g.0", b"first")
-    await store.add_report("g.0", b"first")
+    first = b'{"reward":0.0,"metrics":{"a":1,"b":2}}'
+    await store.add_report("g.0", first)
+    await store.add_report("g.0", b'{"metrics":{"b":2,"a":1.0},"reward":-0.0}')  # equal content
     with pytest.raises(Conflict, match="another report"):
-        await store.add_report("g.0", b"second")
-    assert await store.report("g.0") == b"first"
+        await store.add_report("g.0", b'{"reward":1.0}')
+    assert await store.report("g.0") == first
     with pytest.raises(NotFound):
-        await store.add_report("g.9", b"first")
+        await store.add_report("g.9", b'{"reward":0.0}')
     with pytest.raises(NotFound):
-        await store.add_report("g.1", b"first", tenant=NO_TENANT)
+        await store.add_report("g.1", b'{"reward":0.0}', tenant=NO_TENANT)
     await store.cancel_session("g.1")
     with pytest.raises(Conflict, match="cancelled"):
-        await store.add_report("g.1", b"late")
+        await store.add_report("g.1", b"{}")
 
 
 async def test_a_session_that_is_done_takes_no_report(store: Store) -> None:
@@ -87,7 +88,7 @@ async def test_a_session_that_is_done_takes_no_report(store: Store) -> None:
     await start(store, "g.0")
     await store.finish("g.0", 1, result("g.0", 1))
     with pytest.raises(Conflict, match="is over: completed"):
-        await store.add_report("g.0", b"late")
+        await store.add_report("g.0", b"{}")
 
 
 async def test_external_sessions_wait_in_a_line_of_their_own(store: Store) -> None:

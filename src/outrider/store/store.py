@@ -568,14 +568,14 @@ class Store:
         await self._db.write(body)
 
     async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
-        """Store the report that completes a session. Repeating the call with the same bytes changes nothing. Raises
-        Conflict if the session was completed with another report, or is done without a report."""
+        """Store the report that completes a session, JSON. Repeating the call with equal content changes nothing.
+        Raises Conflict if the session was completed with another report, or is done without a report."""
 
         async def body(tx: Connection) -> None:
             session = await _find_session(tx, session_id, tenant)
             known = await tx.fetch("SELECT report FROM session_reports WHERE session_id = ?", (session_id,))
             if known:
-                if bytes(known[0][0]) != report:
+                if msgspec.json.decode(bytes(known[0][0])) != msgspec.json.decode(report):
                     raise Conflict(
                         f"session {session_id} was completed with another report",
                         hint="a completion cannot be changed; grade the session again for another verdict",

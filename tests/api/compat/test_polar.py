@@ -376,7 +376,7 @@ async def test_a_native_group_is_no_task(tmp_path: Path) -> None:
 
 
 async def test_events(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (_, client, _), asyncio.timeout(30):
+    async with serving(tmp_path) as (_, client, url), asyncio.timeout(30):
         seen: list[tuple[str, str | None]] = []
         ids: list[str] = []
         async for name, number, data in client.events():
@@ -392,6 +392,9 @@ async def test_events(tmp_path: Path) -> None:
         states = [status for name, status in seen if name == "session.state_changed"]
         assert states == ["INITIALIZING", "READY", "RUNNING", "EVALUATING", "COMPLETED"]
         assert seen[-1] == ("task.completed", "completed")
+        more_digits_than_int_takes = {"Last-Event-ID": "9" * 5000}
+        async with aiohttp.request("GET", f"{url}/polar/events", headers=more_digits_than_int_takes) as reply:
+            assert (reply.status, "Last-Event-ID: must be the id" in await reply.text()) == (422, True)
         async for name, number, _ in client.events(**{"Last-Event-ID": ids[0]}):  # nothing is lost
             if name != "hello":
                 assert number == ids[1]
@@ -509,6 +512,9 @@ async def test_a_session_whose_agent_the_client_starts(tmp_path: Path) -> None:
             ("/v1beta/models/any:streamGenerateContent?key=mine&alt=sse", GEMINI, {}),
             ("/gateway/v1/chat/completions", CHAT | {"stream": True}, {"X-Session-Id": "mine"}),
         ]
+        deep: list[Any] = []
+        for _ in range(900):  # deeper than what orjson writes
+            deep = [deep]
         async with aiohttp.ClientSession() as http:
             for number, (path, body, headers) in enumerate(calls):
                 async with http.post(f"{url}/polar{path}", json=body, headers=headers) as reply:
@@ -520,6 +526,7 @@ async def test_a_session_whose_agent_the_client_starts(tmp_path: Path) -> None:
                 ("/v1/chat/completions", CHAT, {"X-Session-Id": "other"}),
                 ("/v1/chat/completions", CHAT, {}),
                 ("/v1/messages", MESSAGES | {"_proxy_session_id": "other"}, {}),
+                ("/v1/messages", MESSAGES | {"_proxy_session_id": "other", "deep": deep}, {}),
             ):
                 async with http.post(f"{url}/polar{path}", json=body, headers=headers) as reply:
                     assert (reply.status, "error" in await reply.json()) == (401, True), path

@@ -26,12 +26,14 @@ TIMES = {"init_time", "run_time", "eval_time", "others_time", "counted_elapsed",
 
 
 def masked(value: Any) -> Any:
-    """The value without what differs between two runs: times, and the ids of groups and sessions."""
+    """The value without what differs between two runs: times, the ids of groups and sessions, and the lines of a
+    traceback."""
     if isinstance(value, dict):
         return {name: 0.5 if name in TIMES and type(one) is float else masked(one) for name, one in value.items()}
     if isinstance(value, list):
         return [masked(one) for one in value]
     if isinstance(value, str):
+        value = re.sub(r"^Traceback \(most recent call last\):\n(  .*\n)+", "TRACEBACK\n", value, flags=re.MULTILINE)
         return re.sub(r"\b([gs])-[0-9a-f]{16}", r"\1-ID", value)
     return value
 

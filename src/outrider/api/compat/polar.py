@@ -17,13 +17,14 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from outrider.api.access import CREATED
-from outrider.api.compat.model_call import ModelCall
+from outrider.api.compat.gateway_call import GatewayCall
 from outrider.api.compat.polar_events import last_event_of, polar_events
 from outrider.api.compat.polar_request import (
     HARNESS_LABEL,
@@ -500,7 +501,7 @@ class PolarApi:
             body = await whole_body(request)
             in_body, body = await self._service.reader.offload(partial(_without_field, body, PROXY_SESSION))
             key = await self._key_of([in_body] if isinstance(in_body, str) else [], caller)
-        return ModelCall(self._gateway, f"/s/{key or 'unknown'}{path[path.index('/v1') :]}", body)
+        return GatewayCall(self._gateway, f"/s/{key or 'unknown'}{path[path.index('/v1') :]}", body)
 
     async def _key_of(self, names: Sequence[str], caller: Principal) -> str | None:
         """Return the credential of the first session among `names` whose agent runs elsewhere."""
@@ -603,12 +604,16 @@ def _field_of(body: bytes, name: str) -> Any:
 
 
 def _without_field(body: bytes, name: str) -> tuple[Any, bytes]:
-    """Return a field of a JSON object, and the object without the field. A body without the field is unchanged."""
+    """Return a field of a JSON object, and the object without the field, whose other values are unchanged to the byte.
+    A body without the field is returned as given."""
     if name.encode() not in body or (found := _field_of(body, name)) is None:
         return None, body
-    value = orjson.loads(body)
-    del value[name]
-    return found, orjson.dumps(value)
+    try:
+        values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None, body
+    del values[name]
+    return found, msgspec.json.encode(values)
 
 
 def _base(request: Request) -> str:

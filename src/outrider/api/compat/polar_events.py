@@ -45,7 +45,7 @@ async def last_event_of(service: Service, request: Request, caller: Principal) -
     given = request.headers.get(LAST_EVENT_ID)
     if given is None:
         return await service.store.last_event(tenant=caller.sees)
-    if not (given.isascii() and given.isdigit() and int(given) <= MAX_CURSOR):
+    if not (given.isascii() and given.isdigit() and len(given) <= 20 and int(given) <= MAX_CURSOR):
         raise InvalidField("must be the id of an event", field=LAST_EVENT_ID)
     return int(given)
 

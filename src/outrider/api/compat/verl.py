@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.api.access import CREATED
-from outrider.api.compat.model_call import ModelCall
+from outrider.api.compat.gateway_call import GatewayCall
 from outrider.api.compat.routes import CompatRoute
 from outrider.api.gateway import Gateway
 from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, OutriderError
@@ -151,7 +151,7 @@ class VerlProxy:
         """Pass a call to the model gateway, which streams, records and refuses it as any other."""
         session = await self._session(_sid(request), caller)
         key = self._service.store.session_key(session.id)
-        return ModelCall(self._gateway, f"/s/{key}/v1/chat/completions", None)
+        return GatewayCall(self._gateway, f"/s/{key}/v1/chat/completions", None)
 
     def refuse(self, why: str) -> Any:
         async def refusing(request: Request, caller: Principal) -> Response:

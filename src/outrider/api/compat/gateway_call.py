@@ -8,7 +8,7 @@ from outrider.api.gateway import Gateway
 from outrider.wire.http_server import Message, Receive, Scope, Send
 
 
-class ModelCall(Response):
+class GatewayCall(Response):
     """Replies to a model call by the model gateway, at `path`. `body` is the body, if it was read already."""
 
     def __init__(self, gateway: Gateway, path: str, body: bytes | None) -> None:
