@@ -19,7 +19,7 @@ from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
 from outrider.api.compat.routes import CompatRoute
 from outrider.api.gateway import Gateway
-from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, OutriderError
+from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, RequestError
 from outrider.lifecycle import SessionState
 from outrider.messages import Message, Role
 from outrider.service.principals import Principal
@@ -45,13 +45,6 @@ REFUSED = {
     "/api/v1/runs/async": "runs of Harbor tasks are not taken in this form: submit a Harbor task (docs/datasets.md)",
 }
 """Routes of the recipe that are refused, with the reason."""
-
-
-class NotTranslated(OutriderError):
-    """A route of the recipe that Outrider does not serve."""
-
-    code = "not_translated"
-    http_status = 501
 
 
 def routes(service: Service) -> list[CompatRoute]:
@@ -155,7 +148,7 @@ class VerlProxy:
 
     def refuse(self, why: str) -> Any:
         async def refusing(request: Request, caller: Principal) -> Response:
-            raise NotTranslated(why)
+            raise RequestError(why)
 
         return refusing
 
