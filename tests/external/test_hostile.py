@@ -1,0 +1,86 @@
+"""Sessions of agents that run elsewhere, with slow models, hostile callers and agent services that give odd states."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.service import say, scripted_engine
+
+from .test_remote import SECRET, submitted, with_agents
+from .world import Agent, Owner, elsewhere
+
+
+@pytest.mark.deep
+async def test_idle_time_begins_at_the_end_of_a_call(tmp_path: Path) -> None:
+    """A call that lasts longer than idle_seconds ends shortly before the clock is read."""
+    engine = scripted_engine(tmp_path, [{"reply": say("slow"), "stall": 1}])
+    async with elsewhere(tmp_path, engine=engine) as world:
+        opened = await world.owner.open(idle_seconds=1.0)
+        await asyncio.sleep(0.5)
+        asking = asyncio.create_task(world.agent(opened).ask("Slow?"))
+        await asyncio.sleep(1.2)
+        engine.release()
+        await asking
+        await asyncio.sleep(0.6)
+        assert (await world.owner.complete(opened, reward=1)).status_code == 200
+        assert (await world.owner.result(opened))["verdict"]["reward"] == 1
+
+
+async def test_a_huge_error_of_an_agent_service_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER_SECRET", SECRET)
+
+    async def fails(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+        return {"status": "failed", "error": "Authorization: Bearer sk-abcdefghijklmnopqrstuvwxyz " + "x" * 3_000_000}
+
+    async def odd(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+        await agent.ask("Hm.")
+        return {"status": "completed", "report": {"reward": 1, **{f"f{i}": i for i in range(50_000)}}}
+
+    for number, work in enumerate((fails, odd)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        async with with_agents(folder, work) as (_, world):
+            [session] = (await world.owner.done(await submitted(world, max_attempts=1)))["sessions"]
+            assert session["result"]["error"]["code"] == "remote_run_failed"
+            assert session["result"]["verdict"] is None
+            assert len(session["result"]["error"]["message"]) < 10_000
+            assert "sk-abcdef" not in json.dumps(session)
+
+
+@pytest.mark.parametrize("key", ["%ff%fe", "%ed%a0%80", "..%2f..%2f", "%00", "x" * 5000, "\u00e9"])
+async def test_odd_keys_are_refused(tmp_path: Path, key: str) -> None:
+    async with elsewhere(tmp_path) as world:
+        opened = await world.owner.open()
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        for text in (key, opened["key"] + key, opened["key"][:10] + key):
+            by_path = await world.http.post(f"{world.owner.url}/s/{text}/v1/chat/completions", json=body)
+            headers = {b"Authorization": b"Bearer " + text.encode()}
+            by_header = await world.http.post(f"{world.owner.url}/v1/chat/completions", headers=headers, json=body)
+            assert by_path.status_code in (401, 404)
+            assert by_header.status_code == 401
+
+
+async def test_a_session_key_is_no_control_token(tmp_path: Path) -> None:
+    token = "a-token-of-the-operator"
+    async with elsewhere(tmp_path, token=token) as world:
+        owner = Owner(world.http, world.owner.url, token)
+        opened = await owner.open()
+        id = opened["session"]["id"]
+        agent = Owner(world.http, world.owner.url, opened["key"])
+        for method, path in (
+            ("GET", "/sessions"),
+            ("GET", f"/sessions/{id}"),
+            ("GET", f"/sessions/{id}/turns"),
+            ("POST", f"/sessions/{id}/complete"),
+            ("POST", f"/sessions/{id}/reset"),
+            ("DELETE", f"/sessions/{id}"),
+            ("POST", "/sessions"),
+        ):
+            assert (await agent.call(method, path)).status_code == 401
+        for path in ("/sessions", f"/sessions/{id}", f"/sessions/{id}/turns"):
+            assert opened["key"] not in (await owner.call("GET", path)).text
