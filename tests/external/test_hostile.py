@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from support.service import say, scripted_engine
 
-from .test_remote import SECRET, submitted, with_agents
+from .test_remote import SECRET, declared, submitted, with_agents
 from .world import Agent, Owner, elsewhere
 
 
@@ -84,3 +85,29 @@ async def test_a_session_key_is_no_control_token(tmp_path: Path) -> None:
             assert (await agent.call(method, path)).status_code == 401
         for path in ("/sessions", f"/sessions/{id}", f"/sessions/{id}/turns"):
             assert opened["key"] not in (await owner.call("GET", path)).text
+
+
+async def test_no_run_is_started_after_its_cancellation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's time is over while the service, which is busy, is asked again and again to start the run."""
+    monkeypatch.setenv("CLUSTER_SECRET", SECRET)
+    methods: list[str] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        methods.append(request.method)
+        if request.method == "DELETE":
+            await asyncio.sleep(0.9)
+            methods.append("DELETED")
+        return web.Response(status=503)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with elsewhere(tmp_path, agents=declared(url)) as world:
+            await world.owner.done(await submitted(world, max_attempts=1, limits={"session_seconds": 0.05}))
+        assert methods == ["PUT", "DELETE", "DELETED"]
+    finally:
+        await runner.cleanup()

@@ -257,8 +257,9 @@ class ExternalSessions:
                 if following.done() and following.result() is None:
                     return await waiting
                 if not following.done():  # somebody else has completed the session, or its clock has ended it
+                    following.cancel()  # before the run is cancelled: a late PUT would start the run again
+                    await asyncio.wait({following})
                     await run.cancel()
-                    following.cancel()
                     return await waiting
                 waiting.cancel()
                 return following.result()
