@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from outrider.errors import InvalidField
+from outrider.service.admission import parse_body
+from outrider.spec import ReportSpec
 from support.service import say, scripted_engine
 
 from .test_remote import SECRET, declared, submitted, with_agents
@@ -111,3 +114,10 @@ async def test_no_run_is_started_after_its_cancellation(tmp_path: Path, monkeypa
         assert methods == ["PUT", "DELETE", "DELETED"]
     finally:
         await runner.cleanup()
+
+
+def test_a_report_may_have_a_reward_for_each_of_many_turns() -> None:
+    body = {"reward": 1, "turns": {str(index): 0.5 for index in range(5_000)}, "rows": {"0": 1}}
+    assert len(parse_body(ReportSpec, json.dumps(body).encode()).turns) == 5_000
+    with pytest.raises(InvalidField, match="no object has more than 1024"):
+        parse_body(ReportSpec, json.dumps({"reward": 1, "metrics": body["turns"]}).encode())
