@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from outrider.client.client import Client
 from outrider.errors import InvalidField
 from outrider.service.admission import parse_body
 from outrider.spec import ReportSpec
@@ -121,3 +122,17 @@ def test_a_report_may_have_a_reward_for_each_of_many_turns() -> None:
     assert len(parse_body(ReportSpec, json.dumps(body).encode()).turns) == 5_000
     with pytest.raises(InvalidField, match="no object has more than 1024"):
         parse_body(ReportSpec, json.dumps({"reward": 1, "metrics": body["turns"]}).encode())
+
+
+async def test_the_error_of_a_block_that_does_not_await_is_reported(tmp_path: Path) -> None:
+    async with elsewhere(tmp_path) as world:
+
+        def fails() -> None:
+            with Client(world.owner.url) as client, client.external_session():
+                raise RuntimeError("its disk is full")
+
+        with pytest.raises(RuntimeError, match="its disk is full"):
+            await asyncio.to_thread(fails)
+        [session] = (await world.owner.call("GET", "/sessions")).json()["sessions"]
+        [done] = (await world.owner.done(session["group_id"]))["sessions"]
+        assert "RuntimeError: its disk is full" in done["result"]["error"]["message"]
