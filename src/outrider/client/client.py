@@ -917,7 +917,13 @@ class Client:
     ) -> Iterator[BlockingExternalSession]:
         """See `AsyncClient.external_session`."""
         with self.open(self.asynchronous.external_session(session)) as opened:
-            yield BlockingExternalSession(self, opened)
+            try:
+                yield BlockingExternalSession(self, opened)
+            except BaseException as error:  # `open` does not pass the error of the block on
+                if not opened.completed:
+                    with suppress(OutriderError):
+                        self.run(opened.complete(error=f"{type(error).__name__}: {error}"))
+                raise
 
     submit = _blocking(AsyncClient.submit)
     regrade = _blocking(AsyncClient.regrade)

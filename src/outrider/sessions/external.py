@@ -257,8 +257,9 @@ class ExternalSessions:
                 if following.done() and following.result() is None:
                     return await waiting
                 if not following.done():  # somebody else has completed the session, or its clock has ended it
+                    following.cancel()  # before the run is cancelled: a late PUT would start the run again
+                    await asyncio.wait({following})
                     await run.cancel()
-                    following.cancel()
                     return await waiting
                 waiting.cancel()
                 return following.result()
@@ -415,6 +416,7 @@ class _LiveSession:
         whole = Budget(limits.session_seconds, self._stalled_seconds)
         while True:
             idle, calls = Budget(elsewhere.idle_seconds, self._stalled_seconds), self.calls
+            busy = self._all.under_way > 0  # a call that began earlier ends in this span: the span is not idle
             try:
                 async with whole.spend(), idle.spend():
                     await self.ended.wait()
@@ -425,7 +427,7 @@ class _LiveSession:
                         f"nobody completed the session within its session_seconds, {limits.session_seconds:g} s",
                         hint="complete the session, or raise limits.session_seconds",
                     )
-                if calls == self.calls and not self._all.under_way:
+                if calls == self.calls and not busy and not self._all.under_way:
                     return AgentFailed(
                         f"nobody completed the session, and no model call came for {elsewhere.idle_seconds:g} s",
                         hint="complete the session, or raise idle_seconds",
