@@ -86,8 +86,9 @@ async def test_sessions_under_way_end_before_a_stopped_service_does(tmp_path: Pa
     async with serving_a_slow_agent(tmp_path) as (process, client, group_id):
         process.terminate()
         await until_stopping(process)
-        with pytest.raises(ServiceStopping):
-            await client._call("GET", "/readyz", ServiceStatus)
+        async with AsyncClient(client.url, patience=0) as impatient:
+            with pytest.raises(ServiceStopping):
+                await impatient._call("GET", "/readyz", ServiceStatus)
         begun = sum(session.state != "queued" for session in (await client.group(group_id)).sessions)
         later = await client.submit({"task": tomllib.loads(TRUSTED)})
         (tmp_path / "gate").touch()
