@@ -18,6 +18,7 @@ from cli.world import program
 from outrider.engines.base import EngineOptions
 from outrider.lab.fakes.engine_servers import engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from support.service import say
 from support.tokenizer import write_tokenizer
 
 from .agents import QUESTIONS, SCRIPT
@@ -31,7 +32,7 @@ SIZE = 16
 async def engine_server(tmp_path: Path, **options: Any) -> AsyncIterator[tuple[ScriptedEngine, str]]:
     """An engine that outlives the service."""
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
-    engine = ScriptedEngine(EngineOptions(name="e", tokenizer=tokenizer, options={"replies": SCRIPT, **options}))
+    engine = ScriptedEngine(EngineOptions(name="e", tokenizer=tokenizer, options={"replies": SCRIPT} | options))
     async with serving(engine_app(engine)) as url:
         yield engine, url
 
@@ -79,6 +80,32 @@ async def test_a_report_outlives_the_service(tmp_path: Path) -> None:
             assert (await world.owner.complete(opened, reward=0.5)).status_code == 200
         async with on_engine(tmp_path, url) as world:
             assert (await world.owner.result(opened))["verdict"]["reward"] == 0.5
+
+
+async def test_a_failed_call_outlives_the_service(tmp_path: Path) -> None:
+    """A restart does not turn a session whose last call failed into one with a reward."""
+    breaks = {"when": "Break!", "reply": say("some words and more"), "fail": "unavailable", "after": 2}
+    async with engine_server(tmp_path, replies=[breaks, {"when": "Well?", "reply": say("well")}]) as (_, url):
+        async with on_engine(tmp_path, url) as world:
+            failed, recovers, reported = [await world.owner.open() for _ in range(3)]
+            for opened in (failed, recovers, reported):
+                reply = await world.agent(opened).post([{"role": "user", "content": "Break!"}])
+                assert reply.status_code in (502, 503)
+            world.service.external.note_report = lambda session_id: None  # type: ignore[method-assign]  # as if killed
+            assert (await world.owner.complete(reported, reward=0.5)).status_code == 200
+        async with on_engine(tmp_path, url) as world:
+            for opened in (failed, recovers):
+                await world.owner.open(group_id=opened["session"]["group_id"])
+            recovers["base_url"] = f"{world.owner.url}/s/{recovers['key']}"
+            await world.agent(recovers).ask("Well?")
+        async with on_engine(tmp_path, url) as world:
+            for opened in (failed, recovers):
+                await world.owner.open(group_id=opened["session"]["group_id"])
+                assert (await world.owner.complete(opened, reward=0.5)).status_code == 200
+            for opened in (failed, reported):
+                result = await world.owner.result(opened)
+                assert (result["verdict"], result["error"]["boundary"]) == (None, "engine")
+            assert (await world.owner.result(recovers))["verdict"]["reward"] == 0.5
 
 
 async def test_a_call_before_the_session_runs_again_is_told_to_come_back(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ async def test_a_prompt_that_extends_a_restored_record_is_appended(tmp_path: Pat
         await world.ask(USER, hello, USER)
         before = world.conversation
         world.conversation = world._new()
-        await world.conversation.resume(list(turns))
+        await world.conversation.resume(list(turns), [])
         assert world.conversation.turns == world.conversation.replies == 2
         await world.ask(USER, hello, USER, hello, USER)
         await before.close()

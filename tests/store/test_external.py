@@ -83,6 +83,20 @@ async def test_a_report_is_stored_once(store: Store) -> None:
         await store.add_report("g.1", b"{}")
 
 
+async def test_failed_calls_are_kept_until_the_agent_starts_over(store: Store) -> None:
+    await submit(store, group_row())
+    await start(store, "g.0")
+    assert await store.failed_calls("g.0") == {}
+    await store.keep_failed_calls("g.0", 1, b"[1]")
+    await store.keep_failed_calls("g.0", 1, b"[2]")
+    await store.keep_failed_calls("g.0", 1, b"[3]", model="judge")
+    assert await store.failed_calls("g.0") == {None: b"[2]", "judge": b"[3]"}
+    with pytest.raises(Conflict):
+        await store.keep_failed_calls("g.0", 2, b"[]")
+    await store.drop_turns("g.0", 1)
+    assert await store.failed_calls("g.0") == {}
+
+
 async def test_a_session_that_is_done_takes_no_report(store: Store) -> None:
     await submit(store, group_row())
     await start(store, "g.0")

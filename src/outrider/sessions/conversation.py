@@ -24,9 +24,11 @@ from outrider.errors import (
     EngineError,
     EngineRejected,
     EngineSilent,
+    ErrorRecord,
     OutriderError,
     RequestError,
     ServiceError,
+    error_from,
 )
 from outrider.lifecycle import StopReason
 from outrider.media import ReadableMessages
@@ -75,9 +77,16 @@ class RunEnded(RequestError):
     http_status = 410
 
 
+class FailedCall(msgspec.Struct, frozen=True):
+    """A failed call as data. `tools` is True if the call is known to have offered tools."""
+
+    error: ErrorRecord
+    tools: bool
+
+
 class _Failed(msgspec.Struct, frozen=True):
-    """A failed call. `begun` is the number of calls that had begun when the call failed. `tools` is True if the call is
-    known to have offered tools."""
+    """A failed call. `begun` is the number of calls that had begun when the call failed. `tools` is as in
+    `FailedCall`."""
 
     error: OutriderError
     begun: int
@@ -97,23 +106,34 @@ class FailedCalls:
 
     def __init__(self) -> None:
         self._begun = 0
-        self._failed: list[_Failed] = []
+        self._failed: tuple[_Failed, ...] = ()
 
     def begin(self) -> int:
         """Return the number of a call that begins now."""
         self._begun += 1
         return self._begun
 
-    def ended(self, number: int, *, tools: bool, error: OutriderError | None = None) -> None:
+    def ended(self, number: int, *, tools: bool, error: OutriderError | None = None) -> bool:
         """Record that a call succeeded, or failed with `error`. `tools` is True if the call is known to have offered
-        tools."""
-        self._failed = [one for one in self._failed if number <= one.begun or (one.tools and not tools)]
+        tools. Returns True if the record has changed."""
+        before = self._failed
+        self._failed = tuple(one for one in before if number <= one.begun or (one.tools and not tools))
         if error is not None:
-            self._failed.append(_Failed(error, self._begun, tools))
+            self._failed += (_Failed(error, self._begun, tools),)
+        return self._failed != before
 
     def clear(self) -> None:
         """Clear the record, because another step of the task begins."""
-        self._failed.clear()
+        self._failed = ()
+
+    def resume(self, failed: Sequence[FailedCall]) -> None:
+        """Continue the record of an earlier attempt. Every call of this attempt begins after these failures."""
+        self._failed = tuple(_Failed(error_from(one.error), 0, one.tools) for one in failed)
+
+    @property
+    def recorded(self) -> list[FailedCall]:
+        """The failed calls for which no later call has made up."""
+        return [FailedCall(one.error.record(), one.tools) for one in self._failed]
 
     @property
     def error(self) -> OutriderError | None:
@@ -130,6 +150,9 @@ class Conversation:
     that was admitted.
 
     `step` is the index of the task's current step, and `step_turns` the number of its turns.
+
+    `keep_failed` stores the failed calls for which no later call has made up. It is awaited whenever these change,
+    before the client gets the error or the end of the reply.
 
     `broken` is the error that caused a turn to be missing from the record, or None. When `broken` is set, `on_broken`
     is called, and later calls are refused. `hung_up` is True if a client gave up a call before the run ended. `frozen`
@@ -151,6 +174,7 @@ class Conversation:
         sample_index: int = 0,
         on_limit: Callable[[], None] | None = None,
         on_broken: Callable[[], None] | None = None,
+        keep_failed: Callable[[list[FailedCall]], Awaitable[None]] | None = None,
         frozen: str | None = None,
         overdue: Overdue | None = None,
     ) -> None:
@@ -177,6 +201,7 @@ class Conversation:
         self._record = record
         self._on_limit = on_limit
         self._on_broken = on_broken
+        self._keep_failed = keep_failed
         self._calls: set[asyncio.Task[object]] = set()
         self._without_turn: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
@@ -188,10 +213,10 @@ class Conversation:
         """For each call whose request is still being received or read, the result of `_waited` at the beginning of the
         call."""
 
-    async def resume(self, turns: Sequence[Turn]) -> None:
+    async def resume(self, turns: Sequence[Turn], failed: Sequence[FailedCall]) -> None:
         """Continue the conversation of an earlier attempt. `turns` are the stored turns of this attempt, which has
-        taken them over, in the order of their index and with the bytes of their images. Call this before the first
-        call."""
+        taken them over, in the order of their index and with the bytes of their images. `failed` are the failed calls
+        that `keep_failed` has stored. Call this before the first call."""
         exact = [turn for turn in turns if turn.mode is TokenMode.TOKENS]
         await self.backend.offload.run_steps(self.tree.restore(exact))
         captured = [turn for turn in turns if turn.mode is not TokenMode.TOKENS]
@@ -200,6 +225,7 @@ class Conversation:
         self._allowance.resume(sum(len(turn.output_ids) // 4 for turn in turns))
         self.turns = self.step_turns = self._sampled_calls = len(turns)
         self.replies = sum(turn.reply is not None for turn in turns)
+        self._failed.resume(failed)
 
     async def capacity(self) -> BodyCapacity:
         """Return the limits of a call's body. Raises RunEnded and EngineError."""
@@ -215,7 +241,7 @@ class Conversation:
             with self._may_be_given_up():
                 return await body.received(parts, self.capacity)
         except EngineError as error:
-            self._failed.ended(number, tools=False, error=error)
+            await self._ended(number, tools=False, error=error)
             raise
 
     async def read(self, received: bytes, dialect: Dialect, call: WireCall) -> ModelRequest:
@@ -231,7 +257,7 @@ class Conversation:
                 async with self._reading:
                     return await self.backend.offload.run_steps(_parsing(dialect, call, received, memory, capacity))
         except EngineError as error:
-            self._failed.ended(number, tools=False, error=error)
+            await self._ended(number, tools=False, error=error)
             raise
 
     async def count(self, request: ModelRequest) -> int:
@@ -302,11 +328,11 @@ class Conversation:
             # quote this turn.
             await self._store(call.commit())
             self.replies += 1
-            self._failed.ended(number, tools=tools)
+            await self._ended(number, tools=tools)
             yield [call.completion()]
         except EngineRejected as error:
             if not client_may_be_at_fault(request):
-                self._failed.ended(number, tools=tools, error=error)
+                await self._ended(number, tools=tools, error=error)
                 raise
             raise RequestError(error.message, hint=error.hint, field=error.field) from error
         except asyncio.CancelledError:
@@ -314,7 +340,7 @@ class Conversation:
             raise
         except (RequestError, EngineError) as error:
             if isinstance(error, EngineError):
-                self._failed.ended(number, tools=tools, error=error)
+                await self._ended(number, tools=tools, error=error)
             elif isinstance(error, LimitReached):
                 self.limit = error.reason
             raise
@@ -541,6 +567,14 @@ class Conversation:
         except Exception as error:  # handled here, because a cancelled caller gets CancelledError instead of the error
             self._mark_broken(error)
             raise
+
+    async def _ended(self, number: int, *, tools: bool, error: OutriderError | None = None) -> None:
+        """Record the end of a call, as `FailedCalls.ended` does."""
+        if self._failed.ended(number, tools=tools, error=error) and self._keep_failed is not None:
+            try:
+                await self._keep_failed(self._failed.recorded)
+            except Exception as failure:  # an error of the store
+                raise self._mark_broken(failure) from failure
 
     def _mark_broken(self, error: Exception) -> OutriderError:
         """Record that a turn is missing because of `error`. Later calls are refused, and the attempt fails. Returns the

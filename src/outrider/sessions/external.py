@@ -48,7 +48,7 @@ from outrider.sessions.attempt import Attempt, AttemptStore, Node, NodeLost, ses
 from outrider.sessions.blame import Cause, End, Facts, Stage, decide
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.clock import Budget, Stopwatch
-from outrider.sessions.conversation import Conversation, RunEnded, overdue_error
+from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, overdue_error
 from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.models import SessionModels
 from outrider.sessions.remote_runs import AgentServices, RemoteRun, RemoteRunFailed, RunRequest, archive_of, has_files
@@ -88,6 +88,10 @@ class ExternalStore(AttemptStore, Protocol):
     async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]: ...
     async def drop_turns(self, session_id: str, attempt: int) -> None: ...
     async def drop_earlier_turns(self, session_id: str, attempt: int) -> None: ...
+    async def keep_failed_calls(
+        self, session_id: str, attempt: int, calls: bytes, *, model: str | None = None
+    ) -> None: ...
+    async def failed_calls(self, session_id: str) -> dict[str | None, bytes]: ...
     async def report(self, session_id: str) -> bytes | None: ...
     async def session(self, session_id: str) -> SessionRow: ...
     async def add_report(self, session_id: str, report: bytes) -> None: ...
@@ -375,6 +379,7 @@ class _LiveSession:
                 sampling=task.sampling if frozen is None else SamplingSpec(),
                 history=task.history,
                 record=partial(self._store.add_turn, session.id, session.attempt, model=model),
+                keep_failed=partial(self._keep_failed, model),
                 frozen=model,
                 on_broken=self.ended.set,
                 overdue=self._overdue,
@@ -388,10 +393,17 @@ class _LiveSession:
     async def resume(self) -> None:
         """Continue the session's earlier attempts."""
         session = self.attempt.session
-        await self._policy.resume(await self._store.continue_turns(session.id, session.attempt))
-        for name, turns in (await self._store.frozen_turns(session.id, session.attempt)).items():
-            if name in self._all.frozen:
-                await self._all.frozen[name].resume(turns)
+        stored = await self._store.failed_calls(session.id)
+        failed = {model: msgspec.json.decode(calls, type=list[FailedCall]) for model, calls in stored.items()}
+        turns = await self._store.continue_turns(session.id, session.attempt)
+        await self._policy.resume(turns, failed.get(None, ()))
+        frozen_turns = await self._store.frozen_turns(session.id, session.attempt)
+        for name, conversation in self._all.frozen.items():
+            await conversation.resume(frozen_turns.get(name, ()), failed.get(name, ()))
+
+    async def _keep_failed(self, model: str | None, failed: list[FailedCall]) -> None:
+        session = self.attempt.session
+        await self._store.keep_failed_calls(session.id, session.attempt, msgspec.json.encode(failed), model=model)
 
     async def reset(self) -> None:
         async with self._resetting:

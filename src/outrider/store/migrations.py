@@ -224,6 +224,14 @@ MIGRATIONS: Migrations = (
         "ALTER TABLE groups ADD COLUMN harness TEXT NOT NULL DEFAULT ''",
         # A row is the report that completes a session whose agent runs elsewhere.
         "CREATE TABLE session_reports (session_id TEXT PRIMARY KEY REFERENCES sessions (id), report {blob} NOT NULL)",
+        # `calls` are the failed calls of a model for which no later call has made up, JSON. `model` is empty for the
+        # policy.
+        """CREATE TABLE failed_calls (
+            session_id TEXT NOT NULL REFERENCES sessions (id),
+            model TEXT NOT NULL,
+            calls {blob} NOT NULL,
+            PRIMARY KEY (session_id, model)
+        )""",
     ),
     (
         # `translator` is the name of the system whose client submitted the group, NULL for Outrider's own clients. If

@@ -537,20 +537,21 @@ class Store:
         return await self.turns(session_id, attempt, images=True)
 
     async def drop_earlier_turns(self, session_id: str, attempt: int) -> None:
-        """Delete the turns and the report of the session's earlier attempts, because the agent of this attempt starts
-        anew."""
+        """Delete the turns, the report and the failed calls of the session's earlier attempts, because the agent of
+        this attempt starts anew."""
 
         async def body(tx: Connection) -> None:
             await _under_way(tx, session_id, attempt)
             for table in TURN_TABLES:
                 await tx.execute(f"DELETE FROM {table} WHERE session_id = ? AND attempt < ?", (session_id, attempt))
-            await tx.execute("DELETE FROM session_reports WHERE session_id = ?", (session_id,))
+            for table in ("session_reports", "failed_calls"):
+                await tx.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
 
         await self._db.write(body)
 
     async def drop_turns(self, session_id: str, attempt: int) -> None:
-        """Delete the turns of an attempt under way, because its agent starts over. Raises Conflict if the session was
-        completed."""
+        """Delete the turns and the failed calls of an attempt under way, because its agent starts over. Raises Conflict
+        if the session was completed."""
 
         async def body(tx: Connection) -> None:
             session = await _under_way(tx, session_id, attempt)
@@ -562,10 +563,29 @@ class Store:
                     for table in TURN_TABLES
                 ]
             )
+            await tx.execute("DELETE FROM failed_calls WHERE session_id = ?", (session_id,))
             data = {"attempt": attempt, "turns": dropped}
             await self._add_event(tx, EventKind.SESSION_RESET, session.group_id, session_id, data)
 
         await self._db.write(body)
+
+    async def keep_failed_calls(self, session_id: str, attempt: int, calls: bytes, *, model: str | None = None) -> None:
+        """Store the failed calls of a session's policy or frozen model, for which no later call has made up: a JSON
+        array of `FailedCall`. Replaces those stored before. Raises Conflict if the attempt is not under way."""
+        sql = """INSERT INTO failed_calls (session_id, model, calls) VALUES (?, ?, ?)
+            ON CONFLICT (session_id, model) DO UPDATE SET calls = excluded.calls"""
+
+        async def body(tx: Connection) -> None:
+            await _under_way(tx, session_id, attempt)
+            await tx.execute(sql, (session_id, model or "", calls))
+
+        await self._db.write(body)
+
+    async def failed_calls(self, session_id: str) -> dict[str | None, bytes]:
+        """Return what `keep_failed_calls` has stored for a session, by model; None is the policy."""
+        sql = "SELECT model, calls FROM failed_calls WHERE session_id = ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
+        return {model or None: bytes(calls) for model, calls in found}
 
     async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
         """Store the report that completes a session, JSON. Repeating the call with equal content changes nothing.
