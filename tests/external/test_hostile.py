@@ -13,10 +13,11 @@ from aiohttp import web
 from outrider.client.client import Client
 from outrider.errors import InvalidField
 from outrider.service.admission import parse_body
+from outrider.service.scheduler import EXTERNAL_AT_ONCE
 from outrider.spec import ReportSpec
 from support.service import say, scripted_engine
 
-from .test_remote import SECRET, declared, submitted, with_agents
+from .test_remote import SECRET, declared, submitted, until, with_agents
 from .world import Agent, Owner, elsewhere
 
 
@@ -136,3 +137,42 @@ async def test_the_error_of_a_block_that_does_not_await_is_reported(tmp_path: Pa
         [session] = (await world.owner.call("GET", "/sessions")).json()["sessions"]
         [done] = (await world.owner.done(session["group_id"]))["sessions"]
         assert "RuntimeError: its disk is full" in done["result"]["error"]["message"]
+
+
+async def test_a_key_that_cannot_be_sent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER_SECRET", SECRET)
+    monkeypatch.setenv("CLUSTER_KEY", "two\nlines-of-a-key")
+
+    async def unused(agent: Agent, run: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("the run was started")
+
+    async with with_agents(tmp_path, unused, key_variable="CLUSTER_KEY") as (_, world):
+        [session] = (await world.owner.done(await submitted(world, max_attempts=1)))["sessions"]
+        assert (session["result"]["error"]["code"], session["result"]["verdict"]) == ("remote_run_failed", None)
+
+
+async def test_many_opened_sessions_do_not_hold_up_other_work(tmp_path: Path) -> None:
+    async with elsewhere(tmp_path) as world:
+        scheduler = world.service.scheduler
+        started: list[str] = []
+        start = scheduler._start
+
+        async def noted(chores: Any, session: Any, *, reserved: bool) -> bool:
+            started.append(session.bucket)
+            return await start(chores, session, reserved=reserved)
+
+        scheduler._start = noted  # type: ignore[method-assign]
+        task = {"instruction": "x", "harness": {"external": {}}, "evaluator": {"kind": "reported"}}
+        ordinary = {
+            "instruction": "x",
+            "harness": {"agent": "tools"},
+            "runtime": {"kind": "memory"},
+            "evaluator": {"kind": "command", "run": "true"},
+        }
+        many = await world.owner.call("POST", "/groups", {"task": task, "n": 200})
+        other = await world.owner.call("POST", "/groups", {"task": ordinary, "n": 1})
+        assert (many.status_code, other.status_code) == (201, 201), (many.text, other.text)
+        await world.owner.done(other.json()["id"])
+        position = next(place for place, bucket in enumerate(started) if bucket != started[0])
+        assert position <= 2 * EXTERNAL_AT_ONCE
+        await until(lambda: len(started) == 201)

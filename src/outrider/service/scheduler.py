@@ -65,6 +65,9 @@ EXPIRED = ErrorRecord(
     hint="serve with more lanes or nodes, or submit it again with more time or a higher priority",
 )
 
+EXTERNAL_AT_ONCE = 32
+"""Maximum number of external sessions that are started before sessions of other kinds get their turn."""
+
 LOOK_SECONDS = 30.0
 """Maximum seconds between two reads of the queue. The queue is read even without an event, because the system clock,
 which decides when sessions are due, may be set back during a wait."""
@@ -231,7 +234,11 @@ class Scheduler:
         )
         for kind, free in passes:
             passed: set[str] = set()  # buckets whose next session fits on no node now
+            started = 0
             while not self.stopping and (slots := free()):
+                if kind is QueueKind.EXTERNAL and (slots := min(slots, EXTERNAL_AT_ONCE - started)) <= 0:
+                    self._work.set()  # go on after the sessions of other kinds
+                    break
                 now = time.time()
                 queued = await self._store.queued(
                     slots,
@@ -246,6 +253,7 @@ class Scheduler:
                 for session in queued:
                     if self.stopping or session.bucket in passed:
                         continue
+                    started += 1
                     if not await self._start(chores, session, reserved=kind is QueueKind.EVALUATION):
                         passed.add(session.bucket)
         # Nothing calls `wake` when a session becomes due, so the caller must look again at the returned time.

@@ -310,6 +310,8 @@ class ExternalSessions:
             return RemoteRunFailed(f"the report of the run does not fit the session: {error.message}", hint=error.hint)
         except OutriderError as error:
             return error
+        except (OSError, ValueError) as error:  # a file or a variable of the task or the settings cannot be used
+            return RemoteRunFailed(f"the run could not be started: {error}")
         finally:
             if await self._store.report(session.id) is not None:
                 live.ended.set()
