@@ -130,7 +130,7 @@ async def test_the_error_of_a_block_that_does_not_await_is_reported(tmp_path: Pa
 
         def fails() -> None:
             with Client(world.owner.url) as client, client.external_session():
-                raise RuntimeError("its disk is full")
+                raise RuntimeError("its disk is full \udcff" + "x" * 2_000_000)
 
         with pytest.raises(RuntimeError, match="its disk is full"):
             await asyncio.to_thread(fails)

@@ -45,6 +45,7 @@ from outrider.concurrency.loop_thread import LoopThread
 from outrider.concurrency.retries import RetryPolicy
 from outrider.environment import DEFAULT_URL
 from outrider.errors import (
+    MAX_TEXT,
     UNREADABLE,
     Busy,
     ErrorRecord,
@@ -54,6 +55,7 @@ from outrider.errors import (
     ServiceError,
     ServiceUnusable,
     error_from,
+    storable,
 )
 from outrider.lifecycle import GroupState
 from outrider.messages import Image, image_from_bytes
@@ -454,13 +456,9 @@ class AsyncClient:
         try:
             yield opened
         except BaseException as error:
-            if not opened.completed:
-                # The error of the block is raised, whatever becomes of the report: a session that nobody completes
-                # ends as an error by its own clock.
-                with suppress(OutriderError):
-                    await opened.complete(error=f"{type(error).__name__}: {error}")
+            await opened.fail(error)
             raise
-        if not opened.completed:
+        if not opened.completed and not opened.failed:
             await opened.complete(error="the block ended without a completion")
 
     async def samples(self, session_id: str) -> tuple[Sample, ...]:
@@ -801,6 +799,8 @@ class ExternalSession:
         self.variables = opened.variables
         self.completed = False
         """True once a report was accepted."""
+        self.failed = False
+        """True once `fail` was called."""
 
     async def complete(self, **report: Any) -> SessionView:
         """Complete the session with the fields of a `ReportSpec`: `reward`, `metrics`, `reason`, `turns`, `rows`,
@@ -809,6 +809,14 @@ class ExternalSession:
         done = await patiently(lambda: self._client.complete_session(self.id, report))
         self.completed = True
         return done
+
+    async def fail(self, error: BaseException) -> None:
+        """Report an error, unless the session is completed. Raises nothing: the caller is about to raise `error`, and a
+        session without a report ends as an error by its own clock."""
+        self.failed = True
+        if not self.completed:
+            with suppress(OutriderError):
+                await self.complete(error=storable(f"{type(error).__name__}: {error}")[:MAX_TEXT])
 
     async def reset(self) -> None:
         """Drop the turns, because the agent starts over."""
@@ -920,9 +928,7 @@ class Client:
             try:
                 yield BlockingExternalSession(self, opened)
             except BaseException as error:  # `open` does not pass the error of the block on
-                if not opened.completed:
-                    with suppress(OutriderError):
-                        self.run(opened.complete(error=f"{type(error).__name__}: {error}"))
+                self.run(opened.fail(error))
                 raise
 
     submit = _blocking(AsyncClient.submit)
