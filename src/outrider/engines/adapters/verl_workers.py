@@ -23,7 +23,7 @@ from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable,
 from outrider.messages import Message, Role, ToolCall
 from outrider.trajectory import LogprobKind, TokenMode
 
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "top_k": -1,
     "min_p": 0.0,
     "seed": None,
