@@ -25,6 +25,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "scripted": "outrider.lab.fakes.scripted_engine:ScriptedEngine",
         "sglang": "outrider.engines.adapters.sglang:SGLangEngine",
         "sglang-router": "outrider.engines.adapters.router:SGLANG_ROUTER",
+        "verl-workers": "outrider.engines.adapters.verl_workers:VerlWorkersEngine",
         "vllm": "outrider.engines.adapters.vllm:VLLMEngine",
         "vllm-router": "outrider.engines.adapters.router:VLLM_ROUTER",
     },

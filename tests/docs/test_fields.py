@@ -180,7 +180,17 @@ def test_engines_has_every_field_and_kind() -> None:
     assert written(reply) == struct_fields(ScriptedReply)
     (kinds,) = page("docs/engines.md").tables("Kind")
     routers = ["vllm-router", "sglang-router"]
-    assert listed(kinds) == ["vllm", "sglang", "openai", "embedded", "relay", "prorl", *routers, "scripted"]
+    assert listed(kinds) == [
+        "vllm",
+        "sglang",
+        "openai",
+        "embedded",
+        "relay",
+        "verl-workers",
+        "prorl",
+        *routers,
+        "scripted",
+    ]
     assert set(listed(kinds)) == set(names("engine"))
 
 

@@ -19,7 +19,7 @@ from fastapi.routing import APIWebSocketRoute
 
 from outrider.api import delivery, engines, files, groups, nodes, policy, relay, sessions, tokens
 from outrider.api.access import AccessControl, check_address
-from outrider.api.compat.routes import compat_routes
+from outrider.api.compat.routes import compat_routes, compat_sockets
 from outrider.api.control_replies import bad_query, outrider_error, unknown_route
 from outrider.api.gateway import Gateway
 from outrider.api.gateway_server import HttpServer, listener_at, running, serving_gateway, url_of
@@ -65,8 +65,16 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         url = url_of(outside, tls=tls is not None)
         share = shares(raise_limit())
         gateway = Gateway(_AllSessions(node, service.external), calls=share.session)
+        others = compat_sockets(service, config.compat)
+        app = control_app(service)
+        app.router.routes += [route for route, _ in others]
         control = AccessControl(
-            control_app(service), service.tokens, service.audit, calls=share.token, websockets=WEBSOCKETS, roles=ROLES
+            app,
+            service.tokens,
+            service.audit,
+            calls=share.token,
+            websockets=(*WEBSOCKETS, *(route for route, _ in others)),
+            roles=ROLES | {f"WEBSOCKET {route.path}": role for route, role in others},
         )
 
         async def root(scope: Scope, receive: Receive, send: Send) -> None:

@@ -180,18 +180,19 @@ async def test_the_codes_of_the_contract(tmp_path: Path) -> None:
         assert (await client.ask("POST", "/api/v1/runs", {}))[0] == 400
         assert (await client.ask("GET", "/training/timing/1/2"))[0] == 400
         assert (await client.ask("POST", "/sessions/a%20b"))[0] == 422
+        assert (await client.ask("POST", "/sessions/s"))[0] == 422, "its first chat path is a path of the gateway"
 
 
 async def test_a_stream_and_a_hang_up(tmp_path: Path) -> None:
     async with recipe(tmp_path) as (client, url):
-        await client.status("POST", "/sessions/s", "created")
+        await client.status("POST", "/sessions/t", "created")
         body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "Where is it?"}]}
-        async with client.http.post(f"{url}/s1/v1/chat/completions", json=body) as reply:
+        async with client.http.post(f"{url}/t1/v1/chat/completions", json=body) as reply:
             assert reply.status == 404
-        async with client.http.post(f"{url}/verl/s/v1/chat/completions", json=body) as reply:
+        async with client.http.post(f"{url}/verl/t/v1/chat/completions", json=body) as reply:
             text = (await reply.read()).decode()
         assert text.endswith("data: [DONE]\n\n")
-        assert len((await client.record("s")).turns) == 1
+        assert len((await client.record("t")).turns) == 1
 
 
 async def test_sessions_belong_to_a_tenant(tmp_path: Path) -> None:

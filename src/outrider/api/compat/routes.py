@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import msgspec
+from fastapi import WebSocket
+from fastapi.routing import APIWebSocketRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -47,6 +49,33 @@ def compat_routes(service: Service, names: Sequence[str]) -> Iterator[Route]:
             for prefix in (f"/{name}", "") if number == 0 else (f"/{name}",):
                 path = f"{prefix}{route.path}"
                 yield Route(path, _endpoint(route, f"{route.method} {path}"), methods=[route.method])
+
+
+class CompatSocket(NamedTuple):
+    """A WebSocket route of another system. `serve` accepts the connection, and returns when the connection ends."""
+
+    path: str
+    role: Role
+    serve: Callable[[Service, WebSocket], Awaitable[None]]
+
+
+def compat_sockets(service: Service, names: Sequence[str]) -> list[tuple[APIWebSocketRoute, Role]]:
+    """Return the WebSocket routes of the systems `names` whose modules have a tuple SOCKETS, with their roles."""
+    found: list[tuple[APIWebSocketRoute, Role]] = []
+    for number, name in enumerate(names):
+        sockets: Sequence[CompatSocket] = getattr(import_module(f"outrider.api.compat.{name}"), "SOCKETS", ())
+        for socket in sockets:
+            for prefix in (f"/{name}", "") if number == 0 else (f"/{name}",):
+                found.append((APIWebSocketRoute(f"{prefix}{socket.path}", _socket(service, socket)), socket.role))
+    return found
+
+
+def _socket(service: Service, socket: CompatSocket) -> Callable[[WebSocket], Awaitable[None]]:
+    async def serve(websocket: WebSocket) -> None:
+        await socket.serve(service, websocket)
+
+    serve.__annotations__["websocket"] = WebSocket  # FastAPI reads the annotation, which is a string here
+    return serve
 
 
 def _endpoint(route: CompatRoute, called: str) -> Callable[[Request], Awaitable[Response]]:

@@ -17,8 +17,10 @@ from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
-from outrider.api.compat.routes import CompatRoute
-from outrider.api.gateway import Gateway
+from outrider.api.compat.routes import CompatRoute, CompatSocket
+from outrider.api.compat.verl_workers import ENGINE, serve_worker
+from outrider.api.gateway import PREFIX, Gateway
+from outrider.engines.adapters.verl_workers import VerlWorkersEngine
 from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, RequestError
 from outrider.lifecycle import SessionState
 from outrider.messages import Message, Role
@@ -31,6 +33,8 @@ from outrider.trajectory import Turn, unpack_ids, unpack_logprobs
 LABEL = "verl.session"
 """Label of a session's group, with the id that the client has chosen."""
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
+TAKEN = PREFIX.strip("/")
+"""An id that no session has, because the gateway has the path `/TAKEN/v1/chat/completions`."""
 SESSION_SECONDS = 86_400.0
 """Maximum seconds of a session. The recipe closes its sessions itself; a client that dies must not hold one for
 ever."""
@@ -45,6 +49,9 @@ REFUSED = {
     "/api/v1/runs/async": "runs of Harbor tasks are not taken in this form: submit a Harbor task (docs/datasets.md)",
 }
 """Routes of the recipe that are refused, with the reason."""
+
+
+SOCKETS = (CompatSocket("/ws/worker", "admin", serve_worker),)
 
 
 def routes(service: Service) -> list[CompatRoute]:
@@ -78,6 +85,9 @@ class VerlProxy:
     async def health(self, request: Request, caller: Principal) -> Any:
         if not any(engine.ok for engine in self._service.pool.status()):
             raise EngineUnavailable("no engine answers", hint="attach one: outrider engines add")
+        engine = self._service.pool.engine(ENGINE)
+        if isinstance(engine, VerlWorkersEngine):
+            return {"status": "ok", "mode": "relay", "connected_workers": engine.connected}
         return {"status": "ok", "mode": "local"}
 
     async def create(self, request: Request, caller: Principal) -> Any:
@@ -168,6 +178,12 @@ def _sid(request: Request) -> str:
     if not SESSION_ID.fullmatch(sid):
         raise InvalidField(
             "a session's id has up to 200 letters, digits and characters of . _ : @ -", field="session_id"
+        )
+    if sid == TAKEN:
+        raise InvalidField(
+            f"{sid!r} cannot be a session's id: /{sid}/ belongs to the model gateway",
+            field="session_id",
+            hint="choose another id",
         )
     return sid
 

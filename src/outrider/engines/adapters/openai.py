@@ -181,7 +181,7 @@ class OpenAIEngine:
         capture = self.mode is TokenMode.CAPTURE
         body: dict[str, Any] = {
             "model": model,
-            "messages": [_written(message, reasoning=capture) for message in request.messages],
+            "messages": [written_message(message, reasoning=capture) for message in request.messages],
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -330,7 +330,7 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
             return {"structured_outputs": structured_outputs(constraint)}
 
 
-def _written(message: Message, *, reasoning: bool) -> dict[str, Any]:
+def written_message(message: Message, *, reasoning: bool) -> dict[str, Any]:
     """Return a message in OpenAI's format. This format has no field for reasoning, but servers that report ids read
     `reasoning_content`."""
     content = [_part(part) for part in message.parts] if message.parts else message.content

@@ -1,0 +1,166 @@
+"""The WebSocket route for the workers of verl's recipe, which answer the model calls of the engine ENGINE.
+
+Invariant: the access control has admitted every request to this route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from fastapi import WebSocket
+from starlette.websockets import WebSocketDisconnect
+
+from outrider.concurrency.cancellation import shielded
+from outrider.engines.adapters.verl_workers import CompletionResponse, VerlWorker, VerlWorkersEngine
+from outrider.errors import OutriderError
+from outrider.service.service import Service
+from outrider.spec import EngineSpec
+from outrider.wire.frames import close_reason
+
+ENGINE = "verl-workers"
+"""The name and the kind of the engine. The first worker adds the engine, if there is none."""
+HELLO_SECONDS = 10.0
+BAD_HELLO, NO_HELLO, NOT_SERVED = 4000, 4001, 4002
+NONSENSE = 1008
+PING_SECONDS = 30.0
+SILENT_SECONDS = 90.0
+"""A worker without a message for so long is lost, because the service pings each worker every PING_SECONDS."""
+
+
+class _Hello(msgspec.Struct, tag_field="type", tag="worker_hello"):
+    worker_id: str
+
+
+class _Ping(msgspec.Struct, tag_field="type", tag="ping"):
+    pass
+
+
+class _Pong(msgspec.Struct, tag_field="type", tag="pong"):
+    pass
+
+
+_MESSAGES = msgspec.json.Decoder(_Hello | _Ping | _Pong | CompletionResponse)
+
+
+class _Refused(Exception):
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+async def serve_worker(service: Service, websocket: WebSocket) -> None:
+    """Serve one worker until its connection ends. The close codes are BAD_HELLO for a hello that is late or cannot be
+    read, NO_HELLO for another first message, NOT_SERVED if the engine cannot be added, and NONSENSE for a later message
+    that cannot be read."""
+    await websocket.accept()
+    sending: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    try:
+        worker = VerlWorker(await _hello(websocket), sending.put_nowait)
+        engine = await _engine(service)
+        sending.put_nowait({"type": "worker_hello_ack", "worker_id": worker.worker_id, "status": "connected"})
+        async with asyncio.TaskGroup() as group:
+            sender = group.create_task(_send(websocket, sending), name="verl worker")
+            seen = _Seen()
+            pinger = group.create_task(_ping(worker, seen), name="verl worker pings")
+            engine.attach(worker)
+            try:
+                service.pool.probe_now(ENGINE)
+                await _receive(websocket, worker, seen)
+            finally:
+                engine.detach(worker)
+                sender.cancel()
+                pinger.cancel()
+    except* _Refused as refusals:
+        [refused] = refusals.exceptions
+        assert isinstance(refused, _Refused)
+        with suppress(WebSocketDisconnect, OSError, RuntimeError):  # closed already
+            await websocket.close(refused.code, close_reason(str(refused)))
+    except* (WebSocketDisconnect, OSError):
+        pass
+
+
+async def _hello(websocket: WebSocket) -> str:
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            first = _read(await _frame(websocket), BAD_HELLO)
+    except TimeoutError:
+        raise _Refused(BAD_HELLO, f"no worker_hello came within {HELLO_SECONDS:g} s") from None
+    if not isinstance(first, _Hello):
+        raise _Refused(NO_HELLO, "the first message is no worker_hello")
+    if not 1 <= len(first.worker_id) <= 200:
+        raise _Refused(BAD_HELLO, "worker_id must have 1 to 200 characters")
+    return first.worker_id
+
+
+async def _engine(service: Service) -> VerlWorkersEngine:
+    """Return the engine, which is added if there is none."""
+    try:
+        if service.pool.engine(ENGINE) is None:
+            await shielded(lambda: service.attach_engine(EngineSpec(kind=ENGINE, name=ENGINE)))
+    except OutriderError as error:
+        if service.pool.engine(ENGINE) is None:  # otherwise another worker has added the engine meanwhile
+            raise _Refused(NOT_SERVED, error.message) from error
+    engine = service.pool.engine(ENGINE)
+    if not isinstance(engine, VerlWorkersEngine):
+        raise _Refused(NOT_SERVED, f"engine {ENGINE!r} is of another kind")
+    return engine
+
+
+async def _send(websocket: WebSocket, sending: asyncio.Queue[dict[str, Any]]) -> None:
+    while True:
+        await websocket.send_text(msgspec.json.encode(await sending.get()).decode())
+
+
+class _Seen:
+    """The time of a worker's last message."""
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+
+
+async def _ping(worker: VerlWorker, seen: _Seen) -> None:
+    while True:
+        await asyncio.sleep(PING_SECONDS)
+        if time.monotonic() - seen.at > SILENT_SECONDS:
+            raise _Refused(NONSENSE, f"no message came for {SILENT_SECONDS:g} s")
+        worker.send({"type": "ping"})
+
+
+async def _receive(websocket: WebSocket, worker: VerlWorker, seen: _Seen) -> None:
+    while True:
+        message = _read(await _frame(websocket), NONSENSE)
+        seen.at = time.monotonic()
+        if isinstance(message, CompletionResponse):
+            worker.take(message)
+        elif isinstance(message, _Ping):
+            worker.send({"type": "pong"})
+        elif isinstance(message, _Hello):
+            raise _Refused(NONSENSE, "a second worker_hello")
+
+
+async def _frame(websocket: WebSocket) -> str | bytes:
+    message = await websocket.receive()
+    if message["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(message.get("code", 1006))
+    return message.get("text") or message.get("bytes") or ""
+
+
+def _read(frame: str | bytes, code: int) -> Any:
+    try:
+        return _MESSAGES.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if code == BAD_HELLO and _type_of(frame) not in (None, "worker_hello"):
+            raise _Refused(NO_HELLO, "the first message is no worker_hello") from error
+        raise _Refused(code, f"a message cannot be read: {error}") from error
+
+
+def _type_of(frame: str | bytes) -> Any:
+    """Return the type of a message that is otherwise unreadable, None if there is none."""
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        message = msgspec.json.decode(frame)
+        return message.get("type") if isinstance(message, dict) else None
+    return None

@@ -1,0 +1,241 @@
+"""The engine of verl's workers: programs that dial the service and answer the model calls that the service sends.
+
+Invariants: a call moves to another worker only while no part of its reply is known, and a worker that is lost fails its
+calls at once. Ids are passed on only with those of the prompt and one log-probability for each id; any other reply is
+text and never trainable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable
+from typing import Annotated, Any
+
+import msgspec
+
+from outrider.engines.adapters.openai import written_message
+from outrider.engines.adapters.options import read_options
+from outrider.engines.adapters.policy_versions import spans_of
+from outrider.engines.adapters.server_api import checked_logprobs, finish_of
+from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
+from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable, InvalidField
+from outrider.messages import Message, Role, ToolCall
+from outrider.trajectory import LogprobKind, TokenMode
+
+REFUSED: dict[str, Any] = {
+    "top_k": -1,
+    "min_p": 0.0,
+    "seed": None,
+    "min_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "constraint": None,
+}
+"""Sampling parameters for which the workers' protocol has no key, with the only value that is taken."""
+
+
+class VerlWorkersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`call_seconds`: maximum seconds of a call. `logprobs`: the distribution of the workers' log-probabilities."""
+
+    call_seconds: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    logprobs: LogprobKind = LogprobKind.SAMPLING
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_response"):
+    """A worker's reply to a call. `prompt_token_ids` and `weight_version` are keys that other workers do not send."""
+
+    request_id: str
+    completion_text: str | None = None
+    content_text: str | None = None
+    tool_calls: list[_Call] | None = None
+    finish_reason: str | None = None
+    error: Any = None
+    token_ids: list[int] | None = None
+    log_probs: list[float | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    weight_version: int | None = None
+
+
+class VerlWorker:
+    """One connection of a worker. `send` queues a message for the worker."""
+
+    def __init__(self, worker_id: str, send: Callable[[dict[str, Any]], None]) -> None:
+        self.worker_id = worker_id
+        self.send = send
+        self.calls: dict[str, asyncio.Future[CompletionResponse]] = {}
+
+    def take(self, response: CompletionResponse) -> None:
+        """Pass a reply to its call. A reply to a call that was given up is dropped."""
+        call = self.calls.get(response.request_id)
+        if call is not None and not call.done():
+            call.set_result(response)
+
+    def lost(self) -> None:
+        """Fail all calls of the worker."""
+        for call in self.calls.values():
+            if not call.done():
+                call.set_exception(EngineUnavailable(f"worker {self.worker_id!r} has lost its connection"))
+
+
+class VerlWorkersEngine:
+    """Implements `ChatEngine`, `SetsVersion` and `AwaitsWorkers`. The least loaded worker gets a call."""
+
+    mode = TokenMode.CAPTURE
+    awaits_workers = True
+
+    def __init__(self, options: EngineOptions) -> None:
+        if options.url is not None:
+            raise InvalidField(f"engine {options.name!r} has no URL: its workers connect to this service", field="url")
+        own = read_options(VerlWorkersOptions, options.options)
+        self.name = options.name
+        self.logprob_kind = own.logprobs
+        self._seconds = own.call_seconds
+        self._workers: list[VerlWorker] = []
+        self._numbers = itertools.count()
+        self._version = 0
+
+    @property
+    def connected(self) -> int:
+        return len(self._workers)
+
+    async def start(self) -> None:
+        """Do nothing: workers connect by themselves."""
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            worker.lost()
+        self._workers.clear()
+
+    def attach(self, worker: VerlWorker) -> None:
+        self._workers.append(worker)
+
+    def detach(self, worker: VerlWorker) -> None:
+        """Give no more calls to a worker, and fail its open calls."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+        worker.lost()
+
+    async def set_version(self, version: int) -> None:
+        """Set the version of replies that do not report a version."""
+        self._version = version
+
+    async def health(self) -> EngineHealth:
+        if not self._workers:
+            return EngineHealth(ok=False, detail=self._nobody().message)
+        return EngineHealth(ok=True, detail=f"{self.connected} workers", version=self._version)
+
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
+        check_sampling(request)
+        version = self._version
+        tried: set[VerlWorker] = set()
+        failure: EngineUnavailable | None = None
+        while True:
+            free = [worker for worker in self._workers if worker not in tried]
+            if not free:
+                raise failure or self._nobody()
+            worker = min(free, key=lambda each: len(each.calls))
+            try:
+                response = await self._answer(worker, request)
+            except EngineUnavailable as error:
+                tried.add(worker)
+                failure = error
+                continue
+            yield self._chunk(request, response, version)
+            return
+
+    async def _answer(self, worker: VerlWorker, request: ChatRequest) -> CompletionResponse:
+        """Raises EngineUnavailable for a worker that is lost, fails or does not answer in time."""
+        number = f"{request.request_id}-{next(self._numbers)}"
+        answer: asyncio.Future[CompletionResponse] = asyncio.get_running_loop().create_future()
+        worker.calls[number] = answer
+        try:
+            worker.send(call_of(request, number))
+            async with asyncio.timeout(self._seconds):
+                response = await answer
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"worker {worker.worker_id!r} did not answer in {self._seconds:g} s",
+                hint="raise the engine's option call_seconds, or attach more workers",
+            ) from None
+        finally:
+            del worker.calls[number]
+        if response.error is not None:
+            raise EngineUnavailable(f"worker {worker.worker_id!r} failed: {str(response.error)[:1000]}")
+        return response
+
+    def _chunk(self, request: ChatRequest, response: CompletionResponse, version: int) -> ChatChunk:
+        if response.finish_reason is None:
+            raise EngineMisbehaved(f"engine {self.name!r}: a worker sent a reply without finish_reason")
+        content = response.completion_text if response.content_text is None else response.content_text
+        reply = Message(
+            role=Role.ASSISTANT,
+            content=content or "",
+            tool_calls=tuple(
+                ToolCall(call.id or f"call_{request.request_id}_{index}", call.function.name, _text(call.function))
+                for index, call in enumerate(response.tool_calls or [])
+            ),
+        )
+        ids, finish = response.token_ids or [], finish_of(response.finish_reason, self.name)
+        if not (ids and response.prompt_token_ids and response.log_probs):
+            return ChatChunk(text=reply.content, finish=finish, reply=reply)
+        served = version if response.weight_version is None else response.weight_version
+        return ChatChunk(
+            text=reply.content,
+            finish=finish,
+            reply=reply,
+            prompt_ids=response.prompt_token_ids,
+            output_ids=ids,
+            logprobs=checked_logprobs(ids, response.log_probs, self.name),
+            versions=spans_of(None, length=len(ids), version=served, unlabelled=served),
+            usage={"prompt_tokens": len(response.prompt_token_ids), "completion_tokens": len(ids)},
+        )
+
+    def _nobody(self) -> EngineUnavailable:
+        return EngineUnavailable(f"engine {self.name!r}: no worker is connected", hint="connect one to /ws/worker")
+
+
+def check_sampling(request: ChatRequest) -> None:
+    """Raise EngineRejected for a parameter that the workers' protocol cannot carry."""
+    sampling: SamplingParams = request.sampling
+    for name, usual in REFUSED.items():
+        if getattr(sampling, name) != usual:
+            raise EngineRejected(
+                f"verl's workers take no {name}", hint=f"leave {name} out, or attach an engine that takes {name}"
+            )
+    if request.thinking is not None:
+        raise EngineRejected("verl's workers cannot switch the model's reasoning", hint="leave the switch out")
+
+
+def call_of(request: ChatRequest, number: str) -> dict[str, Any]:
+    """Return the message with a call."""
+    sampling = request.sampling
+    return {
+        "type": "completion_request",
+        "request_id": number,
+        "session_id": request.session_key,
+        "messages": [written_message(message, reasoning=True) for message in request.messages],
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+        "stop": list(sampling.stop) or None,
+        "tools": list(request.tools) or None,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stream": False,
+    }
+
+
+def _text(function: _Function) -> str:
+    given = function.arguments
+    return given if isinstance(given, str) else msgspec.json.encode(given).decode()

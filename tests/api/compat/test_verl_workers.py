@@ -1,0 +1,248 @@
+"""The WebSocket of verl's workers, with workers that are written from the contract alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from outrider.service.service import Service
+from support.service import running_service
+
+from .test_verl import QUESTION, TOOL, Recipe
+
+PROMPT, IDS = [1, 2, 3], [4, 5]
+
+
+class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A call as in the contract: all fields are there, and no others."""
+
+    type: str
+    request_id: str
+    session_id: str
+    messages: list[dict[str, Any]]
+    temperature: float
+    top_p: float
+    max_tokens: int
+    stop: list[str] | None
+    tools: list[dict[str, Any]] | None
+    repetition_penalty: float
+    stream: bool
+
+
+def answer(asked: CompletionRequest, **more: Any) -> dict[str, Any]:
+    """The reply to a call, with all fields of the contract. A call with tools is answered by a tool call once."""
+    first = asked.tools is not None and len(asked.messages) == 1
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}]
+    timing = dict.fromkeys(("worker_received_at", "worker_inference_started_at", "worker_response_sent_at"), 1.0)
+    return {
+        "type": "completion_response",
+        "request_id": asked.request_id,
+        "completion_text": "I look.<tool_call>" if first else "Done.",
+        "content_text": "I look." if first else "Done.",
+        "tool_calls": calls if first else None,
+        "finish_reason": "tool_calls" if first else "stop",
+        "error": None,
+        "token_ids": IDS,
+        "log_probs": [-0.5, -0.25],
+        "timing": timing,
+        "node_id": "n",
+        "gpu_id": "0",
+        "worker_id": "w",
+        "rank_info": None,
+        **more,
+    }
+
+
+class Worker:
+    """A worker that answers every call with `answer` and the keys `more`, or only collects calls."""
+
+    def __init__(self, socket: ClientConnection, more: dict[str, Any] | None) -> None:
+        self.socket = socket
+        self.more = more
+        self.asked: list[CompletionRequest] = []
+        self.news = asyncio.Event()
+
+    async def work(self) -> None:
+        try:
+            async for frame in self.socket:
+                assert isinstance(frame, str)
+                if json.loads(frame)["type"] == "ping":
+                    await self.socket.send(json.dumps({"type": "pong"}))
+                    continue
+                asked = msgspec.json.decode(frame, type=CompletionRequest)
+                self.asked.append(asked)
+                self.news.set()
+                if self.more is not None:
+                    await self.socket.send(json.dumps(answer(asked, **self.more)))
+        except ConnectionClosed:
+            return
+
+
+def address(url: str) -> str:
+    return url.replace("http", "ws") + "/ws/worker"
+
+
+@asynccontextmanager
+async def worker(url: str, name: str = "w", *, answers: bool = True, **more: Any) -> AsyncIterator[Worker]:
+    async with connect(address(url)) as socket, asyncio.TaskGroup() as tasks:
+        await socket.send(json.dumps({"type": "worker_hello", "worker_id": name}))
+        acknowledged = json.loads(await socket.recv())
+        assert acknowledged == {"type": "worker_hello_ack", "worker_id": name, "status": "connected"}
+        made = Worker(socket, more if answers else None)
+        working = tasks.create_task(made.work())
+        try:
+            yield made
+        finally:
+            working.cancel()
+
+
+@asynccontextmanager
+async def proxy(tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Service, Recipe, str]]:
+    """A service without another engine."""
+    async with (
+        aiohttp.ClientSession() as http,
+        running_service(tmp_path=tmp_path, compat=("verl",), **settings) as (service, url),
+    ):
+        await service.pool.remove("scripted")
+        yield service, Recipe(http, url), url
+
+
+async def serving(client: Recipe) -> None:
+    """Wait until a worker can serve calls."""
+    for _ in range(200):
+        if (await client.ask("GET", "/health"))[0] == 200:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the worker got no work within 4 s")
+
+
+async def test_an_epoch_through_two_workers(tmp_path: Path) -> None:
+    async with proxy(tmp_path) as (_, client, url):
+        more = {"prompt_token_ids": PROMPT, "weight_version": 3}
+        async with worker(url, "a", **more) as first, worker(url, "b", **more) as second:
+            await serving(client)
+            records = await asyncio.gather(*(client.roll_out(f"swe-{number}") for number in range(16)))
+            health = json.loads((await client.ask("GET", "/health"))[1])
+            assert health == {"status": "ok", "mode": "relay", "connected_workers": 2}
+    for record in records:
+        assert [turn.completion_token_ids for turn in record.turns] == [IDS, IDS]
+        assert [turn.completion_logprobs for turn in record.turns] == [[-0.5, -0.25]] * 2
+        assert [turn.completion_text for turn in record.turns] == ["I look.", "Done."]
+        assert [turn.finish_reason for turn in record.turns] == ["tool_calls", "stop"]
+    assert len(first.asked) + len(second.asked) == 32
+    assert first.asked
+    assert second.asked
+
+
+async def test_what_a_worker_gets(tmp_path: Path) -> None:
+    async with proxy(tmp_path) as (_, client, url), worker(url) as made:
+        await serving(client)
+        await client.status("POST", "/sessions/one", "created")
+        settings = {"temperature": 0.5, "top_p": 0.9, "stop": ["END"], "repetition_penalty": 1.1}
+        await client.chat("one", [QUESTION], tools=[TOOL], **settings)
+        [asked] = made.asked
+        assert (asked.temperature, asked.top_p, asked.max_tokens) == (0.5, 0.9, 64)
+        assert (asked.stop, asked.repetition_penalty, asked.stream) == (["END"], 1.1, False)
+        assert asked.messages == [QUESTION]
+        assert asked.tools is not None
+        assert asked.tools[0]["function"]["name"] == "bash"
+
+
+async def test_without_prompt_ids_a_turn_is_text(tmp_path: Path) -> None:
+    """Ids of a reply alone do not say what the model has read, so no row is made of them."""
+    async with proxy(tmp_path) as (_, client, url), worker(url):
+        await serving(client)
+        await client.status("POST", "/sessions/one", "created")
+        await client.chat("one", [QUESTION])
+        [turn] = (await client.record("one")).turns
+        assert (turn.completion_text, turn.completion_token_ids) == ("Done.", [])
+
+
+async def test_a_lost_worker_fails_over_at_once(tmp_path: Path) -> None:
+    async with proxy(tmp_path) as (_, client, url), worker(url, "deaf", answers=False) as deaf:
+        await serving(client)
+        await client.status("POST", "/sessions/one", "created")
+        async with asyncio.TaskGroup() as tasks:
+            calling = tasks.create_task(client.chat("one", [QUESTION]))
+            await deaf.news.wait()
+            async with worker(url, "good") as good:
+                await deaf.socket.close()
+                assert (await asyncio.wait_for(calling, 5))["content"] == "Done."
+                assert len(good.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        ("{", 4000),
+        ('{"type": "worker_hello"}', 4000),
+        ('{"type": "worker_hello", "worker_id": ""}', 4000),
+        ('{"type": "ping"}', 4001),
+        ('{"type": "other"}', 4001),
+    ],
+)
+async def test_a_bad_hello(tmp_path: Path, first: str, code: int) -> None:
+    async with proxy(tmp_path) as (_, _, url), connect(address(url)) as socket:
+        await socket.send(first)
+        await socket.wait_closed()
+        assert socket.close_code == code
+
+
+async def test_a_late_hello(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.api.compat.verl_workers.HELLO_SECONDS", 0.1)
+    async with proxy(tmp_path) as (_, _, url), connect(address(url)) as socket:
+        await socket.wait_closed()
+        assert socket.close_code == 4000
+
+
+async def test_pings(tmp_path: Path) -> None:
+    async with proxy(tmp_path) as (_, _, url), connect(address(url)) as socket:
+        await socket.send(json.dumps({"type": "worker_hello", "worker_id": "w"}))
+        await socket.recv()
+        await socket.send('{"type": "ping"}')
+        assert json.loads(await socket.recv()) == {"type": "pong"}
+        await socket.send("no JSON")
+        await socket.wait_closed()
+        assert socket.close_code == 1008
+
+
+async def test_a_silent_worker_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.api.compat.verl_workers.PING_SECONDS", 0.05)
+    monkeypatch.setattr("outrider.api.compat.verl_workers.SILENT_SECONDS", 0.15)
+    async with proxy(tmp_path) as (_, _, url), connect(address(url)) as socket:
+        await socket.send(json.dumps({"type": "worker_hello", "worker_id": "w"}))
+        await socket.wait_closed()
+        assert socket.close_code == 1008
+
+
+async def test_only_an_admin_attaches_a_worker(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path, compat=("verl",), token="operator-token-1") as (_, url):
+        with pytest.raises(InvalidStatus, match="401"):
+            async with connect(address(url)):
+                pass
+        headers = {"Authorization": "Bearer operator-token-1"}
+        async with connect(address(url), additional_headers=headers) as socket:
+            await socket.send(json.dumps({"type": "worker_hello", "worker_id": "w"}))
+            assert json.loads(await socket.recv())["type"] == "worker_hello_ack"
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", 1), ("presence_penalty", 0.5), ("top_k", 5)])
+async def test_parameters_that_workers_cannot_get_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    async with proxy(tmp_path) as (_, client, url), worker(url) as made:
+        await serving(client)
+        await client.status("POST", "/sessions/one", "created")
+        body = {"model": "m", "messages": [QUESTION], name: value}
+        code, reply = await client.ask("POST", "/one/v1/chat/completions", body)
+        assert code >= 400
+        assert name in reply.decode()
+        assert not made.asked
