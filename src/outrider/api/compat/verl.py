@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
+from outrider.api.compat.harbor_runs import BoundRuns, HarborRuns
 from outrider.api.compat.routes import CompatRoute, CompatSocket
 from outrider.api.compat.verl_workers import ENGINE, serve_worker
 from outrider.api.gateway import PREFIX, Gateway
@@ -45,8 +46,6 @@ MOST_LISTED = 100
 REFUSED = {
     "/training/timing": "the timings of a trainer's phases are not stored here: log them with the trainer's metrics",
     "/training/timing/{epoch}/{global_step}": "the timings of a trainer's phases are not stored here",
-    "/api/v1/runs": "runs of Harbor tasks are not taken in this form: submit a Harbor task (docs/datasets.md)",
-    "/api/v1/runs/async": "runs of Harbor tasks are not taken in this form: submit a Harbor task (docs/datasets.md)",
 }
 """Routes of the recipe that are refused, with the reason."""
 
@@ -66,6 +65,7 @@ def routes(service: Service) -> list[CompatRoute]:
         CompatRoute("POST", "/sessions/{sid}/reset", "submit", verl.reset),
         CompatRoute("POST", "/{sid}/v1/chat/completions", "submit", verl.chat),
         CompatRoute("POST", "/v1/chat/completions/{sid}", "submit", verl.chat),
+        *HarborRuns(service, verl.bound, verl.session).routes(),
         *(CompatRoute(method, path, "submit", verl.refuse(why)) for path, why in REFUSED.items() for method in METHODS),
     ]
 
@@ -77,6 +77,7 @@ class VerlProxy:
     """The handlers of the recipe's routes. Sessions are those of the caller's tenant."""
 
     def __init__(self, service: Service) -> None:
+        self.bound = BoundRuns(service)
         self._service = service
         self._gateway = Gateway(service.external)
         self._deleted: OrderedDict[str, None] = OrderedDict()
@@ -97,7 +98,7 @@ class VerlProxy:
         if known is not None:
             if known.state is SessionState.DONE or known.ending is not None:
                 raise Conflict(f"session {sid!r} was closed", hint="use another id for another trajectory")
-            if await self._service.store.turns(known.id):
+            if await self.bound.turns(known, caller):
                 raise Conflict(f"session {sid!r} exists, and has turns", hint="reset it, or use another id")
             return {"session_id": sid, "status": "created"}
         spec = SessionSpec(labels={LABEL: sid}, idempotency_key=_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS)
@@ -107,29 +108,32 @@ class VerlProxy:
 
     async def record(self, request: Request, caller: Principal) -> Any:
         sid = _sid(request)
-        session = await self._session(sid, caller)
-        turns = await self._service.store.turns(session.id)
+        session = await self.session(sid, caller)
+        turns = await self.bound.turns(session, caller)
         made = await self._service.reader.offload(lambda: [_turn(turn) for turn in turns])
         return {"session_id": sid, "turns": made, "created_at": session.created, "completed": _over(session)}
 
     async def complete(self, request: Request, caller: Principal) -> Any:
         """Close the session, so that its record is final. Repeating the request changes nothing."""
         sid = _sid(request)
-        session = await self._session(sid, caller)
+        session = await self.session(sid, caller)
+        await self.bound.end(session, caller)
         await self._service.cancel_session(session.id, caller)
         return {"session_id": sid, "status": "completed"}
 
     async def reset(self, request: Request, caller: Principal) -> Any:
         sid = _sid(request)
-        session = await self._session(sid, caller)
+        session = await self.session(sid, caller)
         if _over(session):
             raise NotFound(f"session {sid!r} was closed")
+        await self.bound.drop(session, caller)
         await self._service.open_sessions.reset(session.id, caller)
         return {"session_id": sid, "status": "reset"}
 
     async def delete(self, request: Request, caller: Principal) -> Any:
         sid = _sid(request)
-        session = await self._session(sid, caller)
+        session = await self.session(sid, caller)
+        await self.bound.end(session, caller)
         await self._service.cancel_session(session.id, caller)
         self._deleted[session.id] = None
         while len(self._deleted) > MOST_DELETED:
@@ -146,13 +150,14 @@ class VerlProxy:
                 continue
             [session] = await store.sessions(group.id)
             if session.id not in self._deleted:
-                turns = len(await store.turns(session.id))
+                turns = len(await self.bound.turns(session, caller))
                 found.append({"session_id": sid, "turns": turns, "completed": _over(session)})
         return {"count": len(found), "sessions": found}
 
     async def chat(self, request: Request, caller: Principal) -> Response:
         """Pass a call to the model gateway, which streams, records and refuses it as any other."""
-        session = await self._session(_sid(request), caller)
+        session = await self.session(_sid(request), caller)
+        await self.bound.check_free(session, caller)
         key = self._service.store.session_key(session.id)
         return GatewayCall(self._gateway, f"/s/{key}/v1/chat/completions", None)
 
@@ -166,7 +171,8 @@ class VerlProxy:
         group = await self._service.store.keyed_group(caller.tenant, _key(sid))
         return None if group is None else (await self._service.store.sessions(group.id))[0]
 
-    async def _session(self, sid: str, caller: Principal) -> SessionRow:
+    async def session(self, sid: str, caller: Principal) -> SessionRow:
+        """Return the session with an id. Raises NotFound."""
         session = await self._find(sid, caller)
         if session is None or session.id in self._deleted:
             raise NotFound(f"no session {sid!r}", hint="create it first: POST /sessions/{session_id}")

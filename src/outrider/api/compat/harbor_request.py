@@ -1,0 +1,333 @@
+"""The request of Harbor's run API, and its translation to a group of one session.
+
+Every model refuses unknown fields. A field that cannot be translated is refused by name (docs/compat/harbor.md has the
+table). Invariants: equal requests with equal archives give equal groups; a task takes no variable of the service's
+environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
+
+from outrider.api.compat.harbor_archive import ARCHIVE
+from outrider.errors import InvalidField, OutriderError
+from outrider.spec import (
+    EnvName,
+    EnvValue,
+    Name,
+    Seconds,
+    Spec,
+    StoredGroupSpec,
+    complaints,
+    fault_text,
+    without_nul,
+)
+from outrider.tasks.harbor.schema import NETWORK_HINT, NO_NETWORK
+from outrider.tasks.harbor.tasks import AGENT_SECONDS, PREPARING_SECONDS, SESSION_SECONDS, HarborFolder
+
+SYSTEM = "harbor"
+"""The name of the system in the store."""
+JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, SESSION_LABEL = (
+    f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session")
+)
+"""Labels of a run's group. A group with SESSION_LABEL is the run of a session of the verl recipe's proxy."""
+MOST_SECONDS = 7 * 86_400.0
+"""Maximum seconds of a limit of ours."""
+
+RunText = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(without_nul)]
+ProxyUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(without_nul)]
+
+
+class HarborRunAgent(Spec):
+    """The agent: by `name`, or `import_path` with an agent class of Outrider as `module:Class`."""
+
+    name: RunText | None = None
+    import_path: RunText | None = None
+    model_name: RunText | None = None
+    override_timeout_sec: Seconds | None = None
+    override_setup_timeout_sec: Seconds | None = None
+    max_timeout_sec: Seconds | None = None
+    llm_proxy_url: ProxyUrl | None = None
+    kwargs: Annotated[dict[Name, Any], Field(max_length=256)] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> HarborRunAgent:
+        if (self.name is None) == (self.import_path is None):
+            raise ValueError("give exactly one of name and import_path")
+        return self
+
+    @property
+    def called(self) -> str:
+        return self.name or self.import_path or ""
+
+
+class HarborRunVerifier(Spec):
+    """The limits of the verifier. With `disable`, the run is not graded, and has no rewards."""
+
+    override_timeout_sec: Seconds | None = None
+    max_timeout_sec: Seconds | None = None
+    disable: bool = False
+
+
+class HarborRunRequest(Spec):
+    """The part `metadata` of a run's request. `task_path` has no effect: the archive has the task."""
+
+    job_id: RunText
+    task_id: RunText
+    task_path: Annotated[str, StringConstraints(max_length=4096)]
+    agent: HarborRunAgent
+    timeout_multiplier: Annotated[float, Field(ge=0.1, le=1000)] = 1
+    max_retries: Annotated[int, Field(ge=0, le=10)] = 0
+    verifier: HarborRunVerifier = HarborRunVerifier()
+    environment_overrides: Annotated[dict[Name, Any], Field(max_length=64)] | None = None
+    environment_kwargs: Annotated[dict[Name, Any], Field(max_length=64)] | None = None
+    llm_proxy_url: ProxyUrl | None = None
+
+    @property
+    def proxy(self) -> str | None:
+        """The model proxy that the run is to use. Raises InvalidField if the request names several."""
+        named = {
+            "llm_proxy_url": self.llm_proxy_url,
+            "agent.llm_proxy_url": self.agent.llm_proxy_url,
+            **{f"agent.kwargs.{name}": self.agent.kwargs.get(name) for name in PROXY_KWARGS},
+        }
+        found: str | None = None
+        for field, url in named.items():
+            if url is None:
+                continue
+            if not isinstance(url, str):
+                raise InvalidField("must be a URL", field=field)
+            if found is not None and url.rstrip("/") != found.rstrip("/"):
+                raise InvalidField("names another proxy than the fields before", field=field)
+            found = url
+        return found
+
+
+PROXY_KWARGS = ("model_base_url", "api_base")
+"""Settings of agents that name the model proxy."""
+WITHOUT_EFFECT = ("api_key", "session_id")
+"""Settings of agents without effect: an agent has the key of its session."""
+AGENTS: Mapping[str, str] = {
+    "claude-code": "claude-code",
+    "codex": "codex",
+    "gemini-cli": "gemini-cli",
+    "qwen-coder": "qwen-code",
+    "qwen-code": "qwen-code",
+    "opencode": "opencode",
+    "openhands": "openhands",
+    "openhands-sdk": "openhands",
+    "pi": "pi",
+    "mini-swe-agent": "mini-swe-agent",
+}
+"""Our preset for each of Harbor's agents. Harbor's other agents have no preset and are refused."""
+WITHOUT_MODEL = ("oracle", "nop")
+"""Harbor's agents that call no model."""
+SAMPLING = ("temperature", "top_p")
+TURNS = ("max_turns", "max_iterations", "step_limit")
+"""Settings of agent programs for the maximum number of model calls."""
+ENV_KWARGS = ("extra_env", "sandbox_env_vars")
+RESOURCES = {"cpus": "cpus", "memory_mb": "memory_mb", "storage_mb": "disk_mb", "gpus": "gpus"}
+OVERRIDES = (*RESOURCES, *(f"override_{name}" for name in RESOURCES), "docker_image", "workdir", "env", "network_mode")
+"""The known keys of `environment_overrides`: fields of the table [environment] of task.toml, and Harbor's names of
+its own overrides."""
+
+FIELDS = (
+    ("task.harness.preset", "agent.name"),
+    ("task.harness.agent", "agent.import_path"),
+    ("task.harness.options", "agent.kwargs"),
+    ("task.harness.env", "agent.kwargs.extra_env"),
+    ("task.harness", "agent"),
+    ("task.runtime.env", "environment_overrides.env"),
+    ("task.runtime.workdir", "environment_overrides.workdir"),
+    ("task.runtime.resources.disk_mb", "environment_overrides.storage_mb"),
+    ("task.runtime.resources", "environment_overrides"),
+    ("task.limits.turns", "agent.kwargs"),
+    ("task.limits.prepare_seconds", "agent.override_setup_timeout_sec"),
+    ("task.limits", "agent.override_timeout_sec"),
+    ("task.evaluator.seconds", "verifier.override_timeout_sec"),
+    ("task.sampling", "agent.kwargs"),
+    ("task.labels", "task_id"),
+    ("task", ARCHIVE),
+    ("idempotency_key", "llm_proxy_url"),
+)
+"""Fields of a group, and the fields of the request from which they are made. The first row that fits counts."""
+
+
+@contextmanager
+def harbor_fields() -> Iterator[None]:
+    """Within the block, an error about a field of a group names the field of the request."""
+    try:
+        yield
+    except OutriderError as error:
+        for ours, theirs in FIELDS:
+            if error.field == ours or (error.field or "").startswith(f"{ours}."):
+                rest = "" if theirs == ARCHIVE else str(error.field)[len(ours) :]
+                raise error.replace(field=theirs + rest) from error.__cause__
+        raise
+
+
+def run_group(
+    asked: HarborRunRequest, folder: Path, *, session: str | None = None, key: str | None = None
+) -> StoredGroupSpec:
+    """Return the group that runs the task in an unpacked folder. `session` is the id of the recipe's session whose
+    turns are those of the run. Blocks. Raises InvalidField with the request's field for a request or a folder that
+    cannot be translated, and TooLarge."""
+    overrides = _overrides(asked)
+    task = _task(folder, image=overrides.pop("image"), offline=overrides.pop("offline"))
+    harness, sampling, turns = _harness(asked.agent)
+    task |= {"harness": harness, "sampling": sampling, "max_attempts": 1 + asked.max_retries}
+    runtime = task["runtime"]
+    runtime["env"] = {**runtime.get("env", {}), **overrides.pop("env")}
+    resources = {**runtime["resources"], **overrides.pop("resources")}
+    multiplier = overrides.pop("memory_limit_multiplier")
+    if multiplier is not None and resources.get("memory_mb") is not None:
+        resources["memory_mb"] = max(1, int(resources["memory_mb"] * multiplier))
+    runtime |= {"resources": resources, **overrides}
+    _set_limits(task, asked, turns)
+    task["labels"] = {
+        **task["labels"],
+        JOB_LABEL: asked.job_id,
+        TASK_LABEL: asked.task_id,
+        AGENT_LABEL: asked.agent.called,
+        MODEL_LABEL: asked.agent.model_name or "",
+        **({} if session is None else {SESSION_LABEL: session}),
+    }
+    request = asked.model_dump(mode="json", include={"job_id", "task_id"})
+    request |= {"graded": not asked.verifier.disable, "session": session}
+    group = {"task": task, "idempotency_key": key, "translated": {"system": SYSTEM, "request": request}}
+    try:
+        return StoredGroupSpec.model_validate(group)
+    except ValidationError as error:
+        first = complaints(error)[0]
+        with harbor_fields():
+            raise InvalidField(fault_text(first), field=".".join(map(str, first["loc"]))) from error
+
+
+def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
+    """Return the task in a folder, without a harness. Errors name paths in the archive."""
+    try:
+        # The variables ${NAME} of a task are not resolved with the service's environment, which may have secrets.
+        return HarborFolder(folder, {}, image, offline=offline).example(folder.name).task
+    except OutriderError as error:
+        hint = error.hint or ""
+        if NETWORK_HINT in hint:
+            own = (
+                'write network_mode = "no-network" into task.toml, or send environment_overrides'
+                ' {"network_mode": "no-network"}, if the task can be solved and graded without a network'
+            )
+            hint = hint.replace(NETWORK_HINT, own)
+        above = f"{folder.parent}/"
+        raise error.replace(
+            message=error.message.replace(above, ""), hint=hint.replace(above, "") or None, field=ARCHIVE
+        ) from error
+
+
+def _harness(agent: HarborRunAgent) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+    """Return the harness, the sampling and the limit of turns that the agent's settings determine."""
+    settings = {name: each for name, each in agent.kwargs.items() if name not in (*PROXY_KWARGS, *WITHOUT_EFFECT)}
+    sampling = {name: settings.pop(name) for name in SAMPLING if settings.get(name) is not None}
+    env = _env(settings.pop("extra_env", None), "agent.kwargs.extra_env")
+    if agent.import_path is not None:
+        return {"agent": agent.import_path, "options": settings, "env": env}, sampling, None
+    preset = AGENTS.get(str(agent.name))
+    if preset is None:
+        hint = f"known: {', '.join(sorted(AGENTS))}; or import_path with an agent class of Outrider"
+        if agent.name in WITHOUT_MODEL:
+            hint = "it calls no model, so there is nothing to record: check a task with `outrider task check`"
+        raise InvalidField(f"there is no preset for the agent {agent.name!r}", field="agent.name", hint=hint)
+    turns = None
+    for name in TURNS:
+        if name in settings:
+            turns = settings.pop(name)
+            if isinstance(turns, bool) or not isinstance(turns, int) or not 1 <= turns <= 100_000:
+                raise InvalidField("must be a whole number from 1 to 100000", field=f"agent.kwargs.{name}")
+    if isinstance(tools := settings.get("disallowed_tools"), list):
+        settings["disallowed_tools"] = ",".join(map(str, tools))
+    return {"preset": preset, "options": settings, "env": env}, sampling, turns
+
+
+def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None) -> None:
+    """Set the limits of the agent and the verifier, of all steps: the override or the task's own, at most the maximum,
+    times the multiplier, as in Harbor."""
+    agent, verifier, times = asked.agent, asked.verifier, asked.timeout_multiplier
+
+    def seconds(own: float, override: float | None, most: float | None) -> float:
+        limit = own if override is None else override
+        return min(MOST_SECONDS, (limit if most is None else min(limit, most)) * times)
+
+    limits = task.setdefault("limits", {})
+    steps = task.get("then", [])
+    limits["agent_seconds"] = seconds(
+        limits.get("agent_seconds", AGENT_SECONDS), agent.override_timeout_sec, agent.max_timeout_sec
+    )
+    for step in steps:
+        step["agent_seconds"] = seconds(step["agent_seconds"], agent.override_timeout_sec, agent.max_timeout_sec)
+    whole = limits["agent_seconds"] + sum(step["agent_seconds"] for step in steps)
+    limits["session_seconds"] = min(MOST_SECONDS, max(SESSION_SECONDS, whole + PREPARING_SECONDS))
+    if agent.override_setup_timeout_sec is not None:
+        limits["prepare_seconds"] = seconds(agent.override_setup_timeout_sec, None, None)
+    if turns is not None:
+        limits["turns"] = turns
+    for part in (task, *steps):
+        evaluator = part["evaluator"]
+        evaluator["seconds"] = seconds(evaluator["seconds"], verifier.override_timeout_sec, verifier.max_timeout_sec)
+        if verifier.disable:
+            part["evaluator"] = {"kind": "completed"}
+
+
+def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
+    """Return the parts of the sandbox's spec that the request sets, with `image`, `offline` (the task runs without a
+    network, whatever it asks for), and `memory_limit_multiplier`."""
+    given = dict(asked.environment_overrides or {})
+    if strange := sorted(given.keys() - set(OVERRIDES)):
+        raise InvalidField(
+            "cannot be overridden",
+            field=f"environment_overrides.{strange[0]}",
+            hint=f"known: {', '.join(OVERRIDES)}; the kind of sandbox is the operator's choice",
+        )
+    mode = given.pop("network_mode", None)
+    if mode not in (None, NO_NETWORK):
+        raise InvalidField(
+            f"{mode!r} is not possible: sandboxes have no network",
+            field="environment_overrides.network_mode",
+            hint=f'only "{NO_NETWORK}": the task runs without a network, whatever its task.toml says',
+        )
+    image = given.pop("docker_image", None)
+    if image is not None and not isinstance(image, str):
+        raise InvalidField("must be the name of an image", field="environment_overrides.docker_image")
+    env = _env(given.pop("env", None), "environment_overrides.env")
+    resources = {}
+    for name, ours in RESOURCES.items():
+        for key in (name, f"override_{name}"):
+            if (value := given.pop(key, None)) is not None:
+                resources[ours] = value
+    kwargs = dict(asked.environment_kwargs or {})
+    for name in ENV_KWARGS:
+        env |= _env(kwargs.pop(name, None), f"environment_kwargs.{name}")
+    multiplier = kwargs.pop("memory_limit_multiplier", None)
+    if multiplier is not None and (
+        isinstance(multiplier, bool) or not isinstance(multiplier, int | float) or not 0 < multiplier <= 1000
+    ):
+        raise InvalidField("must be a number above 0", field="environment_kwargs.memory_limit_multiplier")
+    if kwargs := {name: value for name, value in kwargs.items() if value}:
+        raise InvalidField(
+            "has no meaning for the sandboxes of this service, which are no pods of Kubernetes",
+            field=f"environment_kwargs.{min(kwargs)}",
+            hint=f"leave it out; known: {', '.join((*ENV_KWARGS, 'memory_limit_multiplier'))}",
+        )
+    found: dict[str, Any] = {"image": image, "offline": mode is not None, "env": env, "resources": resources}
+    found["memory_limit_multiplier"] = multiplier
+    return {**found, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _env(given: Any, field: str) -> dict[EnvName, EnvValue]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        raise InvalidField("must be an object with texts", field=field)
+    return dict(given)

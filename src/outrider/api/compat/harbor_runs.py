@@ -1,0 +1,358 @@
+"""Harbor's run API: a run is a group of one session, made of an uploaded task folder.
+
+A run's id is its group's id, so that a run outlives its caller's connection and the service process. A run whose model
+proxy is a session of the recipe's proxy (`verl.py`) is bound to that session: the session's record has the turns of the
+run. Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider.api.access import CREATED
+from outrider.api.compat.harbor_archive import ARCHIVE, METADATA, parts_of, unpack_task
+from outrider.api.compat.harbor_request import SYSTEM, HarborRunRequest, harbor_fields, run_group
+from outrider.api.compat.polar_results import path_to, prompt_of
+from outrider.api.compat.routes import CompatRoute
+from outrider.api.control_bodies import release_body, whole_body
+from outrider.errors import Conflict, NotFound, OutriderError, RequestError, renamed_field
+from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.redaction import redacted
+from outrider.service.admission import stored_group
+from outrider.service.principals import Principal
+from outrider.service.service import Service
+from outrider.spec import StoredGroupSpec
+from outrider.store.rows import GroupRow, SessionRow
+from outrider.trajectory import LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
+from outrider.wire.http_server import while_connected
+
+RUNS = "/api/v1/runs"
+KEY_HEADER = "Idempotency-Key"
+"""Optional header of a submission. The same request with the same key gives the same run."""
+MOST_UNPACKED = 2
+"""Maximum number of archives that are unpacked at once."""
+LOOK_SECONDS = 3600.0
+"""Seconds of one wait for a run, after which the wait is repeated."""
+RESET_SECONDS = 2 * 86_400.0
+"""Seconds for which a reset is remembered: longer than a session of the recipe lives."""
+TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
+UNGRADED: Mapping[StopReason, str] = {
+    StopReason.CANCELLED: "cancelled: the run was cancelled",
+    StopReason.EARLY_STOP: "early_stop: the run was ended early",
+    StopReason.EXPIRED: "expired: the run waited too long for its start",
+    StopReason.SESSION_TIMEOUT: "session_timeout: the time of the run was over before it was graded",
+}
+"""Errors of runs that ended without a verdict and without a failure."""
+STEP_METRIC = "step"
+"""The beginning of the names of the metrics that belong to one step of a task (`sessions/step_verdicts.py`)."""
+
+RunObject = dict[str, Any]
+"""An object of Harbor's format. Columns of numbers may be numpy arrays: orjson makes lists of them."""
+
+
+class BoundRuns:
+    """The runs of the sessions of the recipe's proxy.
+
+    A session has one run at a time. The runs of a session have the idempotency keys 1, 2, ... A reset uses up the next
+    number, so that the runs before the reset are the session's runs no more, also after a restart.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def current(self, session: SessionRow, caller: Principal) -> GroupRow | None:
+        """Return the run of a session, None if there is none since the last reset."""
+        run, _ = await self._look(session, caller)
+        return run
+
+    async def next_key(self, session: SessionRow, caller: Principal) -> str:
+        """Return the key for a run of the session: the key of its current run, so that a repeated request is
+        recognised, or a new one."""
+        run, free = await self._look(session, caller)
+        return _bound_key(session, free if run is None else free - 1)
+
+    async def _look(self, session: SessionRow, caller: Principal) -> tuple[GroupRow | None, int]:
+        """Return the current run, and the first number that is not used."""
+        store, run, number = self._service.store, None, 1
+        while True:
+            key = _bound_key(session, number)
+            found = await store.keyed_group(caller.tenant, key)
+            if found is None and not await store.is_refused(caller.tenant, key):
+                return run, number
+            run, number = found, number + 1
+
+    async def turns(self, session: SessionRow, caller: Principal) -> list[Turn]:
+        """Return the turns of a session: those of its run, or its own."""
+        run = await self.current(session, caller)
+        if run is not None:
+            [session] = await self._service.store.sessions(run.id)
+        return await self._service.store.turns(session.id)
+
+    async def check_free(self, session: SessionRow, caller: Principal) -> None:
+        """Raise Conflict if the calls of a session are those of a run."""
+        run = await self.current(session, caller)
+        if run is not None:
+            raise Conflict(
+                f"the calls of this session are those of run {run.id}",
+                hint="reset the session before another agent uses it",
+            )
+
+    async def end(self, session: SessionRow, caller: Principal) -> None:
+        """Cancel the session's run, if the run has not ended."""
+        run = await self.current(session, caller)
+        if run is not None and run.state is GroupState.ACTIVE:
+            await self._service.cancel(run.id, caller)
+
+    async def drop(self, session: SessionRow, caller: Principal) -> None:
+        """Cancel the session's run, and let the session have no run."""
+        run, free = await self._look(session, caller)
+        if run is None:
+            return
+        until = time.time() + RESET_SECONDS
+        await self._service.store.refuse_key(caller.tenant, _bound_key(session, free), until=until)
+        if run.state is GroupState.ACTIVE:
+            await self._service.cancel(run.id, caller)
+
+
+def _bound_key(session: SessionRow, number: int) -> str:
+    return f"{SYSTEM}-run:{session.id}:{number}"
+
+
+class HarborRuns:
+    """The handlers of the run API. Runs are those of the caller's tenant. `find` returns a session of the recipe's
+    proxy by the id that its client has chosen, and raises NotFound."""
+
+    def __init__(
+        self, service: Service, bound: BoundRuns, find: Callable[[str, Principal], Awaitable[SessionRow]]
+    ) -> None:
+        self._service = service
+        self._bound = bound
+        self._find = find
+        self._unpacking = asyncio.Semaphore(MOST_UNPACKED)
+
+    def routes(self) -> list[CompatRoute]:
+        one = f"{RUNS}/async/{{run_id}}"
+        return [
+            CompatRoute("POST", RUNS, "submit", self.run),
+            CompatRoute("POST", f"{RUNS}/async", "submit", self.begin),
+            CompatRoute("GET", f"{one}/status", "read", self.status),
+            CompatRoute("GET", f"{one}/result", "read", self.result),
+        ]
+
+    async def run(self, request: Request, caller: Principal) -> Response:
+        """Run a task, and reply with the result. If the caller leaves, the run continues."""
+        group_id = await self._submitted(request, caller)
+        release_body(request)
+
+        async def wait() -> None:
+            while True:
+                view = await self._service.group(group_id, wait=LOOK_SECONDS, samples=False, caller=caller)
+                if view.state is GroupState.DONE:
+                    return
+
+        await while_connected(request.scope, wait())
+        return await self._response(group_id, caller)
+
+    async def begin(self, request: Request, caller: Principal) -> RunObject:
+        """Submit a run, and reply with its id."""
+        return {"run_id": await self._submitted(request, caller)}
+
+    async def status(self, request: Request, caller: Principal) -> RunObject:
+        session, graded = await self._run(request.path_params["run_id"], caller)
+        return status_of(session, graded=graded)
+
+    async def result(self, request: Request, caller: Principal) -> Response:
+        return await self._response(request.path_params["run_id"], caller)
+
+    async def _response(self, run_id: str, caller: Principal) -> Response:
+        session, graded = await self._run(run_id, caller)
+        if session.result is None:
+            raise NotFound(f"run {run_id} has not ended", hint=f"ask for its status: GET {RUNS}/async/{run_id}/status")
+        turns = await self._service.store.turns(session.id, session.result.attempt)
+        made = partial(_encoded_response, run_id, session, turns, graded)
+        return Response(await self._service.reader.offload(made), media_type="application/json")
+
+    async def _run(self, run_id: str, caller: Principal) -> tuple[SessionRow, bool]:
+        """Return a run's session, and whether the run is graded. Raises NotFound."""
+        row = await self._service.store.group(run_id, tenant=caller.sees)
+        if row.translator != SYSTEM:
+            raise NotFound(f"no run {run_id!r}", hint="see the group at /v1/groups")
+        [session] = await self._service.store.sessions(row.id)
+        spec = await stored_group(self._service.store, row.id)
+        return session, spec.translated is None or bool(spec.translated.request["graded"])
+
+    async def _submitted(self, request: Request, caller: Principal) -> str:
+        """Store the run that a request describes, and return the run's id."""
+        body = await whole_body(request)
+        parts = await asyncio.to_thread(parts_of, request.headers.get("content-type", ""), body)
+        del body
+        asked = await self._service.parse(HarborRunRequest, parts[METADATA], caller)
+        key = request.headers.get(KEY_HEADER)
+        key = None if key is None else f"{SYSTEM}-key:{key}"
+        sid = None
+        if (proxy := asked.proxy) is not None:
+            sid = _session_in(proxy)
+            session = await self._bindable(sid, caller)
+            key = await self._bound.next_key(session, caller)
+
+        def translated() -> StoredGroupSpec:
+            with TemporaryDirectory(prefix="outrider-run-") as place:
+                into = Path(place).resolve() / "task"
+                into.mkdir()
+                return run_group(asked, unpack_task(parts[ARCHIVE], into), session=sid, key=key)
+
+        async with self._unpacking:
+            spec = await asyncio.to_thread(translated)
+        field = "llm_proxy_url" if sid is not None else KEY_HEADER
+        try:
+            with renamed_field("idempotency_key", field), harbor_fields():
+                group = await self._service.submit(spec, caller)
+        except Conflict as error:
+            if error.field != field:
+                raise
+            raise Conflict(
+                f"the session {sid!r} has another run" if sid else "the key was used for another run",
+                field=field,
+                hint="reset the session before its next run" if sid else "use a new key for a new run",
+            ) from error
+        request.scope[CREATED].update(group_id=group.id)
+        return group.id
+
+    async def _bindable(self, sid: str, caller: Principal) -> SessionRow:
+        """Return the session to which a run is bound. Raises RequestError for a session that is not of this service,
+        and Conflict for a session that is closed or has turns of its own."""
+        try:
+            session = await self._find(sid, caller)
+        except OutriderError as error:
+            raise RequestError(
+                f"names no session of this service: {error.message}",
+                field="llm_proxy_url",
+                hint="a run's model calls are served and recorded by this service: create the session here first"
+                " (POST /sessions/{session_id}), or leave the field out",
+            ) from error
+        if session.state is SessionState.DONE or session.ending is not None:
+            raise Conflict(f"session {sid!r} was closed", field="llm_proxy_url", hint="use another session")
+        if await self._service.store.turns(session.id):
+            raise Conflict(f"session {sid!r} has turns", field="llm_proxy_url", hint="reset the session first")
+        return session
+
+
+def _session_in(proxy: str) -> str:
+    """Return the session's id in the URL of a model proxy: `…/SID` or `…/SID/v1`. Raises RequestError."""
+    try:
+        parts = urlsplit(proxy)
+    except ValueError as error:
+        raise RequestError(f"is no URL: {error}", field="llm_proxy_url") from error
+    names = [name for name in parts.path.split("/") if name]
+    if names[-1:] == ["v1"]:
+        names.pop()
+    if len(names) == 2 and names[0] == "verl":
+        names.pop(0)
+    if parts.scheme not in ("http", "https") or len(names) != 1:
+        raise RequestError(
+            "names another model proxy: a run's model calls are served and recorded by this service",
+            field="llm_proxy_url",
+            hint="give http://HOST:PORT/SESSION_ID/v1 with a session of this service, or leave the field out",
+        )
+    return names[0]
+
+
+def status_of(session: SessionRow, *, graded: bool) -> RunObject:
+    """Return the status of a run. The status of a run that has not ended is `pending` or `running`."""
+    result = session.result
+    if result is None:
+        return {"status": "pending" if session.state is SessionState.QUEUED else "running"}
+    return {"status": _ending(result), "rewards": rewards_of(result, graded=graded), "error": error_of_run(result)}
+
+
+def _ending(result: SessionResult) -> str:
+    if result.stop_reason in TIMEOUTS:
+        return "timeout"
+    return "failed" if result.verdict is None else "completed"
+
+
+def rewards_of(result: SessionResult, *, graded: bool) -> dict[str, float] | None:
+    """Return the rewards by name, as test.sh wrote them, None without a verdict."""
+    verdict = result.verdict
+    if verdict is None or not graded:
+        return None
+    own = {name: value for name, value in verdict.metrics.items() if not _of_step(name)}
+    return own or {"reward": verdict.reward}
+
+
+def _of_step(name: str) -> bool:
+    step, dot, _ = name.partition(".")
+    return bool(dot) and step.startswith(STEP_METRIC) and step.removeprefix(STEP_METRIC).isdigit()
+
+
+def error_of_run(result: SessionResult) -> str | None:
+    if result.stop_reason is StopReason.AGENT_TIMEOUT:
+        return "agent_timeout: the agent's time was over; its work was graded"
+    if result.verdict is not None:
+        return None
+    if (error := result.error) is not None:
+        hint = f" ({error.hint})" if error.hint else ""
+        return redacted(f"{error.boundary.value}/{error.code}: {error.message}{hint}")
+    return UNGRADED.get(result.stop_reason, f"{result.stop_reason.value}: no verdict")
+
+
+def _encoded_response(run_id: str, session: SessionRow, turns: Sequence[Turn], graded: bool) -> bytes:
+    return orjson.dumps(run_response(run_id, session, turns, graded=graded), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def run_response(run_id: str, session: SessionRow, turns: Sequence[Turn], *, graded: bool) -> RunObject:
+    """Return the AgentRunResponse of a run that has ended. `turns[i].index` must be `i`."""
+    result = session.result
+    assert result is not None
+    cached = [turn.cached_tokens for turn in turns]
+    return {
+        "run_id": run_id,
+        **status_of(session, graded=graded),
+        "rollout_details": rollout_details(turns) or None,
+        "token_usage": {
+            "n_input_tokens": sum(turn.prompt_length for turn in turns),
+            "n_output_tokens": sum(len(turn.output_ids) // 4 for turn in turns),
+            "n_cache_tokens": None if None in cached else sum(each or 0 for each in cached),
+            "cost_usd": None,
+        },
+        "metadata": {
+            "group_id": result.group_id,
+            "session_id": result.session_id,
+            "stop_reason": result.stop_reason.value,
+            "turns": result.turns,
+        },
+        "result_uri": None,
+        "retry_count": max(0, session.attempt - session.recovered - 1),
+    }
+
+
+def rollout_details(turns: Sequence[Turn]) -> list[RunObject]:
+    """Return the token ids of the turns, by conversation, the conversation that began first at the front. A
+    conversation continues with the first turn that continues its last one; each other turn begins a conversation of its
+    own, whose first prompt is whole. Empty if the ids of a turn are unknown."""
+    if any(turn.mode is TokenMode.TEXT for turn in turns):
+        return []
+    details: list[RunObject] = []
+    ends: dict[int, RunObject] = {}
+    for turn in turns:
+        detail = ends.pop(turn.parent, None) if turn.parent is not None else None
+        if detail is None:
+            detail = {"prompt_token_ids": [], "completion_token_ids": [], "logprobs": []}
+            details.append(detail)
+        none = turn.logprob_kind is LogprobKind.NONE
+        detail["prompt_token_ids"].append(unpack_ids(prompt_of(path_to(turn, turns))))
+        detail["completion_token_ids"].append(unpack_ids(turn.output_ids))
+        detail["logprobs"].append([] if none else unpack_logprobs(turn.logprobs))
+        ends[turn.index] = detail
+    return details
