@@ -153,7 +153,6 @@ FIELDS = (
     ("task.sampling", "agent.kwargs"),
     ("task.labels", "task_id"),
     ("task", ARCHIVE),
-    ("idempotency_key", "llm_proxy_url"),
 )
 """Fields of a group, and the fields of the request from which they are made. The first row that fits counts."""
 

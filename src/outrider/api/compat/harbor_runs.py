@@ -212,11 +212,11 @@ class HarborRuns:
                 into.mkdir()
                 return run_group(asked, unpack_task(parts[ARCHIVE], into), session=sid, key=key)
 
-        async with self._unpacking:
-            spec = await asyncio.to_thread(translated)
         field = "llm_proxy_url" if sid is not None else KEY_HEADER
         try:
             with renamed_field("idempotency_key", field), harbor_fields():
+                async with self._unpacking:
+                    spec = await asyncio.to_thread(translated)
                 group = await self._service.submit(spec, caller)
         except Conflict as error:
             if error.field != field:
