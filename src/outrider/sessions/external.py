@@ -44,6 +44,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
+from outrider.sessions.agent_service_calls import RemoteRunFailed
 from outrider.sessions.attempt import Attempt, AttemptStore, Node, NodeLost, session_result, without_secrets
 from outrider.sessions.blame import Cause, End, Facts, Stage, decide
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
@@ -51,7 +52,7 @@ from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, overdue_error
 from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.models import SessionModels
-from outrider.sessions.remote_runs import AgentServices, RemoteRun, RemoteRunFailed, RunRequest, archive_of, has_files
+from outrider.sessions.remote_runs import AgentServices, RemoteRun, RunRequest, archive_of, has_files
 from outrider.sessions.rollout import HARMFUL_SECONDS
 from outrider.spec import REPORTED, RemoteSpec, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
 from outrider.store.rows import SessionRow

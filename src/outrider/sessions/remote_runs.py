@@ -13,39 +13,21 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
-import time
-from collections.abc import Mapping, Sequence
-from itertools import count
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import aiohttp
 import msgspec
 
-from outrider.callbacks import signed_headers
-from outrider.concurrency.retries import RetryPolicy
 from outrider.config import AgentServiceConfig
-from outrider.environment import environment
-from outrider.errors import HarnessError, InvalidField, OutriderError
+from outrider.errors import InvalidField, OutriderError
 from outrider.harnesses.base import SessionIds
-from outrider.redaction import redacted
 from outrider.sandbox.host_paths import HostPaths
+from outrider.sessions.agent_service_calls import RemoteRunFailed, ServiceCalls
 from outrider.spec import ReportSpec, TaskSpec, Upload, Write
 
-MAX_STATE = 4 << 20
-"""Maximum bytes of a run's state."""
-REQUEST_SECONDS = 60.0
 FILES_SECONDS = 600.0
 CANCEL_SECONDS = 10.0
-REACH = RetryPolicy(first=0.5, longest=10.0)
-"""Waits between two tries of a request while the agent service is out of reach."""
-MAX_SAID = 2000
-TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-
-class RemoteRunFailed(HarnessError):
-    """A run of an agent service failed, was lost, or could not be started. The session may be tried again."""
-
-    code = "remote_run_failed"
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,17 +77,18 @@ class RemoteRun:
     def __init__(self, service: AgentServiceConfig, request: RunRequest) -> None:
         self._service = service
         self._request = request
-        self._url = f"{service.url.rstrip('/')}/runs/{request.run_id}"
+        self._calls = ServiceCalls(service, f"{service.url.rstrip('/')}/runs/{request.run_id}", request.run_id)
 
     async def follow(self, archive: bytes | None) -> ReportSpec:
         """Start the run, unless it was started before, and wait for its end. `archive` has the task's files. Raises
         RemoteRunFailed."""
-        async with self._client() as http:
+        calls = self._calls
+        async with calls.client() as http:
             if archive is not None:
-                await self._ask(http, "PUT", "/files", archive, "application/gzip", seconds=FILES_SECONDS)
-            await self._ask(http, "PUT", "", msgspec.json.encode(self._request), "application/json")
+                await calls.ask(http, "PUT", "/files", archive, "application/gzip", seconds=FILES_SECONDS)
+            await calls.ask(http, "PUT", "", msgspec.json.encode(self._request), "application/json")
             while True:
-                state = self._state(await self._ask(http, "GET", ""))
+                state = self._state(await calls.ask(http, "GET", ""))
                 if state.status == "failed":
                     raise RemoteRunFailed(f"agent service {self._service.name!r}: {state.error or 'the run failed'}")
                 if state.status == "completed":
@@ -115,83 +98,10 @@ class RemoteRun:
     async def cancel(self) -> None:
         """Have the service end the run. Does nothing if the service is out of reach."""
         try:
-            async with asyncio.timeout(CANCEL_SECONDS), self._client() as http:
-                await self._once(http, "DELETE", "", b"", "application/json", CANCEL_SECONDS)
+            async with asyncio.timeout(CANCEL_SECONDS), self._calls.client() as http:
+                await self._calls.once(http, "DELETE", "", seconds=CANCEL_SECONDS)
         except (OutriderError, aiohttp.ClientError, OSError):  # TimeoutError is an OSError
             return
-
-    def _client(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-
-    async def _ask(
-        self,
-        http: aiohttp.ClientSession,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        kind: str = "application/json",
-        *,
-        seconds: float = REQUEST_SECONDS,
-    ) -> bytes:
-        """Send a request until the service replies, for `patience_seconds` at most. Raises RemoteRunFailed."""
-        loop, name = asyncio.get_running_loop(), self._service.name
-        give_up_at = loop.time() + self._service.patience_seconds
-        for tries in count():
-            try:
-                status, content = await self._once(http, method, path, body, kind, seconds)
-                if 200 <= status < 300:
-                    return content
-                failure = f"answered {status}"
-                if status == 404 and method == "GET":
-                    failure = "does not know the run any more"
-                if status not in TRANSIENT:
-                    said = redacted(content.decode("utf-8", "replace"))[:MAX_SAID]
-                    raise RemoteRunFailed(f"agent service {name!r} {failure}", log_tail=said or None)
-            except TimeoutError:
-                failure = f"did not answer within {seconds:g} s"
-            except (aiohttp.ClientError, OSError) as error:  # the error's text may have the operator's address
-                failure = f"cannot be reached: {type(error).__name__}"
-            if loop.time() >= give_up_at:
-                raise RemoteRunFailed(
-                    f"agent service {name!r} {failure}, for {self._service.patience_seconds:g} s",
-                    hint="see whether it runs, and the setting agents",
-                )
-            await asyncio.sleep(min(REACH.wait(tries), give_up_at - loop.time()))
-        raise AssertionError("count() has no end")
-
-    async def _once(
-        self, http: aiohttp.ClientSession, method: str, path: str, body: bytes, kind: str, seconds: float
-    ) -> tuple[int, bytes]:
-        headers = {"Content-Type": kind, "Accept-Encoding": "identity", **self._signature(body)}
-        timeout = aiohttp.ClientTimeout(total=seconds)
-        url = self._url + path
-        async with http.request(
-            method, url, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
-        ) as reply:
-            content = bytearray()
-            async for part in reply.content.iter_chunked(1 << 16):
-                content += part
-                if len(content) > MAX_STATE:
-                    raise RemoteRunFailed(f"agent service {self._service.name!r} sent more than {MAX_STATE} bytes")
-            return reply.status, bytes(content)
-
-    def _signature(self, body: bytes) -> Mapping[str, str]:
-        headers = {}
-        if (key := self._variable(self._service.key_variable)) is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        if (secret := self._variable(self._service.secret_variable)) is not None:
-            headers |= signed_headers(secret, self._request.run_id, body, now=time.time())
-        return headers
-
-    def _variable(self, name: str | None) -> str | None:
-        if name is None:
-            return None
-        if not (value := (environment(name) or "").strip()):
-            raise RemoteRunFailed(
-                f"the variable {name} of agent service {self._service.name!r} is not set",
-                hint="set it in the environment of the service",
-            )
-        return value
 
     def _state(self, content: bytes) -> RunState:
         try:

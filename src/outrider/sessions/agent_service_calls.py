@@ -1,0 +1,149 @@
+"""Sends requests to the services of the operator's that run agents.
+
+Requests are signed like callbacks. Invariants: an error has no address and no key of a service; a reply has MAX_STATE
+bytes at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from itertools import count
+from typing import NamedTuple
+
+import aiohttp
+
+from outrider.callbacks import signed_headers
+from outrider.concurrency.retries import RetryPolicy
+from outrider.config import AgentServiceConfig
+from outrider.environment import environment
+from outrider.errors import HarnessError
+from outrider.redaction import redacted
+
+MAX_STATE = 4 << 20
+"""Maximum bytes of a reply, such as a run's state."""
+REQUEST_SECONDS = 60.0
+REACH = RetryPolicy(first=0.5, longest=10.0)
+"""Waits between two tries of a request while the agent service is out of reach."""
+MAX_SAID = 2000
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class RemoteRunFailed(HarnessError):
+    """A run of an agent service failed, was lost, or could not be started. The session may be tried again."""
+
+    code = "remote_run_failed"
+
+
+class ServiceReply(NamedTuple):
+    status: int
+    content: bytes
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def said(self) -> str | None:
+        """The beginning of the reply's text, for a log."""
+        return redacted(self.content.decode("utf-8", "replace"))[:MAX_SAID] or None
+
+
+class ServiceCalls:
+    """The requests of one run below `url`. `signed_as` is the id of the signatures."""
+
+    def __init__(self, service: AgentServiceConfig, url: str, signed_as: str) -> None:
+        self.name = service.name
+        self._service = service
+        self._url = url
+        self._signed_as = signed_as
+
+    def client(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+
+    async def ask(
+        self,
+        http: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        kind: str = "application/json",
+        *,
+        seconds: float = REQUEST_SECONDS,
+        again_on: Collection[int] = TRANSIENT,
+    ) -> bytes:
+        """Send a request until the service replies, for `patience_seconds` at most. A reply with a status in `again_on`
+        counts as none. Raises RemoteRunFailed."""
+        loop, name = asyncio.get_running_loop(), self.name
+        give_up_at = loop.time() + self._service.patience_seconds
+        for tries in count():
+            try:
+                reply = await self.once(http, method, path, body, kind, seconds=seconds)
+                if reply.ok:
+                    return reply.content
+                failure = f"answered {reply.status}"
+                if reply.status == 404 and method == "GET":
+                    failure = "does not know the run any more"
+                if reply.status not in again_on:
+                    raise RemoteRunFailed(f"agent service {name!r} {failure}", log_tail=reply.said)
+            except TimeoutError:
+                failure = f"did not answer within {seconds:g} s"
+            except (aiohttp.ClientError, OSError) as error:  # the error's text may have the operator's address
+                failure = f"cannot be reached: {type(error).__name__}"
+            await self.pause(tries, give_up_at, failure)
+        raise AssertionError("count() has no end")
+
+    async def pause(self, tries: int, give_up_at: float, failure: str) -> None:
+        """Wait before the next try of a request. Raises RemoteRunFailed if the time of the event loop is `give_up_at`
+        or later."""
+        left = give_up_at - asyncio.get_running_loop().time()
+        if left <= 0:
+            raise RemoteRunFailed(
+                f"agent service {self.name!r} {failure}, for {self._service.patience_seconds:g} s",
+                hint="see whether it runs, and the setting agents",
+            )
+        await asyncio.sleep(min(REACH.wait(tries), left))
+
+    async def once(
+        self,
+        http: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        kind: str = "application/json",
+        *,
+        seconds: float = REQUEST_SECONDS,
+        more: Mapping[str, str] | None = None,
+    ) -> ServiceReply:
+        """Send a request once. `more` are further headers. Raises aiohttp's errors, OSError, and RemoteRunFailed for a
+        reply that is too large."""
+        headers = {"Content-Type": kind, "Accept-Encoding": "identity", **self._signature(body), **(more or {})}
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        async with http.request(
+            method, self._url + path, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+        ) as reply:
+            content = bytearray()
+            async for part in reply.content.iter_chunked(1 << 16):
+                content += part
+                if len(content) > MAX_STATE:
+                    raise RemoteRunFailed(f"agent service {self.name!r} sent more than {MAX_STATE} bytes")
+            return ServiceReply(reply.status, bytes(content))
+
+    def _signature(self, body: bytes) -> Mapping[str, str]:
+        headers = {}
+        if (key := self._variable(self._service.key_variable)) is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        if (secret := self._variable(self._service.secret_variable)) is not None:
+            headers |= signed_headers(secret, self._signed_as, body, now=time.time())
+        return headers
+
+    def _variable(self, name: str | None) -> str | None:
+        if name is None:
+            return None
+        if not (value := (environment(name) or "").strip()):
+            raise RemoteRunFailed(
+                f"the variable {name} of agent service {self.name!r} is not set",
+                hint="set it in the environment of the service",
+            )
+        return value
