@@ -242,11 +242,13 @@ class GraderConfig(NamedServer):
 class AgentServiceConfig(NamedServer):
     """A service that runs agents: Outrider gives it runs, and follows them.
 
+    `kind`: "outrider" for a service with Outrider's contract (docs/external.md), "harbor" for a Harbor run server.
     `network`: the name of the advertised address under which its agents reach Outrider; the first by default.
     `poll_seconds`: the seconds between two looks at a run. `patience_seconds`: the seconds for which the service may be
     out of reach before a run counts as lost.
     """
 
+    kind: Literal["outrider", "harbor"] = "outrider"
     network: str | None = None
     poll_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
     patience_seconds: Annotated[float, Field(ge=0, le=86_400)] = 300.0

@@ -97,6 +97,18 @@ async def test_failed_calls_are_kept_until_the_agent_starts_over(store: Store) -
     assert await store.failed_calls("g.0") == {}
 
 
+async def test_the_run_of_an_agent_service_is_kept_by_its_name(store: Store) -> None:
+    await submit(store, group_row())
+    await start(store, "g.0")
+    assert await store.remote_run("g.0", "g.0-1") is None
+    await store.keep_remote_run("g.0", 1, "g.0-1", "run-7")
+    assert await store.remote_run("g.0", "g.0-1") == "run-7"
+    await store.keep_remote_run("g.0", 1, "g.0-2", "run-8")
+    assert (await store.remote_run("g.0", "g.0-1"), await store.remote_run("g.0", "g.0-2")) == (None, "run-8")
+    with pytest.raises(Conflict):
+        await store.keep_remote_run("g.0", 2, "g.0-2", "run-9")
+
+
 async def test_a_session_that_is_done_takes_no_report(store: Store) -> None:
     await submit(store, group_row())
     await start(store, "g.0")

@@ -255,7 +255,7 @@ class Service:
         if not caller.may("admin"):
             check_bounds(spec.task)
         if (remote := spec.task.harness.remote) is not None:
-            self._agent_services.named(remote.service)
+            self._agent_services.check(spec.task, remote)
             if self.config.host in WILDCARDS and not self.config.advertise:
                 raise InvalidField(
                     f"the service listens on {self.config.host}, and no remote agent knows its address",

@@ -51,6 +51,7 @@ from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, overdue_error
 from outrider.sessions.filters import EndedRun, filtered
+from outrider.sessions.harbor_remote import HarborRun
 from outrider.sessions.models import SessionModels
 from outrider.sessions.remote_runs import AgentServices, RemoteRun, RunRequest, archive_of, has_files
 from outrider.sessions.rollout import HARMFUL_SECONDS
@@ -94,6 +95,8 @@ class ExternalStore(AttemptStore, Protocol):
     ) -> None: ...
     async def failed_calls(self, session_id: str) -> dict[str | None, bytes]: ...
     async def report(self, session_id: str) -> bytes | None: ...
+    async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None: ...
+    async def remote_run(self, session_id: str, name: str) -> str | None: ...
     async def session(self, session_id: str) -> SessionRow: ...
     async def add_report(self, session_id: str, report: bytes) -> None: ...
     async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]: ...
@@ -274,16 +277,29 @@ class ExternalSessions:
                 await shielded(run.cancel)
             raise
 
-    def _remote_run(self, attempt: Attempt, remote: RemoteSpec) -> RemoteRun:
+    def _remote_run(self, attempt: Attempt, remote: RemoteSpec) -> RemoteRun | HarborRun:
         session, task = attempt.session, attempt.task
         service = self._services.named(remote.service)
         key = self._store.session_key(session.id)
         base_url = f"{self._address(service.network)}/s/{key}"
+        name = f"{session.id}-{session.attempt - session.recovered}"
+        if service.kind == "harbor":
+            return HarborRun(
+                service,
+                task,
+                remote,
+                name=name,
+                group_id=session.group_id,
+                model=self._backend.model,
+                base_url=base_url,
+                known=partial(self._store.remote_run, session.id, name),
+                keep=partial(self._store.keep_remote_run, session.id, session.attempt, name),
+            )
         endpoint = ModelEndpoint(base_url=base_url, api_key=key, model=self._backend.model)
         return RemoteRun(
             service,
             RunRequest(
-                run_id=f"{session.id}-{session.attempt - session.recovered}",
+                run_id=name,
                 session=attempt.ids,
                 instruction=task.instruction,
                 model=self._backend.model,
@@ -297,7 +313,7 @@ class ExternalSessions:
             ),
         )
 
-    async def _followed(self, live: _LiveSession, run: RemoteRun) -> OutriderError | None:
+    async def _followed(self, live: _LiveSession, run: RemoteRun | HarborRun) -> OutriderError | None:
         """Follow a run to its end, and store its report. Returns the error of a run that failed."""
         session, task = live.attempt.session, live.attempt.task
         try:

@@ -24,7 +24,8 @@ from outrider.errors import InvalidField, OutriderError
 from outrider.harnesses.base import SessionIds
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sessions.agent_service_calls import RemoteRunFailed, ServiceCalls
-from outrider.spec import ReportSpec, TaskSpec, Upload, Write
+from outrider.sessions.harbor_remote import check_harbor_task
+from outrider.spec import RemoteSpec, ReportSpec, TaskSpec, Upload, Write
 
 FILES_SECONDS = 600.0
 CANCEL_SECONDS = 10.0
@@ -69,6 +70,11 @@ class AgentServices:
             hint = f"the operator's setting agents has: {known}"
             raise InvalidField(f"there is no agent service {name!r}", field=field, hint=hint)
         return self._services[name]
+
+    def check(self, task: TaskSpec, remote: RemoteSpec) -> None:
+        """Raise InvalidField for a task that its agent service cannot run."""
+        if self.named(remote.service).kind == "harbor":
+            check_harbor_task(task, remote)
 
 
 class RemoteRun:

@@ -245,6 +245,14 @@ MIGRATIONS: Migrations = (
             until DOUBLE PRECISION NOT NULL
         )""",
     ),
+    (
+        # `run` is the id that an agent service has given to the newest run of a session, whose own name is `name`.
+        """CREATE TABLE remote_runs (
+            session_id TEXT PRIMARY KEY REFERENCES sessions (id),
+            name TEXT NOT NULL,
+            run TEXT NOT NULL
+        )""",
+    ),
 )
 
 

@@ -159,7 +159,7 @@ class Removals:
                         if left <= 0:
                             return True
                     await forget_images(tx, session_id)
-                    for table in ("session_reports", "failed_calls"):
+                    for table in ("session_reports", "failed_calls", "remote_runs"):
                         await tx.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
                     left -= await tx.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
                     if left <= 0:

@@ -587,6 +587,24 @@ class Store:
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return {model or None: bytes(calls) for model, calls in found}
 
+    async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None:
+        """Store the id `run` that an agent service has given to the session's run `name`. Replaces the session's run
+        before. Raises Conflict if the attempt is not under way."""
+        sql = """INSERT INTO remote_runs (session_id, name, run) VALUES (?, ?, ?)
+            ON CONFLICT (session_id) DO UPDATE SET name = excluded.name, run = excluded.run"""
+
+        async def body(tx: Connection) -> None:
+            await _under_way(tx, session_id, attempt)
+            await tx.execute(sql, (session_id, name, run))
+
+        await self._db.write(body)
+
+    async def remote_run(self, session_id: str, name: str) -> str | None:
+        """Return the id that an agent service has given to the session's run `name`, None if there is none."""
+        sql = "SELECT run FROM remote_runs WHERE session_id = ? AND name = ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (session_id, name)))
+        return str(found[0][0]) if found else None
+
     async def add_report(self, session_id: str, report: bytes, *, tenant: str | None = None) -> None:
         """Store the report that completes a session, JSON. Repeating the call with equal content changes nothing.
         Raises Conflict if the session was completed with another report, or is done without a report."""

@@ -1,0 +1,320 @@
+"""Has agents run by a Harbor run server, and follows their runs.
+
+A run server takes a task folder and the name of an agent (docs/external.md). The server gives the run its id, which is
+stored, so that the next service process follows the same run. The server has no request that ends a run: after a
+cancellation the session's key gives access to nothing, so that the agent's model calls fail.
+
+Invariants: a run that is lost or fails is an error, never a reward. A request that may have started a run is not
+repeated as another run, because two agents would write into one session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import secrets
+import tarfile
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+import aiohttp
+import msgspec
+from pydantic import Field, ValidationError
+
+from outrider.config import AgentServiceConfig
+from outrider.errors import InvalidField
+from outrider.sessions.agent_service_calls import TRANSIENT, RemoteRunFailed, ServiceCalls
+from outrider.spec import (
+    REPORTED,
+    Name,
+    RemoteSpec,
+    ReportedStop,
+    ReportSpec,
+    Run,
+    Seconds,
+    Spec,
+    TaskSpec,
+    Text,
+    complaints,
+    fault_text,
+)
+
+SUBMIT_SECONDS = 600.0
+FIELD = "task.harness.remote.options"
+REFUSED_FOR_NOW = frozenset({429, 503})
+"""Statuses of a submission that has started no run for certain."""
+NOT_YET = TRANSIENT | {404}
+"""Statuses that are repeated: the server may not list a run right after its submission."""
+TASK_TOML = "task.toml"
+
+
+class RemoteRunUnclear(RemoteRunFailed):
+    """It is unknown whether a run goes on. Another try would have its calls mixed with the calls of that run."""
+
+    code = "remote_run_unclear"
+    retryable = False
+
+
+class HarborRemoteAgent(Spec):
+    """The agent of a run, in Harbor's words."""
+
+    name: Name | None = None
+    import_path: Name | None = None
+    model_name: Name | None = None
+    override_timeout_sec: Seconds | None = None
+    override_setup_timeout_sec: Seconds | None = None
+    max_timeout_sec: Seconds | None = None
+    kwargs: Annotated[dict[Name, Any], Field(max_length=256)] = Field(default_factory=dict)
+
+
+class HarborRemoteVerifier(Spec):
+    override_timeout_sec: Seconds | None = None
+    max_timeout_sec: Seconds | None = None
+    disable: bool = False
+
+
+class HarborRemoteOptions(Spec):
+    """The `options` of a task whose agent a Harbor run server runs: the fields of Harbor's request, and `reward`, the
+    name of the value that is the session's reward. There is no `max_retries`: the turns of a failed try would stay in
+    the session. The task's `max_attempts` counts in its place."""
+
+    agent: HarborRemoteAgent
+    job_id: Name | None = None
+    task_id: Name | None = None
+    task_path: Text | None = None
+    timeout_multiplier: Annotated[float, Field(ge=0.1, le=1000)] | None = None
+    verifier: HarborRemoteVerifier | None = None
+    environment_overrides: dict[Name, Any] | None = None
+    environment_kwargs: dict[Name, Any] | None = None
+    reward: Name | None = None
+
+
+class HarborRunState(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a status and of a result that are read."""
+
+    status: str
+    rewards: dict[str, float] | None = None
+    error: str | None = None
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    run_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9._:@-]+$")]
+
+
+def harbor_options(remote: RemoteSpec) -> HarborRemoteOptions:
+    """Return the options of a task for a run server. Raises InvalidField with the option's name."""
+    try:
+        return HarborRemoteOptions.model_validate(remote.options)
+    except ValidationError as error:
+        first = complaints(error)[0]
+        field = ".".join((FIELD, *map(str, first["loc"])))
+        raise InvalidField(
+            fault_text(first), field=field, hint="docs/external.md has the options of a Harbor run server"
+        ) from error
+
+
+def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:
+    """Raise InvalidField for a task that no run server can run."""
+    options = harbor_options(remote)
+    if (options.agent.name is None) == (options.agent.import_path is None):
+        raise InvalidField("give exactly one of name and import_path", field=f"{FIELD}.agent")
+    if not any(not isinstance(step, Run) for step in task.runtime.prepare):
+        raise InvalidField(
+            "a Harbor run server needs a task folder",
+            field="task.runtime.prepare",
+            hint='upload it: prepare = [{ upload = "my-task", to = "my-task" }], below the setting files',
+        )
+    if task.evaluator.kind == REPORTED and options.verifier is not None and options.verifier.disable:
+        raise InvalidField(
+            "without a verifier a run has no rewards, but the evaluator 'reported' takes them",
+            field=f"{FIELD}.verifier.disable",
+            hint="leave it out, or give the task an evaluator of its own",
+        )
+
+
+class HarborRun:
+    """One run of a Harbor run server. `name` is our id of the run, and `known` the server's id, if the run was started
+    before. `keep` stores the server's id. `base_url` is that of the session."""
+
+    def __init__(
+        self,
+        service: AgentServiceConfig,
+        task: TaskSpec,
+        remote: RemoteSpec,
+        *,
+        name: str,
+        group_id: str,
+        model: str,
+        base_url: str,
+        known: Callable[[], Awaitable[str | None]],
+        keep: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._service = service
+        self._task = task
+        self._options = harbor_options(remote)
+        self._name = name
+        self._group_id = group_id
+        self._model = model
+        self._base_url = base_url
+        self._known = known
+        self._keep = keep
+        self._calls = ServiceCalls(service, f"{service.url.rstrip('/')}/api/v1/runs", name)
+
+    async def follow(self, archive: bytes | None) -> ReportSpec:
+        """Start the run, unless it was started before, and wait for its end. `archive` has the task's folder. Raises
+        RemoteRunFailed."""
+        async with self._calls.client() as http:
+            run = await self._known()
+            if run is None:
+                run = await self._submit(http, archive or b"")
+                await self._keep(run)
+            while True:
+                state = await self._look(http, f"/async/{run}/status")
+                if state.status in ("completed", "failed", "timeout"):
+                    return self._report(await self._ended(http, run, state))
+                await asyncio.sleep(self._service.poll_seconds)
+
+    async def cancel(self) -> None:
+        """Do nothing: a run server has no request that ends a run. The run's model calls are refused from now on."""
+
+    async def _submit(self, http: aiohttp.ClientSession, archive: bytes) -> str:
+        """Start the run, and return the server's id of it. Raises RemoteRunFailed, and RemoteRunUnclear if the run may
+        have been started."""
+        folder = await asyncio.to_thread(task_folder_in, archive)
+        boundary = secrets.token_hex(16)
+        body = multipart(boundary, msgspec.json.encode(self._metadata(folder)), archive)
+        kind = f"multipart/form-data; boundary={boundary}"
+        # A server that reads the header gives the same run to a repeated request. Others ignore the header.
+        more = {"Idempotency-Key": self._name}
+        give_up_at = asyncio.get_running_loop().time() + self._service.patience_seconds
+        tries = 0
+        while True:
+            try:
+                reply = await self._calls.once(http, "POST", "/async", body, kind, seconds=SUBMIT_SECONDS, more=more)
+                failure = f"answered {reply.status}"
+            except aiohttp.ClientConnectorError as error:  # no connection, so no run
+                reply, failure = None, f"cannot be reached: {type(error).__name__}"
+            except (aiohttp.ClientError, OSError) as error:
+                raise self._unclear(f"broke off the submission: {type(error).__name__}") from error
+            if reply is not None and reply.ok:
+                try:
+                    return msgspec.json.decode(reply.content, type=_Begun).run_id
+                except (msgspec.DecodeError, ValueError) as error:
+                    raise self._unclear(f"gave no run_id: {error}") from error
+            if reply is not None and reply.status not in REFUSED_FOR_NOW:
+                if reply.status >= 500 or reply.status == 408:
+                    raise self._unclear(failure, log_tail=reply.said)
+                raise RemoteRunFailed(f"agent service {self._service.name!r} {failure}", log_tail=reply.said)
+            await self._calls.pause(tries, give_up_at, failure)
+            tries += 1
+
+    def _unclear(self, failure: str, *, log_tail: str | None = None) -> RemoteRunUnclear:
+        return RemoteRunUnclear(
+            f"agent service {self._service.name!r} {failure}: its run may go on",
+            hint="see at the server whether the run goes on, and submit the task again",
+            log_tail=log_tail,
+        )
+
+    def _metadata(self, folder: str) -> Mapping[str, Any]:
+        """Return the part `metadata`, without nulls. The run ends by itself at the session's limit."""
+        options, seconds = self._options, self._task.limits.session_seconds
+        given = options.model_dump(mode="json", exclude_none=True, exclude={"reward"})
+        most = options.agent.max_timeout_sec
+        agent = {"model_name": self._model, "kwargs": {}, **given["agent"]}
+        agent["max_timeout_sec"] = seconds if most is None else min(most, seconds)
+        return {
+            "job_id": self._group_id,
+            "task_id": self._name,
+            "task_path": folder,
+            "timeout_multiplier": 1.0,
+            "max_retries": 0,
+            **given,
+            "agent": agent,
+            "llm_proxy_url": f"{self._base_url}/v1",
+        }
+
+    async def _look(self, http: aiohttp.ClientSession, path: str) -> HarborRunState:
+        """Ask for a status or a result until the server replies. Raises RemoteRunUnclear."""
+        try:
+            content = await self._calls.ask(http, "GET", path, again_on=NOT_YET)
+        except RemoteRunFailed as error:
+            raise RemoteRunUnclear(error.message, hint=error.hint, log_tail=error.log_tail) from error
+        return self._read(content)
+
+    async def _ended(self, http: aiohttp.ClientSession, run: str, state: HarborRunState) -> HarborRunState:
+        """Return the result of a run that has ended, or its status if the result cannot be read."""
+        try:
+            content = await self._calls.ask(http, "GET", f"/async/{run}/result")
+            result = self._read(content)
+        except RemoteRunFailed:
+            return state
+        return result if result.status == state.status else state
+
+    def _read(self, content: bytes) -> HarborRunState:
+        try:
+            return msgspec.json.decode(content, type=HarborRunState)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise RemoteRunFailed(f"the state that agent service {self._service.name!r} gave: {error}") from error
+
+    def _report(self, state: HarborRunState) -> ReportSpec:
+        said = state.error or f"the run ended as {state.status}"
+        if state.status == "failed":
+            raise RemoteRunFailed(f"agent service {self._service.name!r}: {said}")
+        timeout = state.status == "timeout"
+        stop: ReportedStop = "agent_timeout" if timeout else "completed"
+        if self._task.evaluator.kind != REPORTED:
+            return ReportSpec(stop_reason=stop)
+        if not state.rewards:
+            if timeout:  # the session's failure is the agent's, and another try would take as long
+                return ReportSpec(error=said[:1000])
+            raise RemoteRunFailed(f"agent service {self._service.name!r} gave no rewards: {said}")
+        reward = reward_of(state.rewards, self._options.reward)
+        try:
+            return ReportSpec(reward=reward, metrics=state.rewards, reason=state.error, stop_reason=stop)
+        except ValueError as error:  # pydantic's ValidationError
+            raise RemoteRunFailed(f"the rewards of agent service {self._service.name!r}: {error}") from error
+
+
+def reward_of(rewards: Mapping[str, float], name: str | None) -> float:
+    """Return the value `name` of a run's rewards; by default the value `reward`, or the only value. Raises
+    RemoteRunFailed if there is none."""
+    if name is None:
+        name = next(iter(rewards)) if len(rewards) == 1 else "reward"
+    if name not in rewards:
+        raise RemoteRunFailed(
+            f"the run rewards {', '.join(map(repr, sorted(rewards)))}, and none of it is {name!r}",
+            hint="name the session's reward by the option reward",
+        )
+    return rewards[name]
+
+
+def task_folder_in(archive: bytes) -> str:
+    """Return the name of the task folder at the top of an archive. Blocks. Raises RemoteRunFailed for an archive with
+    anything beside it."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
+            names = [PurePosixPath(name) for name in tar.getnames()]
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise RemoteRunFailed(f"the task's files cannot be read: {error}") from error
+    tops = sorted({name.parts[0] for name in names if name.parts})
+    if len(tops) != 1 or PurePosixPath(tops[0], TASK_TOML) not in names:
+        raise RemoteRunFailed(
+            f"the task's files are no task folder: they need one folder with {TASK_TOML}, and have"
+            f" {', '.join(tops[:5]) or 'nothing'}",
+            hint='upload the folder: prepare = [{ upload = "my-task", to = "my-task" }]',
+        )
+    return tops[0]
+
+
+def multipart(boundary: str, metadata: bytes, archive: bytes) -> bytes:
+    """Return the body of a submission. `metadata` has no content type: servers read it as a field of a form."""
+    parts = (
+        ('name="metadata"', metadata),
+        ('name="task_archive"; filename="task.tar.gz"\r\nContent-Type: application/gzip', archive),
+    )
+    lines: list[bytes] = []
+    for named, content in parts:
+        head = f"--{boundary}\r\nContent-Disposition: form-data; {named}\r\n\r\n"
+        lines += [head.encode(), content, b"\r\n"]
+    return b"".join((*lines, f"--{boundary}--\r\n".encode()))
