@@ -314,10 +314,8 @@ class Between:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         self.calls += 1
         url = f"{self.proxies['last']}/chat/completions"
-        body = await request.json()
-        body.pop("stream", None)
-        async with aiohttp.ClientSession() as http, http.post(url, json=body) as reply:
-            return web.Response(status=reply.status, body=await reply.read(), content_type="application/json")
+        async with aiohttp.ClientSession() as http, http.post(url, data=await request.read()) as reply:
+            return web.Response(status=reply.status, body=await reply.read(), content_type=reply.content_type)
 
 
 async def test_outrider_runs_at_outrider(tmp_path: Path) -> None:

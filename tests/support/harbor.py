@@ -1,4 +1,5 @@
-"""Clients and servers of Harbor's run API, written from the contract alone: readers refuse unknown and missing fields."""
+"""A client and a server of Harbor's run API, written from the contract alone: they refuse unknown and missing
+fields."""
 
 from __future__ import annotations
 

@@ -237,10 +237,9 @@ class HarborRun:
     async def _look(self, http: aiohttp.ClientSession, path: str) -> HarborRunState:
         """Ask for a status or a result until the server replies. Raises RemoteRunUnclear."""
         try:
-            content = await self._calls.ask(http, "GET", path, again_on=NOT_YET)
+            return self._read(await self._calls.ask(http, "GET", path, again_on=NOT_YET))
         except RemoteRunFailed as error:
             raise RemoteRunUnclear(error.message, hint=error.hint, log_tail=error.log_tail) from error
-        return self._read(content)
 
     async def _ended(self, http: aiohttp.ClientSession, run: str, state: HarborRunState) -> HarborRunState:
         """Return the result of a run that has ended, or its status if the result cannot be read."""

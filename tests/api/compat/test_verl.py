@@ -177,7 +177,7 @@ async def test_the_codes_of_the_contract(tmp_path: Path) -> None:
         await client.status("DELETE", "/sessions/a", "deleted")
         assert (await client.ask("GET", "/sessions/a"))[0] == 404
         assert (await client.ask("POST", "/sessions/a"))[0] == 409, "an id is used once"
-        assert (await client.ask("POST", "/api/v1/runs", {}))[0] == 400
+        assert (await client.ask("POST", "/api/v1/runs", {}))[0] == 422, "not multipart"
         assert (await client.ask("GET", "/training/timing/1/2"))[0] == 400
         assert (await client.ask("POST", "/sessions/a%20b"))[0] == 422
         assert (await client.ask("POST", "/sessions/s"))[0] == 422, "its first chat path is a path of the gateway"

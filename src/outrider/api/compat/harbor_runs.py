@@ -185,7 +185,10 @@ class HarborRuns:
 
     async def _run(self, run_id: str, caller: Principal) -> tuple[SessionRow, bool]:
         """Return a run's session, and whether the run is graded. Raises NotFound."""
-        row = await self._service.store.group(run_id, tenant=caller.sees)
+        try:
+            row = await self._service.store.group(run_id, tenant=caller.sees)
+        except NotFound as error:
+            raise NotFound(f"no run {run_id!r}") from error
         if row.translator != SYSTEM:
             raise NotFound(f"no run {run_id!r}", hint="see the group at /v1/groups")
         [session] = await self._service.store.sessions(row.id)
