@@ -316,10 +316,16 @@ def verl_parquet(
         raise InvalidField("the dataset has no rows", field="source")
     rows = verl_rows(examples, data_source=data_source, split=split, agent_name=agent_name)
     key = hashlib.sha256(json.dumps([FORMAT, rows], sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / f"{split}-{key}.parquet"
+    return write_parquet(rows, folder / f"{split}-{key}.parquet")
+
+
+def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> Written:
+    """Write rows to a file, unless the file exists. Several processes may write the same rows at once. Raises
+    InvalidField if pyarrow is missing."""
     if path.exists():
         return Written(path, len(rows), cached=True)
-    table = _pyarrow("pyarrow").Table.from_pylist(rows)
+    folder = path.parent
+    table = _pyarrow("pyarrow").Table.from_pylist(list(rows))
     # The draft has a random name, because other processes may write the same file.
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")
     folder.mkdir(parents=True, exist_ok=True)
