@@ -67,8 +67,8 @@ def recipe_parquet(
     split: str = "train",
     limit: int | None = None,
 ) -> Written:
-    """Write `{split}-{key}.parquet` in `folder`, unless the file exists: see `recipe_rows`. Blocks. Raises InvalidField,
-    also if pyarrow is missing."""
+    """Write `{split}-{key}.parquet` in `folder`, unless the file exists: see `recipe_rows`. Blocks. Raises
+    InvalidField, also if pyarrow is missing."""
     rows = recipe_rows(root, data_source=data_source, ability=ability, split=split, limit=limit)
     digest = hashlib.sha256(json.dumps([FORMAT, rows], sort_keys=True).encode())
     for row in rows:
