@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from support.harbor import AgentRunRequest, HarborServer, Work, harbor_server, task_folder
 from support.service import call, running_service, say
 
@@ -318,6 +319,7 @@ class Between:
             return web.Response(status=reply.status, body=await reply.read(), content_type=reply.content_type)
 
 
+@pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="no user namespaces on this machine")
 async def test_outrider_runs_at_outrider(tmp_path: Path) -> None:
     """The server's own rewards come back, and the tokens are those that the first service's engine sampled."""
     between = Between()

@@ -25,11 +25,14 @@ from hypothesis import strategies as st
 from api.compat.test_verl import Recipe
 from external.world import Owner
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.service.service import Service
 from outrider.tasks.datasets import harbor_examples
 from support.coin import OneCall
 from support.harbor import HarborClient, packed, task_folder
 from support.service import call, running_service, say
+
+pytestmark = pytest.mark.skipif(not NamespaceRuntime.available().ok, reason="no user namespaces on this machine")
 
 GOLDEN = Path(__file__).parent / "golden" / "verl" / "harbor-runs.txt"
 REPLIES = (f"I write.{call('echo 42 > answer.txt')}", say("Done."))
@@ -49,6 +52,15 @@ class Hangs(OneCall):
         await super().run(context)
         await asyncio.sleep(3600)
         return HarnessOutcome()
+
+
+class CallsTwice(OneCall):
+    """An agent whose two calls are half a second apart."""
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        await super().run(context)
+        await asyncio.sleep(0.5)
+        return await super().run(context)
 
 
 class Breaks(OneCall):
@@ -175,6 +187,27 @@ async def test_a_reset_makes_room_for_the_next_run(tmp_path: Path) -> None:
         assert len((await recipe.record("a")).turns) == 2
 
 
+async def test_a_run_goes_on_in_the_next_service(tmp_path: Path) -> None:
+    archive = packed(task_folder(tmp_path / "swe-1"))
+    slow = agent("api.compat.test_harbor_runs:CallsTwice")
+    metadata = request(agent=slow, llm_proxy_url="http://h/a/v1")
+    async with run_server(tmp_path) as (client, _):
+        recipe = Recipe(client.http, client.url)
+        await recipe.status("POST", "/sessions/a", "created")
+        run_id = await client.begin(metadata, archive)
+        for _ in range(1000):
+            if (await recipe.record("a")).turns:
+                break
+            await asyncio.sleep(0.01)
+        assert (await client.status(run_id)).status == "running"
+    async with run_server(tmp_path) as (client, _):
+        recipe = Recipe(client.http, client.url)
+        assert await client.begin(metadata, archive) == run_id, "the client's repetition finds the run"
+        response = await client.run(metadata, archive)
+        assert (response.run_id, response.status, response.retry_count) == (run_id, "completed", 0)
+        assert len((await recipe.record("a")).turns) == 2, "those of the attempt that has ended"
+
+
 async def test_a_closed_session_cancels_its_run(tmp_path: Path) -> None:
     archive = packed(task_folder(tmp_path / "swe-1"))
     metadata = request(llm_proxy_url="http://h/a", agent=agent("api.compat.test_harbor_runs:Hangs"))
@@ -288,6 +321,8 @@ async def test_what_cannot_be_translated_is_refused_by_name(tmp_path: Path) -> N
         assert b"environment_overrides" in body
         assert str(tmp_path).encode() not in body
         assert b"/tmp" not in body, "paths of this machine are not shown"
+        code, body = await client.post("/api/v1/runs/async", request(), archive, **{"Idempotency-Key": "k" * 300})
+        assert (code, b"Idempotency-Key" in body) == (422, True)
         offline = request(environment_overrides={"network_mode": "no-network", "env": {"A": "b"}, "cpus": 1})
         assert (await client.run(offline, public)).status == "completed"
 

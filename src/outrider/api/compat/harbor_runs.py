@@ -116,13 +116,16 @@ class BoundRuns:
 
     async def drop(self, session: SessionRow, caller: Principal) -> None:
         """Cancel the session's run, and let the session have no run."""
-        run, free = await self._look(session, caller)
-        if run is None:
-            return
         until = time.time() + RESET_SECONDS
-        await self._service.store.refuse_key(caller.tenant, _bound_key(session, free), until=until)
-        if run.state is GroupState.ACTIVE:
-            await self._service.cancel(run.id, caller)
+        while True:
+            run, free = await self._look(session, caller)
+            if run is None:
+                return
+            later = await self._service.store.refuse_key(caller.tenant, _bound_key(session, free), until=until)
+            if run.state is GroupState.ACTIVE:
+                await self._service.cancel(run.id, caller)
+            if later is None:  # otherwise a run was submitted meanwhile
+                return
 
 
 def _bound_key(session: SessionRow, number: int) -> str:
