@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -88,13 +89,16 @@ async def test_a_harbor_server_runs_a_group(tmp_path: Path) -> None:
         return await asks(asked, files)
 
     async with with_harbor(tmp_path, keeps) as (server, world):
+        files = world.service.config.files
+        assert files is not None
+        (task_folder(files / "swe-1") / "large.bin").write_bytes(os.urandom(2 << 20))
         extra = options(timeout_multiplier=2.0, environment_kwargs={"namespace": "x"}, verifier={"disable": False})
         group_id = await submitted(world, extra, n=3, limits={"session_seconds": 100})
         done = await world.owner.done(group_id)
         verdicts = [each["result"]["verdict"] for each in done["sessions"]]
         assert [(each["reward"], each["metrics"]) for each in verdicts] == [(0.5, REWARDS)] * 3
         assert [row["reward"] for row in done["samples"]] == [0.5] * 3
-        assert sorted(given[0]) == ["swe-1/instruction.md", "swe-1/task.toml", "swe-1/tests/test.sh"]
+        assert sorted(given[0]) == ["swe-1/instruction.md", "swe-1/large.bin", "swe-1/task.toml", "swe-1/tests/test.sh"]
         asked = server.requests["run-0"]
         assert {each.task_id for each in server.requests.values()} == {f"{each['id']}-1" for each in done["sessions"]}
         assert (asked.job_id, asked.task_path, asked.timeout_multiplier) == (group_id, "swe-1", 2.0)
@@ -165,11 +169,11 @@ async def test_a_failed_run_is_tried_again_and_a_lost_one_is_not(tmp_path: Path)
 
 
 async def test_a_status_that_comes_late_and_a_result_that_is_lost(tmp_path: Path) -> None:
-    async with with_harbor(tmp_path, asks, late=3) as (server, world):
+    async with with_harbor(tmp_path, asks, late=2) as (server, world):
         server.results_lost = True
         [session] = (await world.owner.done(await submitted(world)))["sessions"]
         assert session["result"]["verdict"]["metrics"] == REWARDS
-        assert list(server.looks.values()) == [4]
+        assert list(server.looks.values()) == [3]
 
 
 async def test_after_a_cancellation_the_agent_gets_no_reply(tmp_path: Path) -> None:

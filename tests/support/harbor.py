@@ -94,7 +94,7 @@ class HarborClient:
         form = aiohttp.FormData()
         text = metadata if isinstance(metadata, str) else json.dumps(metadata)
         form.add_field("metadata", text, content_type="application/json")
-        form.add_field("task_archive", archive, filename="task.tar.gz", content_type="application/gzip")
+        form.add_field("task_archive", io.BytesIO(archive), filename="task.tar.gz", content_type="application/gzip")
         async with self.http.post(self.url + path, data=form, headers=self.headers | headers) as reply:
             return reply.status, await reply.read()
 

@@ -7,6 +7,7 @@ bytes at most.
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Collection, Mapping
 from itertools import count
@@ -120,8 +121,9 @@ class ServiceCalls:
         reply that is too large."""
         headers = {"Content-Type": kind, "Accept-Encoding": "identity", **self._signature(body), **(more or {})}
         timeout = aiohttp.ClientTimeout(total=seconds)
+        data = io.BytesIO(body) if body else None  # aiohttp would send large bytes in one piece
         async with http.request(
-            method, self._url + path, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+            method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
         ) as reply:
             content = bytearray()
             async for part in reply.content.iter_chunked(1 << 16):

@@ -370,6 +370,7 @@ ARCHIVES = {
     "zeros": tar_of((entry("t/a"), bytes(40 << 20))),
     "sparse": tar_of((entry("t/a", tarfile.GNUTYPE_SPARSE), b"")),
     "long header": tar_of((entry("t/a", tarfile.GNUTYPE_LONGNAME), bytes(2 << 20)), (entry("t/b"), b"")),
+    "long toml": tar_of((entry("t/task.toml"), os.urandom(1 << 20).hex().encode()), (entry("t/instruction.md"), b"x")),
     "many": tar_of(*((entry(f"t/{number}"), b"") for number in range(5000))),
     "empty": b"",
     "no gzip": b"PK\3\4" + bytes(100),

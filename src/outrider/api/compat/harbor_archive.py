@@ -28,6 +28,8 @@ MAX_UNPACKED = 64 << 20
 """Maximum bytes of a task's files. The parts that are sent with a task have lower limits (`tasks/harbor/files.py`)."""
 RATIO, ANY_RATIO_BYTES = 100, 1 << 20
 """Maximum ratio of the unpacked bytes to the archive's bytes, and a size in bytes that is allowed at any ratio."""
+MAX_CONFIG = 1 << 20
+"""Maximum bytes of a task.toml, which takes long to parse."""
 MAX_ENTRIES = 4096
 MAX_DEPTH = 32
 COPY_BYTES = 1 << 18
@@ -125,15 +127,15 @@ def unpack_task(archive: bytes, into: Path) -> Path:
         raise InvalidField(
             f"is not a tar archive with gzip: {error}", field=ARCHIVE, hint="pack the task's folder: tar -czf"
         ) from error
-    if (into / TASK_TOML).is_file():
-        return into
-    folders = [path for path in into.iterdir() if path.is_dir()]
+    folders = [into] if (into / TASK_TOML).is_file() else [path for path in into.iterdir() if path.is_dir()]
     if len(folders) != 1 or not (folders[0] / TASK_TOML).is_file():
         raise InvalidField(
             f"has no {TASK_TOML}, neither at its top nor in its one folder",
             field=ARCHIVE,
             hint="pack one task's folder",
         )
+    if (folders[0] / TASK_TOML).stat().st_size > MAX_CONFIG:
+        raise TooLarge(f"{TASK_TOML} has more than {MAX_CONFIG >> 20} MiB", field=ARCHIVE)
     return folders[0]
 
 

@@ -220,6 +220,7 @@ def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
                 ' {"network_mode": "no-network"}, if the task can be solved and graded without a network'
             )
             hint = hint.replace(NETWORK_HINT, own)
+        hint = hint.replace("pass --image NAME", 'send environment_overrides {"docker_image": NAME}')
         above = f"{folder.parent}/"
         raise error.replace(
             message=error.message.replace(above, ""), hint=hint.replace(above, "") or None, field=ARCHIVE
