@@ -69,6 +69,8 @@ class HarborRemoteAgent(Spec):
 
 
 class HarborRemoteVerifier(Spec):
+    """The verifier of a run, in Harbor's words."""
+
     override_timeout_sec: Seconds | None = None
     max_timeout_sec: Seconds | None = None
     disable: bool = False

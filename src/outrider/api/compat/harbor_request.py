@@ -32,10 +32,11 @@ from outrider.tasks.harbor.tasks import AGENT_SECONDS, PREPARING_SECONDS, SESSIO
 
 SYSTEM = "harbor"
 """The name of the system in the store."""
-JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, SESSION_LABEL = (
-    f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session")
+JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, SESSION_LABEL, UNGRADED_LABEL = (
+    f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of a run's group. A group with SESSION_LABEL is the run of a session of the verl recipe's proxy."""
+"""Labels of a run's group. A group with SESSION_LABEL is the run of a session of the verl recipe's proxy. A group with
+UNGRADED_LABEL is a run without a verifier."""
 MOST_SECONDS = 7 * 86_400.0
 """Maximum seconds of a limit of ours."""
 
@@ -195,9 +196,9 @@ def run_group(
         AGENT_LABEL: asked.agent.called,
         MODEL_LABEL: asked.agent.model_name or "",
         **({} if session is None else {SESSION_LABEL: session}),
+        **({UNGRADED_LABEL: "true"} if asked.verifier.disable else {}),
     }
     request = asked.model_dump(mode="json", include={"job_id", "task_id"})
-    request |= {"graded": not asked.verifier.disable, "session": session}
     group = {"task": task, "idempotency_key": key, "translated": {"system": SYSTEM, "request": request}}
     try:
         return StoredGroupSpec.model_validate(group)

@@ -8,6 +8,7 @@ run. Invariants: a run is stored before its id is returned; a run without a verd
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -22,14 +23,13 @@ from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.harbor_archive import ARCHIVE, METADATA, parts_of, unpack_task
-from outrider.api.compat.harbor_request import SYSTEM, HarborRunRequest, harbor_fields, run_group
+from outrider.api.compat.harbor_request import SYSTEM, UNGRADED_LABEL, HarborRunRequest, harbor_fields, run_group
 from outrider.api.compat.polar_results import path_to, prompt_of
 from outrider.api.compat.routes import CompatRoute
 from outrider.api.control_bodies import release_body, whole_body
-from outrider.errors import Conflict, NotFound, OutriderError, RequestError, renamed_field
+from outrider.errors import Conflict, NotFound, RequestError, renamed_field
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.redaction import redacted
-from outrider.service.admission import stored_group
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import StoredGroupSpec
@@ -37,6 +37,8 @@ from outrider.store.rows import GroupRow, SessionRow
 from outrider.trajectory import LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
 from outrider.wire.http_server import while_connected
 
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
+"""The ids of sessions that clients of the recipe's proxy may choose."""
 RUNS = "/api/v1/runs"
 KEY_HEADER = "Idempotency-Key"
 """Optional header of a submission. The same request with the same key gives the same run."""
@@ -195,8 +197,7 @@ class HarborRuns:
         if row.translator != SYSTEM:
             raise NotFound(f"no run {run_id!r}", hint="see the group at /v1/groups")
         [session] = await self._service.store.sessions(row.id)
-        spec = await stored_group(self._service.store, row.id)
-        return session, spec.translated is None or bool(spec.translated.request["graded"])
+        return session, UNGRADED_LABEL not in row.labels
 
     async def _submitted(self, request: Request, caller: Principal) -> str:
         """Store the run that a request describes, and return the run's id."""
@@ -233,6 +234,8 @@ class HarborRuns:
                 hint="reset the session before its next run" if sid else "use a new key for a new run",
             ) from error
         request.scope[CREATED].update(group_id=group.id)
+        if sid is not None and _over(await self._service.store.session(session.id)):  # closed meanwhile
+            await self._service.cancel(group.id, caller)
         return group.id
 
     async def _bindable(self, sid: str, caller: Principal) -> SessionRow:
@@ -240,18 +243,22 @@ class HarborRuns:
         and Conflict for a session that is closed or has turns of its own."""
         try:
             session = await self._find(sid, caller)
-        except OutriderError as error:
+        except NotFound as error:
             raise RequestError(
                 f"names no session of this service: {error.message}",
                 field="llm_proxy_url",
                 hint="a run's model calls are served and recorded by this service: create the session here first"
                 " (POST /sessions/{session_id}), or leave the field out",
             ) from error
-        if session.state is SessionState.DONE or session.ending is not None:
+        if _over(session):
             raise Conflict(f"session {sid!r} was closed", field="llm_proxy_url", hint="use another session")
         if await self._service.store.turns(session.id):
             raise Conflict(f"session {sid!r} has turns", field="llm_proxy_url", hint="reset the session first")
         return session
+
+
+def _over(session: SessionRow) -> bool:
+    return session.state is SessionState.DONE or session.ending is not None
 
 
 def _session_in(proxy: str) -> str:
@@ -265,7 +272,7 @@ def _session_in(proxy: str) -> str:
         names.pop()
     if len(names) == 2 and names[0] == "verl":
         names.pop(0)
-    if parts.scheme not in ("http", "https") or len(names) != 1:
+    if parts.scheme not in ("http", "https") or len(names) != 1 or not SESSION_ID.fullmatch(names[0]):
         raise RequestError(
             "names another model proxy: a run's model calls are served and recorded by this service",
             field="llm_proxy_url",
@@ -303,6 +310,7 @@ def _of_step(name: str) -> bool:
 
 
 def error_of_run(result: SessionResult) -> str | None:
+    """Return the reason why a run has no rewards, or that the agent's time was over; else None."""
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"
     if result.verdict is not None:

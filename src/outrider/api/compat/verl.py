@@ -8,7 +8,6 @@ made by its creation only, never by a call for an unknown id.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from typing import Any
 
@@ -17,7 +16,7 @@ from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
-from outrider.api.compat.harbor_runs import BoundRuns, HarborRuns
+from outrider.api.compat.harbor_runs import SESSION_ID, BoundRuns, HarborRuns
 from outrider.api.compat.routes import CompatRoute, CompatSocket
 from outrider.api.compat.verl_workers import ENGINE, serve_worker
 from outrider.api.gateway import PREFIX, Gateway
@@ -33,7 +32,6 @@ from outrider.trajectory import Turn, unpack_ids, unpack_logprobs
 
 LABEL = "verl.session"
 """Label of a session's group, with the id that the client has chosen."""
-SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
 TAKEN = PREFIX.strip("/")
 """An id that no session has, because the gateway has the path `/TAKEN/v1/chat/completions`."""
 SESSION_SECONDS = 86_400.0
@@ -117,8 +115,8 @@ class VerlProxy:
         """Close the session, so that its record is final. Repeating the request changes nothing."""
         sid = _sid(request)
         session = await self.session(sid, caller)
-        await self.bound.end(session, caller)
         await self._service.cancel_session(session.id, caller)
+        await self.bound.end(session, caller)
         return {"session_id": sid, "status": "completed"}
 
     async def reset(self, request: Request, caller: Principal) -> Any:
@@ -133,8 +131,8 @@ class VerlProxy:
     async def delete(self, request: Request, caller: Principal) -> Any:
         sid = _sid(request)
         session = await self.session(sid, caller)
-        await self.bound.end(session, caller)
         await self._service.cancel_session(session.id, caller)
+        await self.bound.end(session, caller)
         self._deleted[session.id] = None
         while len(self._deleted) > MOST_DELETED:
             self._deleted.popitem(last=False)
