@@ -128,7 +128,7 @@ async def serving(client: Recipe) -> None:
 
 async def test_an_epoch_through_two_workers(tmp_path: Path) -> None:
     async with proxy(tmp_path) as (_, client, url):
-        more = {"prompt_token_ids": PROMPT, "weight_version": 3}
+        more: dict[str, Any] = {"prompt_token_ids": PROMPT, "weight_version": 3}
         async with worker(url, "a", **more) as first, worker(url, "b", **more) as second:
             await serving(client)
             records = await asyncio.gather(*(client.roll_out(f"swe-{number}") for number in range(16)))
@@ -148,7 +148,7 @@ async def test_what_a_worker_gets(tmp_path: Path) -> None:
     async with proxy(tmp_path) as (_, client, url), worker(url) as made:
         await serving(client)
         await client.status("POST", "/sessions/one", "created")
-        settings = {"temperature": 0.5, "top_p": 0.9, "stop": ["END"], "repetition_penalty": 1.1}
+        settings: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "stop": ["END"], "repetition_penalty": 1.1}
         await client.chat("one", [QUESTION], tools=[TOOL], **settings)
         [asked] = made.asked
         assert (asked.temperature, asked.top_p, asked.max_tokens) == (0.5, 0.9, 64)
