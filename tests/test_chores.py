@@ -208,6 +208,7 @@ def _calls(is_it: Callable[[ast.Call], bool]) -> list[tuple[str, ast.Call]]:
 
 
 OTHER_TASKS = {
+    "api/compat/verl_workers.py": "the reading and the pings of one connection of a worker",
     "api/gateway.py": "pings of one reply, within its request",
     "api/gateway_server.py": "the HTTP servers: they are what is served",
     "sessions/external.py": "the remote run of one session: what it raises is the session's",
