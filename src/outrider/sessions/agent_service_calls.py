@@ -1,7 +1,8 @@
 """Sends requests to the services of the operator's that run agents.
 
-Requests are signed like callbacks. Invariants: an error has no address and no key of a service; a reply has MAX_STATE
-bytes at most.
+Requests are signed like callbacks. A service of Outrider without such agents imports no aiohttp: the import takes a
+seventh of the processor time of a start. Invariants: an error has no address and no key of a service; a reply has
+MAX_STATE bytes at most.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import asyncio
 import io
 import time
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from itertools import count
-from typing import NamedTuple
-
-import aiohttp
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from outrider.callbacks import signed_headers
 from outrider.concurrency.retries import RetryPolicy
@@ -21,6 +21,9 @@ from outrider.config import AgentServiceConfig
 from outrider.environment import environment
 from outrider.errors import HarnessError
 from outrider.redaction import redacted
+
+if TYPE_CHECKING:
+    import aiohttp
 
 MAX_STATE = 4 << 20
 """Maximum bytes of a reply, such as a run's state."""
@@ -35,6 +38,14 @@ class RemoteRunFailed(HarnessError):
     """A run of an agent service failed, was lost, or could not be started. The session may be tried again."""
 
     code = "remote_run_failed"
+
+
+class NotConnected(OSError):
+    """No connection to the service came about, so the service did not get the request."""
+
+
+class BrokenOff(OSError):
+    """The connection to the service broke off, or what came is no HTTP. The service may have got the request."""
 
 
 class ServiceReply(NamedTuple):
@@ -52,20 +63,28 @@ class ServiceReply(NamedTuple):
 
 
 class ServiceCalls:
-    """The requests of one run below `url`. `signed_as` is the id of the signatures."""
+    """The requests of one run below `url`. `signed_as` is the id of the signatures. `async with` opens and closes the
+    connections."""
 
     def __init__(self, service: AgentServiceConfig, url: str, signed_as: str) -> None:
         self.name = service.name
         self._service = service
         self._url = url
         self._signed_as = signed_as
+        self._http: aiohttp.ClientSession
 
-    def client(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(import_module, "aiohttp")
+        import aiohttp
+
+        self._http = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.close()
 
     async def ask(
         self,
-        http: aiohttp.ClientSession,
         method: str,
         path: str,
         body: bytes = b"",
@@ -80,7 +99,7 @@ class ServiceCalls:
         give_up_at = loop.time() + self._service.patience_seconds
         for tries in count():
             try:
-                reply = await self.once(http, method, path, body, kind, seconds=seconds)
+                reply = await self.once(method, path, body, kind, seconds=seconds)
                 if reply.ok:
                     return reply.content
                 failure = f"answered {reply.status}"
@@ -90,7 +109,7 @@ class ServiceCalls:
                     raise RemoteRunFailed(f"agent service {name!r} {failure}", log_tail=reply.said)
             except TimeoutError:
                 failure = f"did not answer within {seconds:g} s"
-            except (aiohttp.ClientError, OSError) as error:  # the error's text may have the operator's address
+            except OSError as error:  # the error's text may have the operator's address
                 failure = f"cannot be reached: {type(error).__name__}"
             await self.pause(tries, give_up_at, failure)
         raise AssertionError("count() has no end")
@@ -108,7 +127,6 @@ class ServiceCalls:
 
     async def once(
         self,
-        http: aiohttp.ClientSession,
         method: str,
         path: str,
         body: bytes = b"",
@@ -117,20 +135,29 @@ class ServiceCalls:
         seconds: float = REQUEST_SECONDS,
         more: Mapping[str, str] | None = None,
     ) -> ServiceReply:
-        """Send a request once. `more` are further headers. Raises aiohttp's errors, OSError, and RemoteRunFailed for a
-        reply that is too large."""
+        """Send a request once. `more` are further headers. Raises OSError, of which NotConnected, BrokenOff and
+        TimeoutError are kinds, and RemoteRunFailed for a reply that is too large."""
+        import aiohttp
+
         headers = {"Content-Type": kind, "Accept-Encoding": "identity", **self._signature(body), **(more or {})}
         timeout = aiohttp.ClientTimeout(total=seconds)
         data = io.BytesIO(body) if body else None  # aiohttp would send large bytes in one piece
-        async with http.request(
-            method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
-        ) as reply:
-            content = bytearray()
-            async for part in reply.content.iter_chunked(1 << 16):
-                content += part
-                if len(content) > MAX_STATE:
-                    raise RemoteRunFailed(f"agent service {self.name!r} sent more than {MAX_STATE} bytes")
-            return ServiceReply(reply.status, bytes(content))
+        try:
+            async with self._http.request(
+                method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as reply:
+                content = bytearray()
+                async for part in reply.content.iter_chunked(1 << 16):
+                    content += part
+                    if len(content) > MAX_STATE:
+                        raise RemoteRunFailed(f"agent service {self.name!r} sent more than {MAX_STATE} bytes")
+                return ServiceReply(reply.status, bytes(content))
+        except aiohttp.ClientConnectorError as error:
+            raise NotConnected(type(error).__name__) from error
+        except aiohttp.ClientError as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise BrokenOff(type(error).__name__) from error
 
     def _signature(self, body: bytes) -> Mapping[str, str]:
         headers = {}

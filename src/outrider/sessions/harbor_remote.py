@@ -18,13 +18,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-import aiohttp
 import msgspec
 from pydantic import Field, ValidationError
 
 from outrider.config import AgentServiceConfig
 from outrider.errors import InvalidField
-from outrider.sessions.agent_service_calls import TRANSIENT, RemoteRunFailed, ServiceCalls
+from outrider.sessions.agent_service_calls import TRANSIENT, NotConnected, RemoteRunFailed, ServiceCalls
 from outrider.spec import (
     REPORTED,
     Name,
@@ -166,21 +165,21 @@ class HarborRun:
     async def follow(self, archive: bytes | None) -> ReportSpec:
         """Start the run, unless it was started before, and wait for its end. `archive` has the task's folder. Raises
         RemoteRunFailed."""
-        async with self._calls.client() as http:
+        async with self._calls:
             run = await self._known()
             if run is None:
-                run = await self._submit(http, archive or b"")
+                run = await self._submit(archive or b"")
                 await self._keep(run)
             while True:
-                state = await self._look(http, f"/async/{run}/status")
+                state = await self._look(f"/async/{run}/status")
                 if state.status in ("completed", "failed", "timeout"):
-                    return self._report(await self._ended(http, run, state))
+                    return self._report(await self._ended(run, state))
                 await asyncio.sleep(self._service.poll_seconds)
 
     async def cancel(self) -> None:
         """Do nothing: a run server has no request that ends a run. The run's model calls are refused from now on."""
 
-    async def _submit(self, http: aiohttp.ClientSession, archive: bytes) -> str:
+    async def _submit(self, archive: bytes) -> str:
         """Start the run, and return the server's id of it. Raises RemoteRunFailed, and RemoteRunUnclear if the run may
         have been started."""
         folder = await asyncio.to_thread(task_folder_in, archive)
@@ -193,11 +192,11 @@ class HarborRun:
         tries = 0
         while True:
             try:
-                reply = await self._calls.once(http, "POST", "/async", body, kind, seconds=SUBMIT_SECONDS, more=more)
+                reply = await self._calls.once("POST", "/async", body, kind, seconds=SUBMIT_SECONDS, more=more)
                 failure = f"answered {reply.status}"
-            except aiohttp.ClientConnectorError as error:  # no connection, so no run
+            except NotConnected as error:  # no connection, so no run
                 reply, failure = None, f"cannot be reached: {type(error).__name__}"
-            except (aiohttp.ClientError, OSError) as error:
+            except OSError as error:
                 raise self._unclear(f"broke off the submission: {type(error).__name__}") from error
             if reply is not None and reply.ok:
                 try:
@@ -236,17 +235,17 @@ class HarborRun:
             "llm_proxy_url": f"{self._base_url}/v1",
         }
 
-    async def _look(self, http: aiohttp.ClientSession, path: str) -> HarborRunState:
+    async def _look(self, path: str) -> HarborRunState:
         """Ask for a status or a result until the server replies. Raises RemoteRunUnclear."""
         try:
-            return self._read(await self._calls.ask(http, "GET", path, again_on=NOT_YET))
+            return self._read(await self._calls.ask("GET", path, again_on=NOT_YET))
         except RemoteRunFailed as error:
             raise RemoteRunUnclear(error.message, hint=error.hint, log_tail=error.log_tail) from error
 
-    async def _ended(self, http: aiohttp.ClientSession, run: str, state: HarborRunState) -> HarborRunState:
+    async def _ended(self, run: str, state: HarborRunState) -> HarborRunState:
         """Return the result of a run that has ended, or its status if the result cannot be read."""
         try:
-            content = await self._calls.ask(http, "GET", f"/async/{run}/result")
+            content = await self._calls.ask("GET", f"/async/{run}/result")
             result = self._read(content)
         except RemoteRunFailed:
             return state

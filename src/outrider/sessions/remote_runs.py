@@ -16,7 +16,6 @@ import tarfile
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-import aiohttp
 import msgspec
 
 from outrider.config import AgentServiceConfig
@@ -89,12 +88,12 @@ class RemoteRun:
         """Start the run, unless it was started before, and wait for its end. `archive` has the task's files. Raises
         RemoteRunFailed."""
         calls = self._calls
-        async with calls.client() as http:
+        async with calls:
             if archive is not None:
-                await calls.ask(http, "PUT", "/files", archive, "application/gzip", seconds=FILES_SECONDS)
-            await calls.ask(http, "PUT", "", msgspec.json.encode(self._request), "application/json")
+                await calls.ask("PUT", "/files", archive, "application/gzip", seconds=FILES_SECONDS)
+            await calls.ask("PUT", "", msgspec.json.encode(self._request), "application/json")
             while True:
-                state = self._state(await calls.ask(http, "GET", ""))
+                state = self._state(await calls.ask("GET", ""))
                 if state.status == "failed":
                     raise RemoteRunFailed(f"agent service {self._service.name!r}: {state.error or 'the run failed'}")
                 if state.status == "completed":
@@ -104,9 +103,9 @@ class RemoteRun:
     async def cancel(self) -> None:
         """Have the service end the run. Does nothing if the service is out of reach."""
         try:
-            async with asyncio.timeout(CANCEL_SECONDS), self._calls.client() as http:
-                await self._calls.once(http, "DELETE", "", seconds=CANCEL_SECONDS)
-        except (OutriderError, aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            async with asyncio.timeout(CANCEL_SECONDS), self._calls as calls:
+                await calls.once("DELETE", "", seconds=CANCEL_SECONDS)
+        except (OutriderError, OSError):  # TimeoutError is an OSError
             return
 
     def _state(self, content: bytes) -> RunState:
