@@ -29,7 +29,9 @@ pytestmark = pytest.mark.real
 
 PROMPT = '<|im_start|>user\nWhere is "maple"?<|im_end|>\n<|im_start|>assistant\n'
 LENGTH = 400
-EXACT = 1e-4
+EXACT = 5e-4
+"""The engine computes several generations at once, which moves a log-probability by 1e-4 now and then. Those of the two
+models differ far more."""
 AT_ONCE = 8
 
 

@@ -56,7 +56,7 @@ async def vllm_server(
     """Serve `model_folder` with the vLLM installed in `prefix`: float32, eager, tool calls parsed.
 
     `token_route` is whether `/inference/v1/generate` is open. Raises RuntimeError with the end of the server's
-    log if it is not ready in time.
+    log if the server is not ready in time, or if the server exits before the block ends.
     """
     port = free_port()
     server = VllmServer(url=f"http://127.0.0.1:{port}", model=model, model_folder=model_folder, token_route=token_route)
@@ -74,6 +74,8 @@ async def vllm_server(
         try:
             await _ready(server, process, log)
             yield server
+            if process.returncode is not None:
+                raise RuntimeError(f"vLLM exited with {process.returncode} during the tests:\n{_tail(log)}")
         finally:
             await asyncio.shield(_stop(process))
 
