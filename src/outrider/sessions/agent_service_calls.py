@@ -1,4 +1,4 @@
-"""Sends requests to the services of the operator's that run agents.
+"""Sends requests to agent services: programs of the operator that run agents.
 
 Requests are signed like callbacks. A service of Outrider without such agents imports no aiohttp: the import takes a
 seventh of the processor time of a start. Invariants: an error has no address and no key of a service; a reply has
@@ -173,6 +173,6 @@ class ServiceCalls:
         if not (value := (environment(name) or "").strip()):
             raise RemoteRunFailed(
                 f"the variable {name} of agent service {self.name!r} is not set",
-                hint="set it in the environment of the service",
+                hint="set it in the environment of `outrider serve`",
             )
         return value

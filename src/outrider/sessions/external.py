@@ -170,8 +170,7 @@ class ExternalSessions:
             return Unauthorized("this session key is unknown, or its run is over")
         try:
             session = await self._store.session(session_id)
-            over = session.state is SessionState.DONE or session.ending is not None
-            if over or await self._store.report(session_id) is not None:
+            if session.over or await self._store.report(session_id) is not None:
                 return RunEnded("this session's run is over")
         except NotFound:
             return Unauthorized("this session was removed")
@@ -184,8 +183,9 @@ class ExternalSessions:
             begun = self._begun.next()
             live = self._live.get(session_id)
             left = deadline - asyncio.get_running_loop().time()
-            if (live is not None and live.models is not None) or left <= 0:
-                return left > 0
+            takes_calls = live is not None and live.models is not None
+            if takes_calls or left <= 0:
+                return takes_calls
             await wait_for_event(begun, left)
 
     async def check(self, session_id: str, report: ReportSpec, task: TaskSpec) -> None:
@@ -264,7 +264,7 @@ class ExternalSessions:
                 await asyncio.wait({waiting, following}, return_when=asyncio.FIRST_COMPLETED)
                 if following.done() and following.result() is None:
                     return await waiting
-                if not following.done():  # somebody else has completed the session, or its clock has ended it
+                if not following.done():  # the session's clock has ended it, or a turn could not be stored
                     following.cancel()  # before the run is cancelled: a late PUT would start the run again
                     await asyncio.wait({following})
                     await run.cancel()
@@ -321,7 +321,7 @@ class ExternalSessions:
             report = await run.follow(archive)
             await self.check(session.id, report, task)
             await self._store.add_report(session.id, report.model_dump_json().encode())
-        except Conflict:  # somebody else has completed the session
+        except Conflict:  # the session was cancelled, or an earlier attempt has stored another report
             return None
         except InvalidField as error:
             return RemoteRunFailed(f"the report of the run does not fit the session: {error.message}", hint=error.hint)
@@ -447,7 +447,7 @@ class _LiveSession:
         whole = Budget(limits.session_seconds, self._stalled_seconds)
         while True:
             idle, calls = Budget(elsewhere.idle_seconds, self._stalled_seconds), self.calls
-            busy = self._all.under_way > 0  # a call that began earlier ends in this span: the span is not idle
+            busy = self._all.under_way > 0  # a call that began before this span ends in it, so the span is not idle
             try:
                 async with whole.spend(), idle.spend():
                     await self.ended.wait()

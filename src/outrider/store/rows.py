@@ -83,6 +83,11 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     ending: StopReason | None = None
     bucket: str = ""
 
+    @property
+    def over(self) -> bool:
+        """True once the session's end is decided."""
+        return self.state is SessionState.DONE or self.ending is not None
+
 
 class QueueLength(msgspec.Struct, frozen=True):
     """The number of waiting sessions, and the numbers of buckets and tenants that have waiting sessions."""

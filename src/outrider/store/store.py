@@ -619,7 +619,7 @@ class Store:
                         hint="a completion cannot be changed; grade the session again for another verdict",
                     )
                 return
-            if session.state is SessionState.DONE or session.ending is not None:
+            if session.over:
                 assert session.result is not None or session.ending is not None
                 reason = session.ending if session.result is None else session.result.stop_reason
                 raise Conflict(f"session {session_id} is over: {reason}", hint=f"see outrider show {session_id}")

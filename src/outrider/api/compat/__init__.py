@@ -1,6 +1,6 @@
 """The HTTP interfaces of other rollout systems, translated to Outrider's own: one module for each system.
 
-Clients of these systems change one URL. The modules have no scheduler and no store of their own: they call `Service`.
-A request that cannot be translated is refused, and the error names the field. `routes.py` has the parts that the
-systems share.
+Clients of these systems change one URL. Harbor's run API is served with `verl`, whose recipe uses this API. The modules
+have no scheduler and no store of their own: they call `Service`. A request that cannot be translated is refused, and
+the error names the field. `routes.py` has the parts that the systems share.
 """

@@ -9,7 +9,8 @@ from outrider.wire.http_server import Message, Receive, Scope, Send
 
 
 class GatewayCall(Response):
-    """Replies to a model call by the model gateway, at `path`. `body` is the body, if it was read already."""
+    """A reply that the model gateway makes: the gateway gets the client's call under `path`. `body` is the call's body
+    if the route has read the body."""
 
     def __init__(self, gateway: Gateway, path: str, body: bytes | None) -> None:
         super().__init__()

@@ -66,8 +66,8 @@ RunObject = dict[str, Any]
 class BoundRuns:
     """The runs of the sessions of the recipe's proxy.
 
-    A session has one run at a time. The runs of a session have the idempotency keys 1, 2, ... A reset uses up the next
-    number, so that the runs before the reset are the session's runs no more, also after a restart.
+    A session has at most one current run. The runs of a session have the numbers 1, 2, ... in their idempotency keys. A
+    reset refuses the next free number, so that earlier runs no longer belong to the session, also after a restart.
     """
 
     def __init__(self, service: Service) -> None:
@@ -234,7 +234,7 @@ class HarborRuns:
                 hint="reset the session before its next run" if sid else "use a new key for a new run",
             ) from error
         request.scope[CREATED].update(group_id=group.id)
-        if sid is not None and _over(await self._service.store.session(session.id)):  # closed meanwhile
+        if sid is not None and (await self._service.store.session(session.id)).over:  # closed meanwhile
             await self._service.cancel(group.id, caller)
         return group.id
 
@@ -250,15 +250,11 @@ class HarborRuns:
                 hint="a run's model calls are served and recorded by this service: create the session here first"
                 " (POST /sessions/{session_id}), or leave the field out",
             ) from error
-        if _over(session):
+        if session.over:
             raise Conflict(f"session {sid!r} was closed", field="llm_proxy_url", hint="use another session")
         if await self._service.store.turns(session.id):
             raise Conflict(f"session {sid!r} has turns", field="llm_proxy_url", hint="reset the session first")
         return session
-
-
-def _over(session: SessionRow) -> bool:
-    return session.state is SessionState.DONE or session.ending is not None
 
 
 def _session_in(proxy: str) -> str:
@@ -352,9 +348,10 @@ def run_response(run_id: str, session: SessionRow, turns: Sequence[Turn], *, gra
 
 
 def rollout_details(turns: Sequence[Turn]) -> list[RunObject]:
-    """Return the token ids of the turns, by conversation, the conversation that began first at the front. A
-    conversation continues with the first turn that continues its last one; each other turn begins a conversation of its
-    own, whose first prompt is whole. Empty if the ids of a turn are unknown."""
+    """Return the token ids of the turns by conversation, in the order in which the conversations began. A turn belongs
+    to the conversation whose last turn it continues. If two turns continue the same turn, the first one continues the
+    conversation, and the second begins a new conversation with its whole prompt. Empty if the ids of a turn are
+    unknown."""
     if any(turn.mode is TokenMode.TEXT for turn in turns):
         return []
     details: list[RunObject] = []

@@ -516,7 +516,7 @@ class PolarApi:
     async def refuse(self, request: Request, caller: Principal) -> PolarObject:
         raise RequestError(
             "this service runs its sessions itself: gateways of Polar cannot register here or report results",
-            hint="start the service with more lanes and processes, or add machines by `outrider node join`",
+            hint="start the service with more lanes and processes, or add machines by `outrider nodes join`",
         )
 
 

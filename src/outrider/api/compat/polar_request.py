@@ -542,8 +542,9 @@ def _check_replayed(asked: PolarRuntime) -> None:
 
 
 def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
-    """Return the limit of the agent's run, after which its work is graded. If it is not below `seconds`, the limit of
-    the session ends the run, and nothing is graded; then the limit of the run must not end at the same moment."""
+    """Return the limit of the agent's run. A limit below `seconds` ends the run, and the work is graded. Otherwise the
+    session's own limit ends the session without a grade, and the run's limit is set so high that the two never end
+    together."""
     given = metadata.get("agent_timeout", MOST_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")

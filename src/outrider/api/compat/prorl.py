@@ -303,8 +303,8 @@ class ProrlServer:
         return [group for group in groups if JOB_LABEL in group.labels]
 
     async def _is_running(self, caller: Principal) -> bool:
-        """Return whether the tenant's server is started. After a restart of the service, it is if jobs are under way:
-        their callers come back for the results."""
+        """Return True if the tenant's server is started. After a restart of the service, the server counts as started
+        while jobs are under way, because their callers come back for the results."""
         if (started := self._started.get(caller.tenant)) is not None:
             return started
         return bool(await self._jobs(caller))

@@ -22,7 +22,6 @@ from outrider.api.compat.verl_workers import ENGINE, serve_worker
 from outrider.api.gateway import PREFIX, Gateway
 from outrider.engines.adapters.verl_workers import VerlWorkersEngine
 from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, RequestError
-from outrider.lifecycle import SessionState
 from outrider.messages import Message, Role
 from outrider.service.principals import Principal
 from outrider.service.service import Service
@@ -94,7 +93,7 @@ class VerlProxy:
         sid = _sid(request)
         known = await self._find(sid, caller)
         if known is not None:
-            if known.state is SessionState.DONE or known.ending is not None:
+            if known.over:
                 raise Conflict(f"session {sid!r} was closed", hint="use another id for another trajectory")
             if await self.bound.turns(known, caller):
                 raise Conflict(f"session {sid!r} exists, and has turns", hint="reset it, or use another id")
@@ -109,7 +108,7 @@ class VerlProxy:
         session = await self.session(sid, caller)
         turns = await self.bound.turns(session, caller)
         made = await self._service.reader.offload(lambda: [_turn(turn) for turn in turns])
-        return {"session_id": sid, "turns": made, "created_at": session.created, "completed": _over(session)}
+        return {"session_id": sid, "turns": made, "created_at": session.created, "completed": session.over}
 
     async def complete(self, request: Request, caller: Principal) -> Any:
         """Close the session, so that its record is final. Repeating the request changes nothing."""
@@ -122,7 +121,7 @@ class VerlProxy:
     async def reset(self, request: Request, caller: Principal) -> Any:
         sid = _sid(request)
         session = await self.session(sid, caller)
-        if _over(session):
+        if session.over:
             raise NotFound(f"session {sid!r} was closed")
         await self.bound.drop(session, caller)
         await self._service.open_sessions.reset(session.id, caller)
@@ -149,7 +148,7 @@ class VerlProxy:
             [session] = await store.sessions(group.id)
             if session.id not in self._deleted:
                 turns = len(await self.bound.turns(session, caller))
-                found.append({"session_id": sid, "turns": turns, "completed": _over(session)})
+                found.append({"session_id": sid, "turns": turns, "completed": session.over})
         return {"count": len(found), "sessions": found}
 
     async def chat(self, request: Request, caller: Principal) -> Response:
@@ -194,10 +193,6 @@ def _sid(request: Request) -> str:
 
 def _key(sid: str) -> str:
     return f"verl:{sid}"
-
-
-def _over(session: SessionRow) -> bool:
-    return session.state is SessionState.DONE or session.ending is not None
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
