@@ -486,7 +486,7 @@ class CallAndWait:
 async def test_gateways_of_polar_cannot_register(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, client, _):
         for path in ("/nodes/register", "/nodes/n/heartbeat", "/callbacks/session_result"):
-            with pytest.raises(Refused, match=r"400: .*outrider node join"):
+            with pytest.raises(Refused, match=r"400: .*outrider nodes join"):
                 await client.text("POST", path, {})
 
 
