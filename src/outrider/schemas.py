@@ -372,8 +372,9 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
 class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A session whose agent runs elsewhere, and how the agent reaches its model. `key` is the session's credential: the
     agent's API key. `model` is the name of the model. `base_urls` are the addresses under which the agent may reach
-    the service, by the name of its network; `base_url` is the first of them. `variables` are environment variables for
-    agent programs of all vendors, for `base_url`. `running`: the session takes calls now."""
+    the service, by the name of its network; `base_url` is the first of them. `instruction` is that of the session's
+    task. `variables` are environment variables for agent programs of all vendors, for `base_url`. `running`: the
+    session takes calls now."""
 
     session: SessionView
     running: bool
@@ -381,6 +382,7 @@ class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     base_url: str
     base_urls: dict[str, str]
+    instruction: str
     variables: dict[str, str]
 
 

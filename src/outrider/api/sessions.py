@@ -28,7 +28,7 @@ async def open_session(
 ) -> SessionEndpoint:
     """Open a session for an agent that runs elsewhere, and get its credential and addresses. Opening it again, by its
     idempotency key or its place in its group, gives the same credential."""
-    session, key, running = await service.open_sessions.open(spec, caller)
+    session, key, running, instruction = await service.open_sessions.open(spec, caller)
     created(group_id=session.group_id, session_id=session.id)
     urls = service.config.advertised_urls or {"default": f"{request.url.scheme}://{request.url.netloc}"}
     bases = {network: f"{url}/s/{key}" for network, url in urls.items()}
@@ -40,7 +40,7 @@ async def open_session(
         sample_index=session.sample_index,
         attempt=max(1, session.attempt),
     )
-    variables = endpoint_environment(endpoint, spec.instruction if spec.group_id is None else "", ids)
+    variables = endpoint_environment(endpoint, instruction, ids)
     return SessionEndpoint(
         session=session,
         running=running,
@@ -48,6 +48,7 @@ async def open_session(
         model=service.model,
         base_url=base,
         base_urls=bases,
+        instruction=instruction,
         variables={name: value for name, value in variables.items() if value},
     )
 

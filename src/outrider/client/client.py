@@ -788,15 +788,15 @@ async def check_known(group: Callable[[str], Awaitable[GroupView]], group_id: st
 
 class ExternalSession:
     """A session of an agent that runs elsewhere, for the code that runs the agent. `base_url` and `key` are the agent's
-    base URL (without `/v1`) and API key, `model` is the name of its model, and `variables` are environment variables
-    for agent programs of all vendors."""
+    base URL (without `/v1`) and API key, `model` is the name of its model, `instruction` is that of the task, and
+    `variables` are environment variables for agent programs of all vendors."""
 
     def __init__(self, client: AsyncClient, opened: SessionEndpoint) -> None:
         self._client = client
         self.opened = opened
         self.id, self.group_id = opened.session.id, opened.session.group_id
         self.base_url, self.key, self.model = opened.base_url, opened.key, opened.model
-        self.variables = opened.variables
+        self.instruction, self.variables = opened.instruction, opened.variables
         self.completed = False
         """True once a report was accepted."""
         self.failed = False
@@ -832,7 +832,7 @@ class BlockingExternalSession:
         self.opened = session.opened
         self.id, self.group_id = session.id, session.group_id
         self.base_url, self.key, self.model = session.base_url, session.key, session.model
-        self.variables = session.variables
+        self.instruction, self.variables = session.instruction, session.variables
 
     def complete(self, **report: Any) -> SessionView:
         """See `ExternalSession.complete`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from outrider.errors import InvalidField, OutriderError
 from outrider.lifecycle import SessionState
@@ -31,6 +32,15 @@ Submit = Callable[[GroupSpec, Principal], Awaitable[GroupView]]
 """See `Service.submit`."""
 
 
+class OpenedSession(NamedTuple):
+    """A session, its credential, whether the session takes calls now, and the instruction of its task."""
+
+    session: SessionView
+    key: str
+    running: bool
+    instruction: str
+
+
 class OpenSessions:
     """The service's operations on sessions. For a `caller` who is not an admin, sessions of other tenants are unknown.
     Every method raises NotFound for an unknown session."""
@@ -40,23 +50,23 @@ class OpenSessions:
         self._host = host
         self._submit = submit
 
-    async def open(self, spec: SessionSpec, caller: Principal = LOCAL) -> tuple[SessionView, str, bool]:
-        """Open a session, or find the session that was opened with the same idempotency key. Returns the session, its
-        credential, and whether the session takes calls now. Raises the errors of `Service.submit`, and InvalidField for
-        a session whose agent is not external."""
+    async def open(self, spec: SessionSpec, caller: Principal = LOCAL) -> OpenedSession:
+        """Open a session, or find the session that was opened with the same idempotency key. Raises the errors of
+        `Service.submit`, and InvalidField for a session whose agent is not external."""
         if spec.group_id is None:
             with _fields_of_session():
                 group = await self._submit(spec.group(), caller)
-            session = await self._store.session(group.sessions[0].id)
+            session, instruction = await self._store.session(group.sessions[0].id), spec.instruction
         else:
-            session = await self._of_group(spec.group_id, spec.sample_index, caller)
+            session, instruction = await self._of_group(spec.group_id, spec.sample_index, caller)
         running = session.state is not SessionState.DONE and await self._host.running(session.id, OPEN_SECONDS)
         session = await self._store.session(session.id)
-        return reply_of(SessionView, session), self._store.session_key(session.id), running
+        return OpenedSession(reply_of(SessionView, session), self._store.session_key(session.id), running, instruction)
 
-    async def _of_group(self, group_id: str, sample_index: int, caller: Principal) -> SessionRow:
+    async def _of_group(self, group_id: str, sample_index: int, caller: Principal) -> tuple[SessionRow, str]:
+        """Return a session of a group, and the task's instruction."""
         group = await self._store.group(group_id, tenant=caller.sees)
-        if (await self._external_spec(group_id)) is None:
+        if (spec := await self._external_spec(group_id)) is None:
             raise InvalidField(
                 f"the agents of group {group_id} do not run elsewhere: its harness is {group.harness!r}",
                 field="group_id",
@@ -64,7 +74,7 @@ class OpenSessions:
             )
         if sample_index >= group.n:
             raise InvalidField(f"group {group_id} has {group.n} sessions, from 0", field="sample_index")
-        return (await self._store.sessions(group_id))[sample_index]
+        return (await self._store.sessions(group_id))[sample_index], spec.task.instruction
 
     async def _external_spec(self, group_id: str) -> StoredGroupSpec | None:
         """Return the spec of a group whose agents run elsewhere, None for any other group."""

@@ -99,7 +99,7 @@ class VerlProxy:
                 raise Conflict(f"session {sid!r} exists, and has turns", hint="reset it, or use another id")
             return {"session_id": sid, "status": "created"}
         spec = SessionSpec(labels={LABEL: sid}, idempotency_key=_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS)
-        session, _, _ = await self._service.open_sessions.open(spec, caller)
+        session = (await self._service.open_sessions.open(spec, caller)).session
         request.scope[CREATED].update(group_id=session.group_id, session_id=session.id)
         return {"session_id": sid, "status": "created"}
 
