@@ -57,6 +57,7 @@ async def test_a_group_is_filled_by_agents_elsewhere(tmp_path: Path) -> None:
         async def roll_out(index: int) -> None:
             opened = await owner.open(group_id=group["id"], sample_index=index)
             assert opened["key"] == (await owner.open(group_id=group["id"], sample_index=index))["key"]
+            assert (opened["instruction"], opened["variables"]["OUTRIDER_INSTRUCTION"]) == ("Find it.", "Find it.")
             await world.agent(opened).ask("Where is it?")
             assert (await owner.complete(opened, reward=index)).status_code == 200
 
