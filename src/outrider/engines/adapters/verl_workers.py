@@ -16,12 +16,20 @@ import msgspec
 
 from outrider.engines.adapters.openai import written_message
 from outrider.engines.adapters.options import read_options
-from outrider.engines.adapters.policy_versions import spans_of
+from outrider.engines.adapters.policy_versions import LabelSpan, spans_of
 from outrider.engines.adapters.server_api import checked_logprobs, finish_of
-from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
-from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable, InvalidField
+from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
+from outrider.errors import (
+    ContextOverflow,
+    EngineError,
+    EngineMisbehaved,
+    EngineRejected,
+    EngineUnavailable,
+    InvalidField,
+    RequestError,
+)
 from outrider.messages import Message, Role, ToolCall
-from outrider.trajectory import LogprobKind, TokenMode
+from outrider.trajectory import LogprobKind, TokenMode, VersionSpan
 
 REFUSED: dict[str, Any] = {
     "top_k": -1,
@@ -34,6 +42,14 @@ REFUSED: dict[str, Any] = {
     "constraint": None,
 }
 """Sampling parameters for which the workers' protocol has no key, with the only value that is taken."""
+
+FINAL: dict[str, type[EngineError]] = {
+    ContextOverflow.code: ContextOverflow,
+    EngineRejected.code: EngineRejected,
+    RequestError.code: EngineRejected,
+    InvalidField.code: EngineRejected,
+}
+"""Codes of errors (`error_code`) that another worker would repeat, and the errors of these calls."""
 
 
 class VerlWorkersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +70,7 @@ class _Call(msgspec.Struct):
 
 
 class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_response"):
-    """A worker's reply to a call. `prompt_token_ids` and `weight_version` are keys that other workers do not send."""
+    """A worker's reply to a call. Only Outrider's own workers send the keys from `prompt_token_ids` on."""
 
     request_id: str
     completion_text: str | None = None
@@ -66,14 +82,19 @@ class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_respo
     log_probs: list[float | None] | None = None
     prompt_token_ids: list[int] | None = None
     weight_version: int | None = None
+    weight_version_spans: list[VersionSpan] | None = None
+    reasoning_text: str | None = None
+    error_code: str | None = None
 
 
 class VerlWorker:
-    """One connection of a worker. `send` queues a message for the worker."""
+    """One connection of a worker. `send` queues a message for the worker. `keeps_ids` is True for a worker that
+    continues the ids of a call's `required_prefix_token_ids`."""
 
-    def __init__(self, worker_id: str, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, worker_id: str, send: Callable[[dict[str, Any]], None], *, keeps_ids: bool = False) -> None:
         self.worker_id = worker_id
         self.send = send
+        self.keeps_ids = keeps_ids
         self.calls: dict[str, asyncio.Future[CompletionResponse]] = {}
 
     def take(self, response: CompletionResponse) -> None:
@@ -94,6 +115,7 @@ class VerlWorkersEngine:
 
     mode = TokenMode.CAPTURE
     awaits_workers = True
+    capabilities = frozenset({Capability.KEEPS_IDS})
 
     def __init__(self, options: EngineOptions) -> None:
         if options.url is not None:
@@ -156,12 +178,16 @@ class VerlWorkersEngine:
             return
 
     async def _answer(self, worker: VerlWorker, request: ChatRequest) -> CompletionResponse:
-        """Raises EngineUnavailable for a worker that is lost, fails or does not answer in time."""
+        """Raises EngineUnavailable for a worker that is lost, fails or does not answer in time, and the errors of
+        FINAL."""
         number = f"{request.request_id}-{next(self._numbers)}"
         answer: asyncio.Future[CompletionResponse] = asyncio.get_running_loop().create_future()
         worker.calls[number] = answer
         try:
-            worker.send(call_of(request, number))
+            call = call_of(request, number)
+            if worker.keeps_ids and request.known_ids:
+                call["required_prefix_token_ids"] = request.known_ids
+            worker.send(call)
             async with asyncio.timeout(self._seconds):
                 response = await answer
         except TimeoutError:
@@ -172,7 +198,8 @@ class VerlWorkersEngine:
         finally:
             del worker.calls[number]
         if response.error is not None:
-            raise EngineUnavailable(f"worker {worker.worker_id!r} failed: {str(response.error)[:1000]}")
+            kind = FINAL.get(response.error_code or "", EngineUnavailable)
+            raise kind(f"worker {worker.worker_id!r} failed: {str(response.error)[:1000]}")
         return response
 
     def _chunk(self, request: ChatRequest, response: CompletionResponse, version: int) -> ChatChunk:
@@ -182,6 +209,7 @@ class VerlWorkersEngine:
         reply = Message(
             role=Role.ASSISTANT,
             content=content or "",
+            reasoning=response.reasoning_text or None,
             tool_calls=tuple(
                 ToolCall(call.id or f"call_{request.request_id}_{index}", call.function.name, _text(call.function))
                 for index, call in enumerate(response.tool_calls or [])
@@ -189,16 +217,18 @@ class VerlWorkersEngine:
         )
         ids, finish = response.token_ids or [], finish_of(response.finish_reason, self.name)
         if not (ids and response.prompt_token_ids and response.log_probs):
-            return ChatChunk(text=reply.content, finish=finish, reply=reply)
+            return ChatChunk(text=reply.content, reasoning=reply.reasoning or "", finish=finish, reply=reply)
         served = version if response.weight_version is None else response.weight_version
+        labels = [LabelSpan(str(span.version), span.start, span.end) for span in response.weight_version_spans or ()]
         return ChatChunk(
             text=reply.content,
+            reasoning=reply.reasoning or "",
             finish=finish,
             reply=reply,
             prompt_ids=response.prompt_token_ids,
             output_ids=ids,
             logprobs=checked_logprobs(ids, response.log_probs, self.name),
-            versions=spans_of(None, length=len(ids), version=served, unlabelled=served),
+            versions=spans_of(labels, length=len(ids), version=served, unlabelled=served),
             usage={"prompt_tokens": len(response.prompt_token_ids), "completion_tokens": len(ids)},
         )
 
