@@ -158,14 +158,35 @@ async def test_what_a_worker_gets(tmp_path: Path) -> None:
         assert asked.tools[0]["function"]["name"] == "bash"
 
 
-async def test_without_prompt_ids_a_turn_is_text(tmp_path: Path) -> None:
-    """Ids of a reply alone do not say what the model has read, so no row is made of them."""
-    async with proxy(tmp_path) as (_, client, url), worker(url):
+async def test_without_prompt_ids_a_turn_is_text_and_the_record_has_the_ids(tmp_path: Path) -> None:
+    """Ids of a reply alone do not say what the model has read: the record has them, and no row is made of them."""
+    async with proxy(tmp_path) as (service, client, url), worker(url, rank_info={"rank": 1}):
         await serving(client)
         await client.status("POST", "/sessions/one", "created")
         await client.chat("one", [QUESTION])
         [turn] = (await client.record("one")).turns
-        assert (turn.completion_text, turn.completion_token_ids) == ("Done.", [])
+        assert (turn.completion_text, turn.completion_token_ids) == ("Done.", IDS)
+        assert turn.completion_logprobs == [-0.5, -0.25]
+        assert (turn.worker_id, turn.node_id, turn.gpu_id, turn.rank_info) == ("w", "n", "0", {"rank": 1})
+        assert turn.timing is not None
+        assert turn.timing["worker_received_at"] == 1.0
+        assert turn.timing["dispatched_at"] > 1e9
+        assert turn.timing["relay_round_trip_ms"] > 0
+        [group] = await service.store.groups_before(None, limit=9, harness="external", tenant=None)
+        [session] = await service.store.sessions(group.id)
+        [own] = await service.store.turns(session.id)
+        assert (own.mode, own.output_ids, own.logprobs, own.prompt_length) == ("text", b"", b"", 0)
+
+
+@pytest.mark.parametrize("more", [{"log_probs": [-0.5]}, {"token_ids": [-1, 5]}, {"token_ids": [1 << 40, 5]}])
+async def test_impossible_ids_are_an_error(tmp_path: Path, more: dict[str, Any]) -> None:
+    async with proxy(tmp_path) as (_, client, url), worker(url, **more):
+        await serving(client)
+        await client.status("POST", "/sessions/one", "created")
+        body = {"model": "m", "messages": [QUESTION]}
+        code, _ = await client.ask("POST", "/one/v1/chat/completions", body)
+        assert code == 502
+        assert (await client.record("one")).turns == []
 
 
 async def test_a_lost_worker_fails_over_at_once(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""An epoch of verl's recipe: workers in Ray actors answer the calls of `--compat verl` through verl's own manager, whose
-servers are Ray actors with a small model on the processor."""
+"""An epoch of verl's recipe: workers in Ray actors answer the calls of `--compat verl` through verl's own manager.
+
+The manager's servers are Ray actors with a small model on the processor, because vLLM is not in verl's environment."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import TokenOutput
 
 from outrider.config import ModelConfig
+from outrider.dialects.chat.request import parse_message
 from outrider.engines.base import EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.embedded import EmbeddedEngine
 from outrider.harnesses.toolbox import TOOLS
@@ -128,10 +130,11 @@ class AgentLoop:
     """The recipe's RemoteAgentLoop, from the contract alone: it registers a session, has an agent call the model,
     closes, reads and deletes the session, and builds the trainer's row."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, called: Counter[str]) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self.called: Counter[str] = Counter()
+        self.halfway = asyncio.Event()
         self._http = http
         self._url = url
-        self._called = called
         self._renderer = make_renderer(Tokenizer.load(POLICY), RENDERER)
 
     async def run(self, sid: str) -> tuple[Record, Rows]:
@@ -158,7 +161,9 @@ class AgentLoop:
                 completion = await client.chat.completions.create(
                     model="m", messages=messages, tools=[TOOLS["bash"]], temperature=1.0, max_tokens=48
                 )
-                self._called[sid] += 1
+                self.called[sid] += 1
+                if self.called.total() == TASKS // 2:
+                    self.halfway.set()
                 message = completion.choices[0].message
                 if not message.tool_calls:
                     return
@@ -188,8 +193,6 @@ class AgentLoop:
 
 
 def _message(wire: dict[str, Any]) -> Any:
-    from outrider.dialects.chat.request import parse_message
-
     return parse_message(msgspec.json.encode(wire), "messages")
 
 
@@ -247,12 +250,10 @@ async def test_an_epoch_with_verls_manager_and_a_killed_worker(tmp_path: Path, c
         async with http.get(f"{url}/health") as reply:
             assert (await reply.json()) == {"status": "ok", "mode": "relay", "connected_workers": 3}
 
-        called: Counter[str] = Counter()
-        loop = AgentLoop(http, url, called)
+        loop = AgentLoop(http, url)
 
         async def kill_one() -> None:
-            while called.total() < TASKS // 2:
-                await asyncio.sleep(0.01)
+            await loop.halfway.wait()
             ray.kill(workers[0])
 
         async with asyncio.TaskGroup() as tasks:
@@ -260,6 +261,7 @@ async def test_an_epoch_with_verls_manager_and_a_killed_worker(tmp_path: Path, c
             epoch = [tasks.create_task(loop.run(f"swe-{number}")) for number in range(TASKS)]
         assert killing.done()
         records = [task.result() for task in epoch]
+        called = loop.called
         assert called.total() > TASKS, "most agents call the model again after the tool's result"
 
         groups = await service.store.groups_before(None, limit=100, harness="external", tenant=None)

@@ -2,13 +2,14 @@
 
 Invariants: a call moves to another worker only while no part of its reply is known, and a worker that is lost fails its
 calls at once. Ids are passed on only with those of the prompt and one log-probability for each id; any other reply is
-text and never trainable.
+text and never trainable: its ids are in the worker's report only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from outrider.errors import (
     RequestError,
 )
 from outrider.messages import Message, Role, ToolCall
-from outrider.trajectory import LogprobKind, TokenMode, VersionSpan
+from outrider.trajectory import LogprobKind, TokenMode, VersionSpan, WorkerReport, pack_ids, pack_logprobs
 
 REFUSED: dict[str, Any] = {
     "top_k": -1,
@@ -80,6 +81,11 @@ class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_respo
     error: Any = None
     token_ids: list[int] | None = None
     log_probs: list[float | None] | None = None
+    timing: dict[str, float | None] | None = None
+    worker_id: str | None = None
+    node_id: str | int | None = None
+    gpu_id: str | int | None = None
+    rank_info: Any = None
     prompt_token_ids: list[int] | None = None
     weight_version: int | None = None
     weight_version_spans: list[VersionSpan] | None = None
@@ -178,7 +184,9 @@ class VerlWorkersEngine:
             return
 
     async def _answer(self, worker: VerlWorker, request: ChatRequest) -> CompletionResponse:
-        """Raises EngineUnavailable for a worker that is lost, fails or does not answer in time, and the errors of
+        """Return the reply of one worker, with the times of the dispatch.
+
+        Raises EngineUnavailable for a worker that is lost, fails or does not answer in time, and the errors of
         FINAL."""
         number = f"{request.request_id}-{next(self._numbers)}"
         answer: asyncio.Future[CompletionResponse] = asyncio.get_running_loop().create_future()
@@ -187,6 +195,7 @@ class VerlWorkersEngine:
             call = call_of(request, number)
             if worker.keeps_ids and request.known_ids:
                 call["required_prefix_token_ids"] = request.known_ids
+            dispatched, began = time.time(), time.monotonic()
             worker.send(call)
             async with asyncio.timeout(self._seconds):
                 response = await answer
@@ -200,7 +209,9 @@ class VerlWorkersEngine:
         if response.error is not None:
             kind = FINAL.get(response.error_code or "", EngineUnavailable)
             raise kind(f"worker {worker.worker_id!r} failed: {str(response.error)[:1000]}")
-        return response
+        times = {"dispatched_at": dispatched, "relay_round_trip_ms": 1000 * (time.monotonic() - began)}
+        worker_id = response.worker_id or worker.worker_id
+        return msgspec.structs.replace(response, timing=(response.timing or {}) | times, worker_id=worker_id)
 
     def _chunk(self, request: ChatRequest, response: CompletionResponse, version: int) -> ChatChunk:
         if response.finish_reason is None:
@@ -216,8 +227,21 @@ class VerlWorkersEngine:
             ),
         )
         ids, finish = response.token_ids or [], finish_of(response.finish_reason, self.name)
-        if not (ids and response.prompt_token_ids and response.log_probs):
-            return ChatChunk(text=reply.content, reasoning=reply.reasoning or "", finish=finish, reply=reply)
+        logprobs = checked_logprobs(ids, response.log_probs, self.name) if ids and response.log_probs else []
+        report = WorkerReport(
+            worker_id=response.worker_id,
+            node_id=response.node_id,
+            gpu_id=response.gpu_id,
+            rank_info=response.rank_info,
+            timing=response.timing or {},
+        )
+        if not (logprobs and response.prompt_token_ids):
+            if logprobs:
+                kept = {"output_ids": _packed(ids, self.name), "logprobs": pack_logprobs(logprobs)}
+                report = msgspec.structs.replace(report, **kept)
+            return ChatChunk(
+                text=reply.content, reasoning=reply.reasoning or "", finish=finish, reply=reply, report=report
+            )
         served = version if response.weight_version is None else response.weight_version
         labels = [LabelSpan(str(span.version), span.start, span.end) for span in response.weight_version_spans or ()]
         return ChatChunk(
@@ -227,9 +251,10 @@ class VerlWorkersEngine:
             reply=reply,
             prompt_ids=response.prompt_token_ids,
             output_ids=ids,
-            logprobs=checked_logprobs(ids, response.log_probs, self.name),
+            logprobs=logprobs,
             versions=spans_of(labels, length=len(ids), version=served, unlabelled=served),
             usage={"prompt_tokens": len(response.prompt_token_ids), "completion_tokens": len(ids)},
+            report=report,
         )
 
     def _nobody(self) -> EngineUnavailable:
@@ -264,6 +289,16 @@ def call_of(request: ChatRequest, number: str) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "stream": False,
     }
+
+
+def _packed(ids: list[int], engine: str) -> bytes:
+    """Raises EngineMisbehaved for a number that is no id."""
+    if min(ids) < 0:
+        raise EngineMisbehaved(f"engine {engine!r}: a worker sent the id {min(ids)}")
+    try:
+        return pack_ids(ids)
+    except OverflowError as error:
+        raise EngineMisbehaved(f"engine {engine!r}: a worker sent the id {max(ids)}") from error
 
 
 def _text(function: _Function) -> str:
