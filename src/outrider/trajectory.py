@@ -138,6 +138,24 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
     finished: float
 
 
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker has reported of a call, for records only: nothing here is trained on. `timing` are times in seconds
+    since the epoch, and durations in milliseconds where the name ends with `_ms`.
+
+    output_ids, logprobs: the sampled ids (packed int32) and their log-probabilities (packed float64) of a reply without
+        the ids of its prompt. Such a turn has the mode TEXT and no ids of its own, because the ids of the reply alone
+        do not show what the model has read.
+    """
+
+    worker_id: str | None = None
+    node_id: str | int | None = None
+    gpu_id: str | int | None = None
+    rank_info: Any = None
+    timing: dict[str, float | None] = {}
+    output_ids: bytes = b""
+    logprobs: bytes = b""
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call. `index` counts a session attempt's turns in the order of their commits.
 
@@ -159,6 +177,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reply: the message that the client was given; None if it had hung up.
     tool_specs: the tools of a turn without a parent; other turns have the tools of the turn that their conversation
         begins with.
+    report: what the worker that made the reply has reported of the call; None for engines without such workers.
     """
 
     index: int
@@ -195,6 +214,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     tool_specs: tuple[ToolSpec, ...] = ()
     malformed_calls: int = 0
     timings: TurnTimings
+    report: WorkerReport | None = None
 
 
 def without_gaps(turns: Sequence[Turn]) -> list[Turn]:

@@ -60,6 +60,7 @@ from outrider.trajectory import (
     TurnTimings,
     Verdict,
     VersionSpan,
+    WorkerReport,
     pack_ids,
     pack_logprobs,
 )
@@ -251,6 +252,18 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     "a turn of a version without end": (lambda told: [told.turn(versions=(VersionSpan(1 << 40, 0, 1),))], "matching"),
     "a turn of another step": (lambda told: [told.turn(step=9)], "`step`"),
     "a turn of no model": (lambda told: [told.turn(model="other")], "model"),
+    "a turn with ids of its own and of a report": (
+        lambda told: [told.turn(report=WorkerReport(output_ids=pack_ids([1]), logprobs=pack_logprobs([-1.0])))],
+        "`report`",
+    ),
+    "a report with half an id": (
+        lambda told: [told.turn(report=WorkerReport(output_ids=b"123", logprobs=b"123456"))],
+        "`report`",
+    ),
+    "a report with a time that is none": (
+        lambda told: [told.turn(report=WorkerReport(timing={"dispatched_at": nan}))],
+        "`report`",
+    ),
     "a turn with a time that is none": (
         lambda told: [told.turn(timings=TurnTimings(received=nan, first_token=None, finished=nan))],
         "other numbers",

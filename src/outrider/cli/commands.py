@@ -88,7 +88,13 @@ GROUPS = {
     ),
     "engines": (
         "List, add, drain and remove the engines of a running service.",
-        {"list": "engines:list_engines", "add": "engines:add", "drain": "engines:drain", "rm": "engines:remove"},
+        {
+            "list": "engines:list_engines",
+            "add": "engines:add",
+            "drain": "engines:drain",
+            "rm": "engines:remove",
+            "dial": "dial:dial",
+        },
     ),
     "harness": (
         "List, install and check the agent programs of this machine.",

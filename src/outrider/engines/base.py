@@ -17,7 +17,7 @@ import msgspec
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.messages import Message, ToolSpec
 from outrider.spec import EngineSpec
-from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode, VersionSpan
+from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode, VersionSpan, WorkerReport
 
 PauseMode = Literal["finish", "abort", "keep"]
 """The effect of a pause on generations in flight: "finish" lets them run to their end, "abort" ends them with their
@@ -116,8 +116,8 @@ AnyRequest = GenerateRequest | ChatRequest
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of a chat generation. The last chunk has `finish`, the whole `reply`, and in capture mode the ids and
-    log-probabilities."""
+    """New text of a chat generation. The last chunk has `finish`, the whole `reply`, in capture mode the ids and
+    log-probabilities, and the `report` of the worker, if there is one."""
 
     text: str = ""
     reasoning: str = ""
@@ -128,6 +128,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float] | None = None
     versions: tuple[VersionSpan, ...] = ()
     usage: dict[str, int] | None = None
+    report: WorkerReport | None = None
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):

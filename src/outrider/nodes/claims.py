@@ -289,6 +289,15 @@ def _within_limits(call: AddTurn, given: Given) -> bool:
     return not counted or sampled <= given.task.limits.response_tokens
 
 
+def _reports(call: AddTurn, given: Given) -> bool:
+    report = call.turn.report
+    if report is None:
+        return True
+    output = len(report.output_ids)
+    fits = output % 4 == 0 and len(report.logprobs) == 2 * output
+    return fits and (not output or call.turn.mode is TokenMode.TEXT) and _all_counts(report.timing)
+
+
 TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
     ClaimRule(
         "model", "the policy, or a frozen model of the service", lambda call, given: call.model in given.vocabularies
@@ -320,6 +329,7 @@ TURN_RULES: tuple[ClaimRule[AddTurn], ...] = (
         f"{MAX_NAME} characters",
         lambda call, given: max(len(call.turn.engine), len(call.turn.dialect)) <= MAX_NAME,
     ),
+    ClaimRule("`report`", "ids only of a text, with a log-probability for each; times as all other numbers", _reports),
 )
 """Rules for each turn that a node stores."""
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from outrider.engines.adapters.verl_workers import CompletionResponse, VerlWorker, VerlWorkersEngine
+from outrider.engines.base import ChatRequest, EngineOptions, SamplingParams
+from outrider.errors import EngineError
 from outrider.service.service import Service
 from support.service import running_service
 
@@ -158,14 +165,35 @@ async def test_what_a_worker_gets(tmp_path: Path) -> None:
         assert asked.tools[0]["function"]["name"] == "bash"
 
 
-async def test_without_prompt_ids_a_turn_is_text(tmp_path: Path) -> None:
-    """Ids of a reply alone do not say what the model has read, so no row is made of them."""
-    async with proxy(tmp_path) as (_, client, url), worker(url):
+async def test_without_prompt_ids_a_turn_is_text_and_the_record_has_the_ids(tmp_path: Path) -> None:
+    """Ids of a reply alone do not say what the model has read: the record has them, and no row is made of them."""
+    async with proxy(tmp_path) as (service, client, url), worker(url, rank_info={"rank": 1}):
         await serving(client)
         await client.status("POST", "/sessions/one", "created")
         await client.chat("one", [QUESTION])
         [turn] = (await client.record("one")).turns
-        assert (turn.completion_text, turn.completion_token_ids) == ("Done.", [])
+        assert (turn.completion_text, turn.completion_token_ids) == ("Done.", IDS)
+        assert turn.completion_logprobs == [-0.5, -0.25]
+        assert (turn.worker_id, turn.node_id, turn.gpu_id, turn.rank_info) == ("w", "n", "0", {"rank": 1})
+        assert turn.timing is not None
+        assert turn.timing["worker_received_at"] == 1.0
+        assert turn.timing["dispatched_at"] > 1e9
+        assert turn.timing["relay_round_trip_ms"] > 0
+        [group] = await service.store.groups_before(None, limit=9, harness="external", tenant=None)
+        [session] = await service.store.sessions(group.id)
+        [own] = await service.store.turns(session.id)
+        assert (own.mode, own.output_ids, own.logprobs, own.prompt_length) == ("text", b"", b"", 0)
+
+
+@pytest.mark.parametrize("more", [{"log_probs": [-0.5]}, {"token_ids": [-1, 5]}, {"token_ids": [1 << 40, 5]}])
+async def test_impossible_ids_are_an_error(tmp_path: Path, more: dict[str, Any]) -> None:
+    async with proxy(tmp_path) as (_, client, url), worker(url, **more):
+        await serving(client)
+        await client.status("POST", "/sessions/one", "created")
+        body = {"model": "m", "messages": [QUESTION]}
+        code, _ = await client.ask("POST", "/one/v1/chat/completions", body)
+        assert code == 502
+        assert (await client.record("one")).turns == []
 
 
 async def test_a_lost_worker_fails_over_at_once(tmp_path: Path) -> None:
@@ -246,3 +274,122 @@ async def test_parameters_that_workers_cannot_get_are_refused(tmp_path: Path, na
         assert code >= 400
         assert name in reply.decode()
         assert not made.asked
+
+
+GOLDEN = Path(__file__).parent / "golden" / "verl" / "a-worker.txt"
+CHANGING = (
+    (re.compile(r'"request_id":"[^"]*"'), '"request_id":"CALL"'),
+    (re.compile(r'"session_id":"[^"]*"'), '"session_id":"SESSION"'),
+)
+
+
+async def test_the_wire_of_a_worker_is_as_before(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    async with proxy(tmp_path) as (_, client, url), connect(address(url)) as socket:
+
+        async def say(message: dict[str, Any]) -> None:
+            lines.append("> " + json.dumps(message, separators=(",", ":")))
+            await socket.send(json.dumps(message))
+
+        async def hear() -> dict[str, Any]:
+            frame = await socket.recv()
+            assert isinstance(frame, str)
+            lines.append("< " + frame)
+            told: dict[str, Any] = json.loads(frame)
+            return told
+
+        await say({"type": "worker_hello", "worker_id": "w"})
+        await hear()
+        await say({"type": "ping"})
+        await hear()
+        await serving(client)
+        await client.status("POST", "/sessions/one", "created")
+        async with asyncio.TaskGroup() as tasks:
+            calling = tasks.create_task(client.chat("one", [QUESTION], tools=[TOOL]))
+            asked = msgspec.convert(await hear(), CompletionRequest)
+            await say(answer(asked))
+        assert calling.result()["content"] == "I look."
+        await say({"type": "worker_hello", "worker_id": "again"})
+        await socket.wait_closed()
+        lines.append(f"closed {socket.close_code} {socket.close_reason}")
+    text = "\n".join(lines) + "\n"
+    for pattern, name in CHANGING:
+        text = pattern.sub(name, text)
+    if os.environ.get("GOLDEN") == "write":
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+KINDS = st.sampled_from(["worker_hello", "ping", "pong", "completion_response", "completion_request", "x"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=6,
+)
+KEYS = ("worker_id", "completion_text", "tool_calls", "finish_reason", "error", "token_ids", "log_probs", "timing")
+MORE_KEYS = ("node_id", "rank_info", "prompt_token_ids", "weight_version", "weight_version_spans", "error_code")
+FIELDS = st.dictionaries(st.sampled_from(KEYS + MORE_KEYS), VALUES, max_size=6)
+
+
+def drawn() -> list[tuple[str, dict[str, Any]]]:
+    """Random messages: a type and further keys."""
+    messages: list[tuple[str, dict[str, Any]]] = []
+
+    @settings(max_examples=60, database=None)
+    @given(KINDS, FIELDS)
+    def collect(kind: str, fields: dict[str, Any]) -> None:
+        messages.append((kind, fields))
+
+    collect()
+    return messages
+
+
+async def test_random_messages_close_by_the_codes_of_the_contract(tmp_path: Path) -> None:
+    async with proxy(tmp_path) as (_, client, url):
+        for kind, fields in drawn():
+            message = json.dumps({"type": kind, "request_id": "x", **fields})
+            async with connect(address(url)) as socket:
+                await socket.send(message)
+                if kind != "worker_hello" or "worker_id" not in fields:
+                    await socket.wait_closed()
+                    assert socket.close_code in (4000, 4001), message
+            async with worker(url, answers=False) as made:
+                await made.socket.send(message)
+                with suppress(ConnectionClosed):
+                    await (await made.socket.ping())
+                assert made.socket.close_code in (None, 1008), message
+        async with worker(url):
+            await serving(client)
+            await client.status("POST", "/sessions/one", "created")
+            assert (await client.chat("one", [QUESTION]))["content"] == "Done."
+
+
+async def test_random_replies_are_a_reply_or_an_error_of_the_engine() -> None:
+    engine = VerlWorkersEngine(EngineOptions(name="verl-workers"))
+    request = ChatRequest(request_id="r", session_key="s", messages=(), tools=(), sampling=SamplingParams(max_tokens=8))
+    usual = {"type": "completion_response", "completion_text": "x", "finish_reason": "stop", "token_ids": IDS}
+    ended = {"reply": 0, "error": 0}
+    workers: list[VerlWorker] = []
+    for _, fields in drawn():
+
+        def send(call: dict[str, Any], fields: dict[str, Any] = fields) -> None:
+            message = {**usual, "log_probs": [-1.0, -1.0], **fields, "request_id": call["request_id"]}
+            # The socket closes the connection of a worker whose message cannot be read.
+            try:
+                workers[-1].take(msgspec.json.decode(json.dumps(message), type=CompletionResponse))
+            except msgspec.ValidationError:
+                workers[-1].lost()
+
+        workers.append(VerlWorker("w", send))
+        engine.attach(workers[-1])
+        try:
+            async for chunk in engine.chat(request):
+                assert chunk.output_ids is None or len(chunk.output_ids) == len(chunk.logprobs or [])
+                assert chunk.report is not None
+                assert 2 * len(chunk.report.output_ids) == len(chunk.report.logprobs)
+                ended["reply"] += 1
+        except EngineError:
+            ended["error"] += 1
+        engine.detach(workers[-1])
+    assert min(ended.values()) > 0

@@ -27,7 +27,7 @@ from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import Limits, SessionSpec
 from outrider.store.rows import SessionRow
-from outrider.trajectory import Turn, unpack_ids, unpack_logprobs
+from outrider.trajectory import Turn, WorkerReport, unpack_ids, unpack_logprobs
 
 LABEL = "verl.session"
 """Label of a session's group, with the id that the client has chosen."""
@@ -196,21 +196,23 @@ def _key(sid: str) -> str:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    """Return a turn in the recipe's form. Its messages are those that the request added."""
+    """Return a turn in the recipe's form. Its messages are those that the request added. The ids of a reply whose
+    worker has not sent the prompt's ids come from the worker's report."""
     reply = turn.reply or Message(role=Role.ASSISTANT)
     calls = _calls(reply)
+    report = turn.report or WorkerReport()
     return {
         "request_messages": [_message(message) for message in turn.messages],
         "completion_text": reply.content,
-        "completion_token_ids": unpack_ids(turn.output_ids).tolist(),
-        "completion_logprobs": unpack_logprobs(turn.logprobs).tolist(),
+        "completion_token_ids": unpack_ids(turn.output_ids or report.output_ids).tolist(),
+        "completion_logprobs": unpack_logprobs(turn.logprobs or report.logprobs).tolist(),
         "finish_reason": "tool_calls" if calls and turn.finish.value == "stop" else turn.finish.value,
         "tool_calls": calls or None,
-        "timing": None,
-        "node_id": None,
-        "gpu_id": None,
-        "worker_id": None,
-        "rank_info": None,
+        "timing": report.timing or None,
+        "node_id": report.node_id,
+        "gpu_id": report.gpu_id,
+        "worker_id": report.worker_id,
+        "rank_info": report.rank_info,
     }
 
 

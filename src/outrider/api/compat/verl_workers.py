@@ -32,7 +32,10 @@ SILENT_SECONDS = 90.0
 
 
 class _Hello(msgspec.Struct, tag_field="type", tag="worker_hello"):
+    """`keeps_ids` is a key of Outrider's own workers."""
+
     worker_id: str
+    keeps_ids: bool = False
 
 
 class _Ping(msgspec.Struct, tag_field="type", tag="ping"):
@@ -59,7 +62,8 @@ async def serve_worker(service: Service, websocket: WebSocket) -> None:
     await websocket.accept()
     sending: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     try:
-        worker = VerlWorker(await _hello(websocket), sending.put_nowait)
+        hello = await _hello(websocket)
+        worker = VerlWorker(hello.worker_id, sending.put_nowait, keeps_ids=hello.keeps_ids)
         engine = await _engine(service)
         sending.put_nowait({"type": "worker_hello_ack", "worker_id": worker.worker_id, "status": "connected"})
         async with asyncio.TaskGroup() as group:
@@ -83,7 +87,7 @@ async def serve_worker(service: Service, websocket: WebSocket) -> None:
         pass
 
 
-async def _hello(websocket: WebSocket) -> str:
+async def _hello(websocket: WebSocket) -> _Hello:
     try:
         async with asyncio.timeout(HELLO_SECONDS):
             first = _read(await _frame(websocket), BAD_HELLO)
@@ -93,7 +97,7 @@ async def _hello(websocket: WebSocket) -> str:
         raise _Refused(NO_HELLO, "the first message is no worker_hello")
     if not 1 <= len(first.worker_id) <= 200:
         raise _Refused(BAD_HELLO, "worker_id must have 1 to 200 characters")
-    return first.worker_id
+    return first
 
 
 async def _engine(service: Service) -> VerlWorkersEngine:

@@ -2,13 +2,14 @@
 
 Invariants: a call moves to another worker only while no part of its reply is known, and a worker that is lost fails its
 calls at once. Ids are passed on only with those of the prompt and one log-probability for each id; any other reply is
-text and never trainable.
+text and never trainable: its ids are in the worker's report only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any
 
@@ -16,12 +17,20 @@ import msgspec
 
 from outrider.engines.adapters.openai import written_message
 from outrider.engines.adapters.options import read_options
-from outrider.engines.adapters.policy_versions import spans_of
+from outrider.engines.adapters.policy_versions import LabelSpan, spans_of
 from outrider.engines.adapters.server_api import checked_logprobs, finish_of
-from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
-from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable, InvalidField
+from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
+from outrider.errors import (
+    ContextOverflow,
+    EngineError,
+    EngineMisbehaved,
+    EngineRejected,
+    EngineUnavailable,
+    InvalidField,
+    RequestError,
+)
 from outrider.messages import Message, Role, ToolCall
-from outrider.trajectory import LogprobKind, TokenMode
+from outrider.trajectory import LogprobKind, TokenMode, VersionSpan, WorkerReport, pack_ids, pack_logprobs
 
 REFUSED: dict[str, Any] = {
     "top_k": -1,
@@ -34,6 +43,14 @@ REFUSED: dict[str, Any] = {
     "constraint": None,
 }
 """Sampling parameters for which the workers' protocol has no key, with the only value that is taken."""
+
+FINAL: dict[str, type[EngineError]] = {
+    ContextOverflow.code: ContextOverflow,
+    EngineRejected.code: EngineRejected,
+    RequestError.code: EngineRejected,
+    InvalidField.code: EngineRejected,
+}
+"""Codes of errors (`error_code`) that another worker would repeat, and the errors of these calls."""
 
 
 class VerlWorkersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +71,7 @@ class _Call(msgspec.Struct):
 
 
 class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_response"):
-    """A worker's reply to a call. `prompt_token_ids` and `weight_version` are keys that other workers do not send."""
+    """A worker's reply to a call. Only Outrider's own workers send the keys from `prompt_token_ids` on."""
 
     request_id: str
     completion_text: str | None = None
@@ -64,16 +81,26 @@ class CompletionResponse(msgspec.Struct, tag_field="type", tag="completion_respo
     error: Any = None
     token_ids: list[int] | None = None
     log_probs: list[float | None] | None = None
+    timing: dict[str, float | None] | None = None
+    worker_id: str | None = None
+    node_id: str | int | None = None
+    gpu_id: str | int | None = None
+    rank_info: Any = None
     prompt_token_ids: list[int] | None = None
     weight_version: int | None = None
+    weight_version_spans: list[VersionSpan] | None = None
+    reasoning_text: str | None = None
+    error_code: str | None = None
 
 
 class VerlWorker:
-    """One connection of a worker. `send` queues a message for the worker."""
+    """One connection of a worker. `send` queues a message for the worker. `keeps_ids` is True for a worker that
+    continues the ids of a call's `required_prefix_token_ids`."""
 
-    def __init__(self, worker_id: str, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, worker_id: str, send: Callable[[dict[str, Any]], None], *, keeps_ids: bool = False) -> None:
         self.worker_id = worker_id
         self.send = send
+        self.keeps_ids = keeps_ids
         self.calls: dict[str, asyncio.Future[CompletionResponse]] = {}
 
     def take(self, response: CompletionResponse) -> None:
@@ -94,6 +121,7 @@ class VerlWorkersEngine:
 
     mode = TokenMode.CAPTURE
     awaits_workers = True
+    capabilities = frozenset({Capability.KEEPS_IDS})
 
     def __init__(self, options: EngineOptions) -> None:
         if options.url is not None:
@@ -156,12 +184,19 @@ class VerlWorkersEngine:
             return
 
     async def _answer(self, worker: VerlWorker, request: ChatRequest) -> CompletionResponse:
-        """Raises EngineUnavailable for a worker that is lost, fails or does not answer in time."""
+        """Return the reply of one worker, with the times of the dispatch.
+
+        Raises EngineUnavailable for a worker that is lost, fails or does not answer in time, and the errors of
+        FINAL."""
         number = f"{request.request_id}-{next(self._numbers)}"
         answer: asyncio.Future[CompletionResponse] = asyncio.get_running_loop().create_future()
         worker.calls[number] = answer
         try:
-            worker.send(call_of(request, number))
+            call = call_of(request, number)
+            if worker.keeps_ids and request.known_ids:
+                call["required_prefix_token_ids"] = request.known_ids
+            dispatched, began = time.time(), time.monotonic()
+            worker.send(call)
             async with asyncio.timeout(self._seconds):
                 response = await answer
         except TimeoutError:
@@ -172,8 +207,11 @@ class VerlWorkersEngine:
         finally:
             del worker.calls[number]
         if response.error is not None:
-            raise EngineUnavailable(f"worker {worker.worker_id!r} failed: {str(response.error)[:1000]}")
-        return response
+            kind = FINAL.get(response.error_code or "", EngineUnavailable)
+            raise kind(f"worker {worker.worker_id!r} failed: {str(response.error)[:1000]}")
+        times = {"dispatched_at": dispatched, "relay_round_trip_ms": 1000 * (time.monotonic() - began)}
+        worker_id = response.worker_id or worker.worker_id
+        return msgspec.structs.replace(response, timing=(response.timing or {}) | times, worker_id=worker_id)
 
     def _chunk(self, request: ChatRequest, response: CompletionResponse, version: int) -> ChatChunk:
         if response.finish_reason is None:
@@ -182,24 +220,41 @@ class VerlWorkersEngine:
         reply = Message(
             role=Role.ASSISTANT,
             content=content or "",
+            reasoning=response.reasoning_text or None,
             tool_calls=tuple(
                 ToolCall(call.id or f"call_{request.request_id}_{index}", call.function.name, _text(call.function))
                 for index, call in enumerate(response.tool_calls or [])
             ),
         )
         ids, finish = response.token_ids or [], finish_of(response.finish_reason, self.name)
-        if not (ids and response.prompt_token_ids and response.log_probs):
-            return ChatChunk(text=reply.content, finish=finish, reply=reply)
+        logprobs = checked_logprobs(ids, response.log_probs, self.name) if ids and response.log_probs else []
+        report = WorkerReport(
+            worker_id=response.worker_id,
+            node_id=response.node_id,
+            gpu_id=response.gpu_id,
+            rank_info=response.rank_info,
+            timing=response.timing or {},
+        )
+        if not (logprobs and response.prompt_token_ids):
+            if logprobs:
+                kept = {"output_ids": _packed(ids, self.name), "logprobs": pack_logprobs(logprobs)}
+                report = msgspec.structs.replace(report, **kept)
+            return ChatChunk(
+                text=reply.content, reasoning=reply.reasoning or "", finish=finish, reply=reply, report=report
+            )
         served = version if response.weight_version is None else response.weight_version
+        labels = [LabelSpan(str(span.version), span.start, span.end) for span in response.weight_version_spans or ()]
         return ChatChunk(
             text=reply.content,
+            reasoning=reply.reasoning or "",
             finish=finish,
             reply=reply,
             prompt_ids=response.prompt_token_ids,
             output_ids=ids,
-            logprobs=checked_logprobs(ids, response.log_probs, self.name),
-            versions=spans_of(None, length=len(ids), version=served, unlabelled=served),
+            logprobs=logprobs,
+            versions=spans_of(labels, length=len(ids), version=served, unlabelled=served),
             usage={"prompt_tokens": len(response.prompt_token_ids), "completion_tokens": len(ids)},
+            report=report,
         )
 
     def _nobody(self) -> EngineUnavailable:
@@ -234,6 +289,16 @@ def call_of(request: ChatRequest, number: str) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "stream": False,
     }
+
+
+def _packed(ids: list[int], engine: str) -> bytes:
+    """Raises EngineMisbehaved for a number that is no id."""
+    if min(ids) < 0:
+        raise EngineMisbehaved(f"engine {engine!r}: a worker sent the id {min(ids)}")
+    try:
+        return pack_ids(ids)
+    except OverflowError as error:
+        raise EngineMisbehaved(f"engine {engine!r}: a worker sent the id {max(ids)}") from error
 
 
 def _text(function: _Function) -> str:

@@ -168,6 +168,7 @@ class MessageCall:
             reply=last.reply,
             tool_specs=self._request.tools if placed.parent is None else (),
             timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
+            report=last.report,
         )
 
     def abort(self) -> Turn | None:

@@ -1,0 +1,286 @@
+"""An epoch of verl's recipe: workers in Ray actors answer the calls of `--compat verl` through verl's own manager.
+
+The manager's servers are Ray actors with a small model on the processor, because vLLM is not in verl's environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+import ray
+from openai import AsyncOpenAI
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import TokenOutput
+
+from outrider.config import ModelConfig
+from outrider.dialects.chat.request import parse_message
+from outrider.engines.base import EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.embedded import EmbeddedEngine
+from outrider.harnesses.toolbox import TOOLS
+from outrider.lab.demo.dialogue import POLICY, RENDERER
+from outrider.tokens.rendering.renderer import make_renderer
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trainers.verl_worker import RecipeWorker
+from outrider.trajectory import Turn, unpack_ids, unpack_logprobs
+from support.service import running_service
+from trainers.verl import world
+
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(300)]
+
+TASKS, STEP = 20, 12
+QUESTION = {"role": "user", "content": "Where is maple?"}
+
+
+class Server:
+    """What verl's client calls of a server. The model is Outrider's demo policy."""
+
+    def __init__(self) -> None:
+        self._engine = EmbeddedEngine(EngineOptions(name="embedded", model=str(POLICY)))
+        self._served = 0
+        self._started = False
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def generate(
+        self, *, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **media: Any
+    ) -> TokenOutput:
+        self._served += 1
+        params = {name: value for name, value in sampling_params.items() if name != "logprobs"}
+        request = GenerateRequest(
+            request_id=request_id,
+            session_key=request_id,
+            input_ids=np.asarray(prompt_ids, dtype=np.int32),
+            sampling=msgspec.convert(params, SamplingParams),
+        )
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async for chunk in self._engine.generate(request):
+            ids += chunk.ids
+            logprobs += chunk.logprobs
+        return TokenOutput(
+            token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": STEP}
+        )
+
+    async def served(self) -> int:
+        return self._served
+
+
+class Replica:
+    """A replica of verl whose server is a Ray actor without a GPU."""
+
+    def __init__(self, *, replica_rank: int, **settings: Any) -> None:
+        self._server_address = f"replica-{replica_rank}"
+        self._server_handle: Any = None
+
+    async def init_standalone(self) -> None:
+        self._server_handle = ray.remote(Server).remote()
+        await self._server_handle.start.remote()
+
+
+class Manager(LLMServerManager):  # type: ignore[misc]  # verl has no types
+    """verl's manager of servers, which makes two replicas of the class above, as a recipe may."""
+
+    rollout_replica_class = Replica
+
+
+class TurnOfRecord(msgspec.Struct, forbid_unknown_fields=True):
+    """A turn as in the contract."""
+
+    request_messages: list[dict[str, Any]]
+    completion_text: str
+    completion_token_ids: list[int]
+    completion_logprobs: list[float]
+    finish_reason: str | None
+    tool_calls: list[dict[str, Any]] | None
+    timing: dict[str, float] | None
+    node_id: str | None
+    gpu_id: str | None
+    worker_id: str | None
+    rank_info: dict[str, Any] | None
+
+
+class Record(msgspec.Struct, forbid_unknown_fields=True):
+    session_id: str
+    turns: list[TurnOfRecord]
+    created_at: float
+    completed: bool
+
+
+class Rows(msgspec.Struct):
+    """What the recipe's agent loop gives its trainer."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    mask: list[int]
+    logprobs: list[float]
+
+
+class AgentLoop:
+    """The recipe's RemoteAgentLoop, from the contract alone: it registers a session, has an agent call the model,
+    closes, reads and deletes the session, and builds the trainer's row."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self.called: Counter[str] = Counter()
+        self.halfway = asyncio.Event()
+        self._http = http
+        self._url = url
+        self._renderer = make_renderer(Tokenizer.load(POLICY), RENDERER)
+
+    async def run(self, sid: str) -> tuple[Record, Rows]:
+        await self._status("POST", f"/sessions/{sid}", "created")
+        try:
+            await self._agent(f"{self._url}/{sid}/v1", sid)
+            await self._status("POST", f"/sessions/{sid}/complete", "completed")
+            async with self._http.get(f"{self._url}/sessions/{sid}") as reply:
+                record = msgspec.json.decode(await reply.read(), type=Record)
+        finally:
+            await self._status("DELETE", f"/sessions/{sid}", "deleted")
+        return record, self._rows(record)
+
+    async def _status(self, method: str, path: str, expected: str) -> None:
+        async with self._http.request(method, self._url + path) as reply:
+            body = await reply.json()
+            assert (reply.status, body["status"]) == (200, expected)
+
+    async def _agent(self, base_url: str, sid: str) -> None:
+        """An agent that reads files as the model asks, for at most four calls."""
+        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=5) as client:
+            messages: list[Any] = [QUESTION]
+            for _ in range(4):
+                completion = await client.chat.completions.create(
+                    model="m", messages=messages, tools=[TOOLS["bash"]], temperature=1.0, max_tokens=48
+                )
+                self.called[sid] += 1
+                if self.called.total() == TASKS // 2:
+                    self.halfway.set()
+                message = completion.choices[0].message
+                if not message.tool_calls:
+                    return
+                messages.append(message.model_dump(exclude_none=True))
+                for call in message.tool_calls:
+                    read = json.loads(call.function.arguments).get("command") == "cat maple"
+                    text = "zone: jade" if read else "cat: No such file or directory"
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+
+    def _rows(self, record: Record) -> Rows:
+        """Sampled ids have the mask 1; the ids of tool results have the mask 0."""
+        first = record.turns[0].request_messages
+        prompt = self._renderer.render([_message(each) for each in first], [TOOLS["bash"]])
+        rows = Rows(prompt, [], [], [])
+        for turn in record.turns:
+            if turn is not record.turns[0]:
+                before, new = [*prompt, *rows.response_ids], [_message(each) for each in turn.request_messages]
+                gap = self._renderer.bridge(before[:-1], before[-1:], new, [TOOLS["bash"]], "recorded")
+                assert gap is not None
+                rows.response_ids += gap
+                rows.mask += [0] * len(gap)
+                rows.logprobs += [0.0] * len(gap)
+            rows.response_ids += turn.completion_token_ids
+            rows.mask += [1] * len(turn.completion_token_ids)
+            rows.logprobs += turn.completion_logprobs
+        return rows
+
+
+def _message(wire: dict[str, Any]) -> Any:
+    return parse_message(msgspec.json.encode(wire), "messages")
+
+
+def own_row(turns: list[Turn]) -> Rows:
+    """The row of our own API: the turns of one branch."""
+    rows = Rows(unpack_ids(turns[0].prompt_delta).tolist(), [], [], [])
+    for turn in turns:
+        if turn.index:
+            assert turn.parent == turn.index - 1
+            delta = unpack_ids(turn.prompt_delta).tolist()
+            rows.response_ids += delta
+            rows.mask += [0] * len(delta)
+            rows.logprobs += [0.0] * len(delta)
+        output = unpack_ids(turn.output_ids).tolist()
+        rows.response_ids += output
+        rows.mask += [1] * len(output)
+        rows.logprobs += unpack_logprobs(turn.logprobs).tolist()
+    return rows
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    tests = Path(__file__).parents[2]
+    workers = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{tests}:{tests.parent / 'src'}", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # a short path, for sockets
+        ray.init(
+            num_cpus=8,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": workers},
+            _temp_dir=folder,
+        )
+        yield
+        ray.shutdown()
+
+
+async def test_an_epoch_with_verls_manager_and_a_killed_worker(tmp_path: Path, cluster: None) -> None:
+    rollout = {"prompt_length": 512, "nnodes": 1, "n_gpus_per_node": 2, "tensor_model_parallel_size": 1}
+    overrides = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()]
+    manager = await Manager.create(world.verl_config(tmp_path, POLICY, {}, overrides))
+    servers = [replica._server_handle for replica in manager.get_replicas()]
+    assert len(servers) == 2
+    model = ModelConfig(tokenizer=str(POLICY), renderer=RENDERER)
+    async with (
+        running_service(tmp_path=tmp_path, compat=("verl",), model=model, engines=()) as (service, url),
+        aiohttp.ClientSession() as http,
+    ):
+        actor = ray.remote(num_cpus=0)(RecipeWorker)
+        workers = [
+            actor.remote(url, manager.get_client(), tokenizer=str(POLICY), renderer=RENDERER, worker_id=f"w-{number}")
+            for number in range(3)
+        ]
+        running = [worker.run.remote() for worker in workers]
+        await asyncio.gather(*(worker.attached.remote() for worker in workers))
+        async with http.get(f"{url}/health") as reply:
+            assert (await reply.json()) == {"status": "ok", "mode": "relay", "connected_workers": 3}
+
+        loop = AgentLoop(http, url)
+
+        async def kill_one() -> None:
+            await loop.halfway.wait()
+            ray.kill(workers[0])
+
+        async with asyncio.TaskGroup() as tasks:
+            killing = tasks.create_task(kill_one())
+            epoch = [tasks.create_task(loop.run(f"swe-{number}")) for number in range(TASKS)]
+        assert killing.done()
+        records = [task.result() for task in epoch]
+        called = loop.called
+        assert called.total() > TASKS, "most agents call the model again after the tool's result"
+
+        groups = await service.store.groups_before(None, limit=100, harness="external", tenant=None)
+        by_sid = {group.labels["verl.session"]: group.id for group in groups}
+        assert len(by_sid) == TASKS
+        for record, rows in records:
+            [session] = await service.store.sessions(by_sid[record.session_id])
+            own = await service.store.turns(session.id)
+            assert record.completed
+            assert len(record.turns) == len(own) == called[record.session_id], "nothing is lost, nothing is twice"
+            assert rows == own_row(list(own))
+            assert len(rows.response_ids) == len(rows.mask) == len(rows.logprobs)
+            for turn, row in zip(record.turns, own, strict=True):
+                assert turn.completion_token_ids
+                assert all(math.isfinite(value) and value <= 0 for value in turn.completion_logprobs)
+                assert [(span.version, span.end) for span in row.versions] == [(STEP, len(turn.completion_token_ids))]
+        served = await asyncio.gather(*(server.served.remote() for server in servers))
+        assert min(served) > 0, "verl's balancer gives work to both servers"
+        assert sum(served) >= called.total()
+        for worker, run in zip(workers[1:], running[1:], strict=True):
+            ray.cancel(run)
+            ray.kill(worker)
