@@ -157,9 +157,10 @@ class AgentLoop:
         """An agent that reads files as the model asks, for at most four calls."""
         async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=5) as client:
             messages: list[Any] = [QUESTION]
+            tools: list[Any] = [TOOLS["bash"]]
             for _ in range(4):
                 completion = await client.chat.completions.create(
-                    model="m", messages=messages, tools=[TOOLS["bash"]], temperature=1.0, max_tokens=48
+                    model="m", messages=messages, tools=tools, temperature=1.0, max_tokens=48
                 )
                 self.called[sid] += 1
                 if self.called.total() == TASKS // 2:
