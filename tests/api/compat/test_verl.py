@@ -217,6 +217,25 @@ async def test_sessions_belong_to_a_tenant(tmp_path: Path) -> None:
         assert await status("alice", "GET", "/sessions/a") == 200
 
 
+@pytest.mark.parametrize("compat", [("verl", "polar"), ("polar", "verl")])
+async def test_the_paths_of_another_system_are_its_own(tmp_path: Path, compat: tuple[str, str]) -> None:
+    """At the root the recipe's chat path begins with a session's id, which could be the name of another system."""
+    question = {"model": "m", "messages": [QUESTION]}
+    async with (
+        running_service(tmp_path=tmp_path, replies=REPLIES, compat=compat) as (_, url),
+        aiohttp.ClientSession(url, headers={"X-Session-Id": "p"}) as http,
+    ):
+        for path in ("/polar/sessions", "/verl/sessions/v"):
+            async with http.post(path, json={"session_id": "p"}) as reply:
+                assert reply.status == 200
+        for path in ("/polar/v1/chat/completions", "/verl/v/v1/chat/completions"):
+            async with http.post(path, json=question) as reply:
+                assert reply.status == 200, await reply.text()
+        async with http.post("/verl/sessions/polar") as reply:
+            assert reply.status == 422
+            assert "/polar/ belongs to" in await reply.text()
+
+
 async def test_the_wire_is_as_before(tmp_path: Path) -> None:
     steps: list[tuple[str, str, Any]] = [
         ("GET", "/health", None),

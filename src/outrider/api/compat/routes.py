@@ -42,13 +42,21 @@ class CompatRoute(NamedTuple):
 
 
 def compat_routes(service: Service, names: Sequence[str]) -> Iterator[Route]:
-    """Yield the routes of the systems `names`, whose modules have a function `routes`."""
+    """Yield the routes of the systems `names`, whose modules have a function `routes`. The routes below `/NAME` of all
+    systems come first, because a route at the root may begin with a parameter, which would match NAME."""
+    at_root: list[Route] = []
     for number, name in enumerate(names):
         module = import_module(f"outrider.api.compat.{name}")
         for route in module.routes(service):
-            for prefix in (f"/{name}", "") if number == 0 else (f"/{name}",):
-                path = f"{prefix}{route.path}"
-                yield Route(path, _endpoint(route, f"{route.method} {path}"), methods=[route.method])
+            yield _route(route, f"/{name}")
+            if number == 0:
+                at_root.append(_route(route, ""))
+    yield from at_root
+
+
+def _route(route: CompatRoute, prefix: str) -> Route:
+    path = f"{prefix}{route.path}"
+    return Route(path, _endpoint(route, f"{route.method} {path}"), methods=[route.method])
 
 
 class CompatSocket(NamedTuple):

@@ -32,8 +32,8 @@ from outrider.trajectory import Turn, unpack_ids, unpack_logprobs
 
 LABEL = "verl.session"
 """Label of a session's group, with the id that the client has chosen."""
-TAKEN = PREFIX.strip("/")
-"""An id that no session has, because the gateway has the path `/TAKEN/v1/chat/completions`."""
+TAKEN = {PREFIX.strip("/"): "the model gateway"}
+"""Ids that no session has, because `/ID/v1/chat/completions` belongs to another part of the service, by id."""
 SESSION_SECONDS = 86_400.0
 """Maximum seconds of a session. The recipe closes its sessions itself; a client that dies must not hold one for
 ever."""
@@ -78,6 +78,7 @@ class VerlProxy:
         self.bound = BoundRuns(service)
         self._service = service
         self._gateway = Gateway(service.external)
+        self._taken = TAKEN | {name: f"the interface of {name}" for name in service.config.compat if name != "verl"}
         self._deleted: OrderedDict[str, None] = OrderedDict()
         """Ids of our sessions that were deleted, oldest first."""
 
@@ -92,6 +93,12 @@ class VerlProxy:
     async def create(self, request: Request, caller: Principal) -> Any:
         """Open a session. Repeating the request for a session without a turn changes nothing."""
         sid = _sid(request)
+        if (owner := self._taken.get(sid)) is not None:
+            raise InvalidField(
+                f"{sid!r} cannot be a session's id: /{sid}/ belongs to {owner}",
+                field="session_id",
+                hint="choose another id",
+            )
         known = await self._find(sid, caller)
         if known is not None:
             if known.state is SessionState.DONE or known.ending is not None:
@@ -182,12 +189,6 @@ def _sid(request: Request) -> str:
     if not SESSION_ID.fullmatch(sid):
         raise InvalidField(
             "a session's id has up to 200 letters, digits and characters of . _ : @ -", field="session_id"
-        )
-    if sid == TAKEN:
-        raise InvalidField(
-            f"{sid!r} cannot be a session's id: /{sid}/ belongs to the model gateway",
-            field="session_id",
-            hint="choose another id",
         )
     return sid
 
