@@ -453,6 +453,9 @@ async def test_a_task_without_an_evaluator_has_no_reward(tmp_path: Path) -> None
         [trace] = result.trajectory.traces
         assert (result.status, trace.reward, result.metadata["outrider"]["reward"]) == ("COMPLETED", None, None)
         assert set(trace.loss_mask) == {1}
+        [session] = (await client.call(TaskSessions, "GET", "/tasks/t1/sessions")).sessions
+        [listed] = (await client.call(Tasks, "GET", "/tasks")).tasks
+        assert (session.status, session.reward, listed.mean_reward) == ("COMPLETED", None, None)
 
 
 async def test_time_that_is_over(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ class PolarApi:
         task_id = _named(request)
         row = _found(await self._row(task_id, caller), task_id)
         sessions = await self._service.store.sessions(row.id)
-        return {"task_id": task_id, "sessions": [session_summary(each, task_id) for each in sessions]}
+        return {"task_id": task_id, "sessions": [session_summary(row, each) for each in sessions]}
 
     async def nodes(self, request: Request, caller: Principal) -> list[PolarObject]:
         return self._nodes(request)
