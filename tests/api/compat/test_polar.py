@@ -469,6 +469,7 @@ async def test_time_that_is_over(tmp_path: Path) -> None:
         assert set(own.trajectory.traces[0].loss_mask) == {1}
         assert (all.status, all.error and all.error[:15]) == ("TIMEOUT", "session_timeout")
         assert [(trace.reward, set(trace.loss_mask)) for trace in all.trajectory.traces] == [(None, {0})]
+        assert (own.trajectory.metadata["trained_tokens"] > 0, all.trajectory.metadata["trained_tokens"]) == (True, 0)
 
 
 class CallAndWait:

@@ -241,7 +241,7 @@ def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapp
         "completions": len(turns),
         "traces": len(traces),
         "sampled_tokens": result.tokens.sampled,
-        "trained_tokens": result.tokens.trained,
+        "trained_tokens": 0 if result.verdict is None else result.tokens.trained,
     }
     return {"status": status, "metadata": statistics, "traces": traces, "error": error_of(result)}
 
