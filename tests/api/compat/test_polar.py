@@ -616,6 +616,17 @@ async def test_tasks_and_sessions_are_their_tenants(tmp_path: Path) -> None:
                     await eve.text(method, path, {})
             with pytest.raises(Refused, match="403"):
                 await ann.call(Inference, "POST", "/admin/inference/pause")
+            async with PolarClient(f"{url}/polar", "o" * 40) as operator:
+                await operator.submit(task())  # ann's task has the same id
+                await ended(operator)
+                own = (await operator.call(TaskSessions, "GET", "/tasks/t1/sessions")).sessions[0].session_id
+                named = set()
+                async with asyncio.timeout(10):
+                    async for name, _, data in operator.events(**{"Last-Event-ID": "0"}):
+                        named.add(data.get("session_id", own))
+                        if name == "task.completed":
+                            break
+                assert named == {own}
             headers = {"X-Session-Id": "s"}
             async with aiohttp.ClientSession() as http:
                 for token, status in ((tokens[0], 200), (tokens[1], 401)):
