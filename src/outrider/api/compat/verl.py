@@ -9,6 +9,7 @@ made by its creation only, never by a call for an unknown id.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
@@ -27,7 +28,7 @@ from outrider.messages import Message, Role
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import Limits, SessionSpec
-from outrider.store.rows import SessionRow
+from outrider.store.rows import GroupRow, SessionRow
 from outrider.trajectory import Turn, unpack_ids, unpack_logprobs
 
 LABEL = "verl.session"
@@ -41,6 +42,8 @@ LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=
 MOST_DELETED = 10_000
 """Maximum number of deleted sessions that are remembered. The record of an older one can be read again."""
 MOST_LISTED = 100
+MOST_PAGES = 100
+"""Maximum number of pages of MOST_LISTED external groups, the newest, among which sessions are searched for a list."""
 REFUSED = {
     "/training/timing": "the timings of a trainer's phases are not stored here: log them with the trainer's metrics",
     "/training/timing/{epoch}/{global_step}": "the timings of a trainer's phases are not stored here",
@@ -147,17 +150,29 @@ class VerlProxy:
 
     async def sessions(self, request: Request, caller: Principal) -> Any:
         """List the newest sessions."""
-        store = self._service.store
-        found = []
-        groups = await store.groups_before(None, limit=MOST_LISTED, harness="external", tenant=caller.sees)
-        for group in groups:
-            if (sid := group.labels.get(LABEL)) is None:
-                continue
-            [session] = await store.sessions(group.id)
+        store, found = self._service.store, list[dict[str, Any]]()
+        before: str | None = None
+        for _ in range(MOST_PAGES):
+            try:
+                page = await store.groups_before(before, limit=MOST_LISTED, harness="external", tenant=caller.tenant)
+            except NotFound:  # the group `before` was removed meanwhile: the list ends here
+                break
+            for group in page:
+                if len(found) < MOST_LISTED and (sid := group.labels.get(LABEL)) is not None:
+                    found += await self._listed(sid, group, caller)
+            if len(found) == MOST_LISTED or len(page) < MOST_LISTED:
+                break
+            before = page[-1].id
+        return {"count": len(found), "sessions": found}
+
+    async def _listed(self, sid: str, group: GroupRow, caller: Principal) -> list[dict[str, Any]]:
+        """Return the entry of a session in the list. Returns none for a deleted or removed session."""
+        with suppress(NotFound):  # the group was removed meanwhile
+            [session] = await self._service.store.sessions(group.id)
             if session.id not in self._deleted:
                 turns = len(await self.bound.turns(session, caller))
-                found.append({"session_id": sid, "turns": turns, "completed": _over(session)})
-        return {"count": len(found), "sessions": found}
+                return [{"session_id": sid, "turns": turns, "completed": _over(session)}]
+        return []
 
     async def chat(self, request: Request, caller: Principal) -> Response:
         """Pass a call to the model gateway, which streams, records and refuses it as any other."""
