@@ -446,6 +446,19 @@ async def test_a_pause_that_takes_too_long_does_not_stay(tmp_path: Path) -> None
         assert service.pool.policy.status().paused is None
 
 
+async def test_one_of_many_requests_at_once_makes_a_session(tmp_path: Path) -> None:
+    """Two clients that chose the same id must not share a session without a notice."""
+    dispatched = {name: value for name, value in task().items() if name != "task_id"} | {"task_id": "t9"}
+    async with serving(tmp_path) as (service, client, _):
+        for body in ({"session_id": "m"}, {**dispatched, "session_id": "d"}):
+            made = await asyncio.gather(
+                *(client.text("POST", "/sessions", body) for _ in range(20)), return_exceptions=True
+            )
+            refused = [each for each in made if isinstance(each, Refused)]
+            assert (len(refused), {each.status for each in refused}) == (19, {409})
+        assert len(await service.store.groups()) == 2
+
+
 async def test_a_task_without_an_evaluator_has_no_reward(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, client, _):
         await client.submit(task(reward=None))
