@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from outrider.api.access import caller_in, check
+from outrider.api.control_replies import error_headers
 from outrider.errors import OutriderError, record_of
 from outrider.redaction import redacted
 from outrider.service.principals import Principal
@@ -57,6 +58,17 @@ def compat_routes(service: Service, names: Sequence[str]) -> Iterator[Route]:
 def _route(route: CompatRoute, prefix: str) -> Route:
     path = f"{prefix}{route.path}"
     return Route(path, _endpoint(route, f"{route.method} {path}"), methods=[route.method])
+
+
+def compat_paths(routes: Sequence[Route], names: Sequence[str]) -> Callable[[str], bool]:
+    """Return a function that tests whether a path belongs to one of the systems `names`, so that an error outside of a
+    handler has the systems' form. `routes` are those of `compat_routes`."""
+    below = tuple(f"/{name}/" for name in names)
+
+    def belongs(path: str) -> bool:
+        return path.startswith(below) or any(route.path_regex.match(path) for route in routes)
+
+    return belongs
 
 
 class CompatSocket(NamedTuple):
@@ -112,4 +124,6 @@ def detail(error: BaseException, *, status: int | None = None) -> Response:
     text = record.message if record.field is None else f"{record.field}: {record.message}"
     text = redacted(f"{text} ({record.hint})" if record.hint else text)
     own = error.http_status if isinstance(error, OutriderError) else 500
-    return compat_reply({"detail": text}, status=own if status is None else status)
+    reply = compat_reply({"detail": text}, status=own if status is None else status)
+    reply.headers.update(error_headers(error, reply.status_code))
+    return reply
