@@ -632,17 +632,27 @@ async def test_tasks_and_sessions_are_their_tenants(tmp_path: Path) -> None:
             async with PolarClient(f"{url}/polar", "o" * 40) as operator:
                 await operator.submit(task())  # ann's task has the same id
                 await ended(operator)
-                own = (await operator.call(TaskSessions, "GET", "/tasks/t1/sessions")).sessions[0].session_id
+                mine = (await operator.call(TaskSessions, "GET", "/tasks/t1/sessions")).sessions[0].session_id
                 named = set()
                 async with asyncio.timeout(10):
                     async for name, _, data in operator.events(**{"Last-Event-ID": "0"}):
-                        named.add(data.get("session_id", own))
+                        named.add(data.get("session_id", mine))
                         if name == "task.completed":
                             break
-                assert named == {own}
+                assert named == {mine}
             headers = {"X-Session-Id": "s"}
             async with aiohttp.ClientSession() as http:
                 for token, status in ((tokens[0], 200), (tokens[1], 401)):
                     own = {**headers, "Authorization": f"Bearer {token}"}
                     async with http.post(f"{url}/polar/v1/chat/completions", json=CHAT, headers=own) as reply:
                         assert reply.status == status
+                ways = ({"X-Session-Id": "s"}, {"x-api-key": "s"}, {"x-goog-api-key": "s"})
+                for sent in (*ways, {"session_id": "s"}, {"key": "s"}):
+                    query = {} if sent in ways else sent
+                    own = {"Authorization": f"Bearer {tokens[0]}", **({} if query else sent)}
+                    path = f"{url}/polar/v1/chat/completions"
+                    async with http.post(path, json=CHAT, headers=own, params=query) as reply:
+                        assert reply.status == 200
+                own = {**headers, "Authorization": "Bearer s"}  # a session's id is no token
+                async with http.post(f"{url}/polar/v1/chat/completions", json=CHAT, headers=own) as reply:
+                    assert (reply.status, "not a token" in (await reply.json())["detail"]) == (401, True)
