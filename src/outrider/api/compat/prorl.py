@@ -156,7 +156,7 @@ class ProrlServer:
         await self._check_running(caller)
         job_id = (await self._body(CancelSpec, request, caller)).job_id
         group = await self._service.store.keyed_group(caller.tenant, f"{KEY_PREFIX}{job_id}")
-        if group is None:
+        if group is None or JOB_LABEL not in group.labels:
             raise NotFound(f"there is no job {job_id!r}", field="job_id")
         if group.state is GroupState.DONE:
             return {"status": f"job {job_id} had already ended"}

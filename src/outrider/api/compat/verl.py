@@ -22,7 +22,7 @@ from outrider.api.compat.routes import CompatRoute, CompatSocket
 from outrider.api.compat.verl_workers import ENGINE, serve_worker
 from outrider.api.gateway import PREFIX, Gateway
 from outrider.engines.adapters.verl_workers import VerlWorkersEngine
-from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, RequestError
+from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, RequestError, renamed_field
 from outrider.lifecycle import SessionState
 from outrider.messages import Message, Role
 from outrider.service.principals import Principal
@@ -110,7 +110,8 @@ class VerlProxy:
                 raise Conflict(f"session {sid!r} exists, and has turns", hint="reset it, or use another id")
             return {"session_id": sid, "status": "created"}
         spec = SessionSpec(labels={LABEL: sid}, idempotency_key=_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS)
-        session, _, _ = await self._service.open_sessions.open(spec, caller)
+        with renamed_field("idempotency_key", "session_id"):
+            session, _, _ = await self._service.open_sessions.open(spec, caller)
         request.scope[CREATED].update(group_id=session.group_id, session_id=session.id)
         return {"session_id": sid, "status": "created"}
 
@@ -188,8 +189,12 @@ class VerlProxy:
         return refusing
 
     async def _find(self, sid: str, caller: Principal) -> SessionRow | None:
+        """Return the session with an id, None if there is none. Another group with the key of the session is no session
+        of the recipe."""
         group = await self._service.store.keyed_group(caller.tenant, _key(sid))
-        return None if group is None else (await self._service.store.sessions(group.id))[0]
+        if group is None or group.labels.get(LABEL) != sid:
+            return None
+        return (await self._service.store.sessions(group.id))[0]
 
     async def session(self, sid: str, caller: Principal) -> SessionRow:
         """Return the session with an id. Raises NotFound."""
