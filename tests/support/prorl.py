@@ -107,29 +107,29 @@ class ProrlClient:
         async with self._http.request(method, f"{self.url}{path}", **json) as reply:
             return reply.status, await reply.read()
 
-    async def _call(self, kind: type[M], method: str, path: str, body: Any = None) -> M:
+    async def call(self, kind: type[M], method: str, path: str, body: Any = None) -> M:
         status, content = await self.send(method, path, body)
         if status != 200:
             raise Declined(status, Detail.model_validate_json(content).detail)
         return kind.model_validate_json(content)
 
     async def start(self) -> str:
-        return (await self._call(Status, "POST", "/start")).status
+        return (await self.call(Status, "POST", "/start")).status
 
     async def stop(self) -> str:
-        return (await self._call(Status, "POST", "/stop")).status
+        return (await self.call(Status, "POST", "/stop")).status
 
     async def status(self) -> ServerStatus:
-        return await self._call(ServerStatus, "GET", "/status")
+        return await self.call(ServerStatus, "GET", "/status")
 
     async def cancel(self, job_id: str) -> str:
-        return (await self._call(Status, "POST", "/cancel", {"job_id": job_id})).status
+        return (await self.call(Status, "POST", "/cancel", {"job_id": job_id})).status
 
     async def add_llm_server(self, address: str) -> str:
-        return (await self._call(Status, "POST", "/add_llm_server", {"address": address})).status
+        return (await self.call(Status, "POST", "/add_llm_server", {"address": address})).status
 
     async def clear_llm_server(self) -> str:
-        return (await self._call(Status, "POST", "/clear_llm_server")).status
+        return (await self.call(Status, "POST", "/clear_llm_server")).status
 
     async def process(
         self, instance: dict[str, Any], sampling_params: dict[str, Any] | None = None, job_id: str | None = None
@@ -137,7 +137,7 @@ class ProrlClient:
         body: dict[str, Any] = {"instance": instance, "sampling_params": sampling_params or {}}
         if job_id is not None:
             body["job_id"] = job_id
-        result = await self._call(Result, "POST", "/process", body)
+        result = await self.call(Result, "POST", "/process", body)
         if result.messages:
             assert result.messages[-1].role == "assistant"
         for message in result.messages:

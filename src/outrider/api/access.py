@@ -11,12 +11,13 @@ import base64
 import binascii
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from fastapi.routing import APIWebSocketRoute
 from starlette.requests import HTTPConnection
+from starlette.responses import Response
 
 from outrider.api.control_bodies import ROOM, BodyRoom
 from outrider.api.control_replies import error_reply
@@ -43,7 +44,7 @@ class AccessControl:
 
     `calls` is the maximum number of calls under way with one token. An admin's calls are not limited. The connections
     of an admin with a token are not closed to make room for others. `roles` has the role that each route requires, by
-    method and path.
+    method and path. `refusal` makes the reply to an error of this class, for a request's scope.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class AccessControl:
         calls: int,
         websockets: Sequence[APIWebSocketRoute],
         roles: Mapping[str, Role],
+        refusal: Callable[[Scope, OutriderError], Response],
     ) -> None:
         self._app = app
         self._websockets = websockets
         self._roles = roles
+        self._refusal = refusal
         self._calls = calls
         self._under_way: Counter[str] = Counter()
         """Number of calls under way, by token name."""
@@ -79,7 +82,7 @@ class AccessControl:
             # A call without a valid token is not in the audit log, because it changes nothing, and any program could
             # fill the log with such calls. Starlette replies to a WebSocket request that is not accepted yet as to any
             # other request.
-            await error_reply(error)(scope, receive, send)
+            await self._refusal(scope, error)(scope, receive, send)
             return
         admin = caller.may("admin")
         claim(scope, f"token {caller.name}", keep=admin and caller is not LOCAL)
@@ -99,7 +102,7 @@ class AccessControl:
         except RevokedMeanwhile:
             await reply.cut_off(receive)
         except OutriderError as error:  # raised in this block; the application replies to its own errors
-            await error_reply(error)(scope, receive, reply)
+            await self._refusal(scope, error)(scope, receive, reply)
         finally:
             self._under_way[caller.name] -= 1
             if not self._under_way[caller.name]:

@@ -50,12 +50,17 @@ def error_reply(error: BaseException) -> Response:
     shown = msgspec.structs.replace(
         record, message=redacted(record.message), log_tail=record.log_tail and redacted(record.log_tail)
     )
+    return json_reply(shown, status=status, headers=error_headers(error, status))
+
+
+def error_headers(error: BaseException, status: int) -> dict[str, str]:
+    """Return the headers of the reply to an error with this status."""
     headers = {}
     if status == Unauthorized.http_status:
         headers["WWW-Authenticate"] = "Bearer"
     if status == Busy.http_status:
         headers["Retry-After"] = f"{getattr(error, 'retry_after', RETRY_AFTER):.0f}"
-    return json_reply(shown, status=status, headers=headers)
+    return headers
 
 
 async def outrider_error(request: Request, error: Exception) -> Response:
@@ -70,5 +75,5 @@ async def bad_query(request: Request, error: Exception) -> Response:
     return await outrider_error(request, InvalidField(fault_text(first), field=path))
 
 
-async def unknown_route(request: Request, error: Exception) -> Response:
-    return await outrider_error(request, NotFound(f"{request.method} {request.url.path} is not served here"))
+def not_served(request: Request) -> NotFound:
+    return NotFound(f"{request.method} {request.url.path} is not served here")

@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIWebSocketRoute
 
 from outrider.api import delivery, engines, files, groups, nodes, policy, relay, sessions, tokens
 from outrider.api.access import AccessControl, check_address
-from outrider.api.compat.routes import compat_routes, compat_sockets
-from outrider.api.control_replies import bad_query, outrider_error, unknown_route
+from outrider.api.compat.routes import compat_paths, compat_routes, compat_sockets, detail
+from outrider.api.control_replies import bad_query, error_reply, not_served, outrider_error
 from outrider.api.gateway import Gateway
 from outrider.api.gateway_server import HttpServer, listener_at, running, serving_gateway, url_of
 from outrider.api.openapi import describe
@@ -68,6 +68,11 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
         others = compat_sockets(service, config.compat)
         app = control_app(service)
         app.router.routes += [route for route, _ in others]
+
+        def refusal(scope: Scope, error: OutriderError) -> Response:
+            foreign = scope["type"] == "http" and app.state.compat(scope["path"])
+            return detail(error) if foreign else error_reply(error)
+
         control = AccessControl(
             app,
             service.tokens,
@@ -75,6 +80,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
             calls=share.token,
             websockets=(*WEBSOCKETS, *(route for route, _ in others)),
             roles=ROLES | {f"WEBSOCKET {route.path}": role for route, role in others},
+            refusal=refusal,
         )
 
         async def root(scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,12 +129,19 @@ def control_app(service: Service) -> FastAPI:
     for router in ROUTERS:
         # `include_router` would make all routes again for each application, which takes 50 ms.
         app.router.routes += router.routes.routes
-    app.router.routes += compat_routes(service, service.config.compat)
+    foreign = list(compat_routes(service, service.config.compat))
+    app.router.routes += foreign
+    app.state.compat = compat_paths(foreign, service.config.compat)
     app.add_exception_handler(OutriderError, outrider_error)
     app.add_exception_handler(Exception, outrider_error)
     app.add_exception_handler(RequestValidationError, bad_query)
-    app.add_exception_handler(404, unknown_route)
-    app.add_exception_handler(405, unknown_route)
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        reply = detail if app.state.compat(request.url.path) else error_reply
+        return reply(not_served(request))
+
+    app.add_exception_handler(404, unknown)
+    app.add_exception_handler(405, unknown)
 
     @app.get("/healthz", include_in_schema=False)
     async def alive() -> Response:

@@ -29,6 +29,7 @@ evaluator = { kind = "command", run = "true" }
 """
 FAILING = COIN.replace("{row.reward_model.ground_truth}", "none")
 HANGING = COIN.replace("support.coin:OneCall", "api.compat.prorl_world:CallAndWait")
+BRANCHING = COIN.replace("support.coin:OneCall", "api.compat.test_wire_rows:Branching")
 MATHS = """
 harness = { agent = "tools" }
 runtime = { kind = "memory" }
@@ -61,7 +62,8 @@ async def prorl_service(
 ) -> AsyncIterator[tuple[Service, ProrlClient]]:
     """The service and a client. The server is not started."""
     handlers = {}
-    for name, text in {"coin": COIN, "tools": TOOLS, "failing": FAILING, "hanging": HANGING, "maths": MATHS}.items():
+    tasks = {"coin": COIN, "tools": TOOLS, "failing": FAILING, "hanging": HANGING, "branching": BRANCHING}
+    for name, text in {**tasks, "maths": MATHS}.items():
         file = tmp_path / f"{name}.toml"
         file.write_text(text)
         rows = "verl" if name == "maths" else None

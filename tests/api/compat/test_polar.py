@@ -446,6 +446,19 @@ async def test_a_pause_that_takes_too_long_does_not_stay(tmp_path: Path) -> None
         assert service.pool.policy.status().paused is None
 
 
+async def test_one_of_many_requests_at_once_makes_a_session(tmp_path: Path) -> None:
+    """Two clients that chose the same id must not share a session without a notice."""
+    dispatched = {name: value for name, value in task().items() if name != "task_id"} | {"task_id": "t9"}
+    async with serving(tmp_path) as (service, client, _):
+        for body in ({"session_id": "m"}, {**dispatched, "session_id": "d"}):
+            made = await asyncio.gather(
+                *(client.text("POST", "/sessions", body) for _ in range(20)), return_exceptions=True
+            )
+            refused = [each for each in made if isinstance(each, Refused)]
+            assert (len(refused), {each.status for each in refused}) == (19, {409})
+        assert len(await service.store.groups()) == 2
+
+
 async def test_a_task_without_an_evaluator_has_no_reward(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, client, _):
         await client.submit(task(reward=None))
@@ -453,6 +466,9 @@ async def test_a_task_without_an_evaluator_has_no_reward(tmp_path: Path) -> None
         [trace] = result.trajectory.traces
         assert (result.status, trace.reward, result.metadata["outrider"]["reward"]) == ("COMPLETED", None, None)
         assert set(trace.loss_mask) == {1}
+        [session] = (await client.call(TaskSessions, "GET", "/tasks/t1/sessions")).sessions
+        [listed] = (await client.call(Tasks, "GET", "/tasks")).tasks
+        assert (session.status, session.reward, listed.mean_reward) == ("COMPLETED", None, None)
 
 
 async def test_time_that_is_over(tmp_path: Path) -> None:
@@ -466,6 +482,7 @@ async def test_time_that_is_over(tmp_path: Path) -> None:
         assert set(own.trajectory.traces[0].loss_mask) == {1}
         assert (all.status, all.error and all.error[:15]) == ("TIMEOUT", "session_timeout")
         assert [(trace.reward, set(trace.loss_mask)) for trace in all.trajectory.traces] == [(None, {0})]
+        assert (own.trajectory.metadata["trained_tokens"] > 0, all.trajectory.metadata["trained_tokens"]) == (True, 0)
 
 
 class CallAndWait:
@@ -612,9 +629,30 @@ async def test_tasks_and_sessions_are_their_tenants(tmp_path: Path) -> None:
                     await eve.text(method, path, {})
             with pytest.raises(Refused, match="403"):
                 await ann.call(Inference, "POST", "/admin/inference/pause")
+            async with PolarClient(f"{url}/polar", "o" * 40) as operator:
+                await operator.submit(task())  # ann's task has the same id
+                await ended(operator)
+                mine = (await operator.call(TaskSessions, "GET", "/tasks/t1/sessions")).sessions[0].session_id
+                named = set()
+                async with asyncio.timeout(10):
+                    async for name, _, data in operator.events(**{"Last-Event-ID": "0"}):
+                        named.add(data.get("session_id", mine))
+                        if name == "task.completed":
+                            break
+                assert named == {mine}
             headers = {"X-Session-Id": "s"}
             async with aiohttp.ClientSession() as http:
                 for token, status in ((tokens[0], 200), (tokens[1], 401)):
                     own = {**headers, "Authorization": f"Bearer {token}"}
                     async with http.post(f"{url}/polar/v1/chat/completions", json=CHAT, headers=own) as reply:
                         assert reply.status == status
+                ways = ({"X-Session-Id": "s"}, {"x-api-key": "s"}, {"x-goog-api-key": "s"})
+                for sent in (*ways, {"session_id": "s"}, {"key": "s"}):
+                    query = {} if sent in ways else sent
+                    own = {"Authorization": f"Bearer {tokens[0]}", **({} if query else sent)}
+                    path = f"{url}/polar/v1/chat/completions"
+                    async with http.post(path, json=CHAT, headers=own, params=query) as reply:
+                        assert reply.status == 200
+                own = {**headers, "Authorization": "Bearer s"}  # a session's id is no token
+                async with http.post(f"{url}/polar/v1/chat/completions", json=CHAT, headers=own) as reply:
+                    assert (reply.status, "not a token" in (await reply.json())["detail"]) == (401, True)

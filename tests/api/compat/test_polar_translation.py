@@ -90,6 +90,7 @@ def test_every_harness_has_its_preset(theirs: str, ours: str) -> None:
         "polar.harness": theirs,
         "polar.model": "m",
         "polar.builder": "per_request",
+        "polar.ungraded": "true",
     }
 
 

@@ -93,6 +93,22 @@ async def test_a_lost_connection_loses_no_job(tmp_path: Path) -> None:
         assert len(await service.store.groups()) == 3
 
 
+async def test_a_stored_result_needs_no_started_server(tmp_path: Path) -> None:
+    """After a restart a server whose jobs have all ended is not started. The results of these jobs are still given."""
+    async with prorl_service(tmp_path) as (_, client):
+        await client.start()
+        first = await client.process(instance(), job_id="j1")
+        await client.stop()
+        assert await client.process(instance(), job_id="j1") == first
+    async with prorl_service(tmp_path) as (service, client):
+        assert await client.process(instance(), job_id="j1") == first
+        with pytest.raises(Declined, match=r"409: .*another request"):
+            await client.process(instance(1), job_id="j1")
+        with pytest.raises(Declined, match=r"503: .*not running"):
+            await client.process(instance(), job_id="j2")
+        assert len(await service.store.groups()) == 1
+
+
 async def test_the_same_job_at_once_is_one_job(tmp_path: Path) -> None:
     async with prorl_service(tmp_path) as (service, client):
         await client.start()

@@ -14,7 +14,7 @@ from outrider.spec import TokenSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trajectory import TokenMode
 from support.answering import answering
-from support.prorl import Declined, ProrlClient
+from support.prorl import Declined, Detail, ProrlClient, Status
 from support.service import RENDERER, say, scripted_engine
 
 from .prorl_world import instance, prorl_service
@@ -119,4 +119,17 @@ async def test_tenants_have_servers_of_their_own(tmp_path: Path) -> None:
                 await first.add_llm_server("http://127.0.0.1:9")
             await first.stop()
             assert (await second.status()).status == "running"
-        assert (await client.send("POST", "/start"))[0] == 401
+        for path in ("/start", "/prorl/start"):
+            with pytest.raises(Declined, match="401: this service requires a token"):  # in the contract's form
+                await client.call(Status, "POST", path)
+
+
+async def test_every_error_has_the_form_of_the_contract(tmp_path: Path) -> None:
+    """Also one that no handler has raised. Errors of Outrider's own routes keep their form."""
+    async with prorl_service(tmp_path) as (_, client):
+        for called in ("GET /process", "GET /prorl/process", "POST /prorl/unknown", "DELETE /prorl/status"):
+            status, content = await client.send(*called.split())
+            assert (status, Detail.model_validate_json(content).detail) == (404, f"{called} is not served here")
+        for path in ("/unknown", "/v1/unknown", "/prorl2/process"):
+            status, content = await client.send("POST", path)
+            assert (status, b'"code":"not_found"' in content) == (404, True)

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from external.world import Owner, elsewhere
+from outrider.spec import GroupSpec
 from outrider.trajectory import unpack_ids
 from support.service import call, running_service, say
 
@@ -214,7 +215,41 @@ async def test_sessions_belong_to_a_tenant(tmp_path: Path) -> None:
             assert await status("bob", method, f"/sessions/a{path}") == 404
         assert await status("bob", "POST", "/a/v1/chat/completions") == 404
         assert await status("bob", "POST", "/sessions/a") == 200, "another session, of bob's"
+        headers = {"Authorization": "Bearer operator-token-1"}
+        listed = await world.http.get(world.owner.url + "/sessions", headers=headers)
+        assert listed.json() == {"count": 0, "sessions": []}, "an admin's list has no ids that its own routes refuse"
         assert await status("alice", "GET", "/sessions/a") == 200
+
+
+@pytest.mark.parametrize("compat", [("verl", "polar"), ("polar", "verl")])
+async def test_the_paths_of_another_system_are_its_own(tmp_path: Path, compat: tuple[str, str]) -> None:
+    """At the root the recipe's chat path begins with a session's id, which could be the name of another system."""
+    question = {"model": "m", "messages": [QUESTION]}
+    async with (
+        running_service(tmp_path=tmp_path, replies=REPLIES, compat=compat) as (_, url),
+        aiohttp.ClientSession(url, headers={"X-Session-Id": "p"}) as http,
+    ):
+        for path in ("/polar/sessions", "/verl/sessions/v"):
+            async with http.post(path, json={"session_id": "p"}) as reply:
+                assert reply.status == 200
+        for path in ("/polar/v1/chat/completions", "/verl/v/v1/chat/completions"):
+            async with http.post(path, json=question) as reply:
+                assert reply.status == 200, await reply.text()
+        async with http.post("/verl/sessions/polar") as reply:
+            assert reply.status == 422
+            assert "/polar/ belongs to" in await reply.text()
+
+
+async def test_the_list_has_the_newest_sessions_of_the_recipe(tmp_path: Path) -> None:
+    """Newer sessions of other clients take no place in the list."""
+    async with elsewhere(tmp_path, replies=REPLIES, compat=("verl",)) as world, aiohttp.ClientSession() as http:
+        client = Recipe(http, world.owner.url)
+        await client.status("POST", "/sessions/a", "created")
+        task = {"instruction": "x", "harness": {"external": {}}, "evaluator": {"kind": "reported"}}
+        for _ in range(100):
+            await world.service.submit(GroupSpec.model_validate({"task": task, "n": 1}))
+        listed = json.loads((await client.ask("GET", "/sessions"))[1])
+        assert [session["session_id"] for session in listed["sessions"]] == ["a"]
 
 
 async def test_the_wire_is_as_before(tmp_path: Path) -> None:

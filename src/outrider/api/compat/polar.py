@@ -158,6 +158,9 @@ class PolarApi:
         self.reader = PolarReader(service)
         self._service = service
         self._gateway = Gateway(service.external)
+        self._making: set[tuple[str, str]] = set()
+        """Tenants and ids of the sessions that are being made, so that only one of several requests at once makes a
+        session."""
 
     async def health(self, request: Request, caller: Principal) -> PolarObject:
         return {"status": "ok", "nodes": len(self._service.nodes().nodes)}
@@ -259,7 +262,7 @@ class PolarApi:
         task_id = _named(request)
         row = _found(await self._row(task_id, caller), task_id)
         sessions = await self._service.store.sessions(row.id)
-        return {"task_id": task_id, "sessions": [session_summary(each, task_id) for each in sessions]}
+        return {"task_id": task_id, "sessions": [session_summary(row, each) for each in sessions]}
 
     async def nodes(self, request: Request, caller: Principal) -> list[PolarObject]:
         return self._nodes(request)
@@ -478,11 +481,18 @@ class PolarApi:
     async def _made(
         self, request: Request, caller: Principal, spec: StoredGroupSpec, session_id: str
     ) -> tuple[GroupRow, SessionRow]:
-        store = self._service.store
-        if await store.has_key(caller.tenant, session_key_of(session_id)):
-            raise Conflict(f"there is, or was, a session {session_id!r}: an id is used once", field="session_id")
-        with renamed_field("idempotency_key", "session_id"), polar_fields():
-            group = await self._service.submit(spec, caller)
+        store, named = self._service.store, (caller.tenant, session_id)
+        used = Conflict(f"there is, or was, a session {session_id!r}: an id is used once", field="session_id")
+        if named in self._making:
+            raise used
+        self._making.add(named)
+        try:
+            if await store.has_key(caller.tenant, session_key_of(session_id)):
+                raise used
+            with renamed_field("idempotency_key", "session_id"), polar_fields():
+                group = await self._service.submit(spec, caller)
+        finally:
+            self._making.discard(named)
         request.scope[CREATED].update(group_id=group.id, session_id=group.sessions[0].id)
         return await store.group(group.id), await store.session(group.sessions[0].id)
 

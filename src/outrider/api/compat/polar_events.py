@@ -44,7 +44,7 @@ async def last_event_of(service: Service, request: Request, caller: Principal) -
     one."""
     given = request.headers.get(LAST_EVENT_ID)
     if given is None:
-        return await service.store.last_event(tenant=caller.sees)
+        return await service.store.last_event(tenant=caller.tenant)
     if not (given.isascii() and given.isdigit() and len(given) <= 20 and int(given) <= MAX_CURSOR):
         raise InvalidField("must be the id of an event", field=LAST_EVENT_ID)
     return int(given)
@@ -53,12 +53,13 @@ async def last_event_of(service: Service, request: Request, caller: Principal) -
 async def polar_events(
     service: Service, after: int, caller: Principal, *, sessions_only: bool = False
 ) -> AsyncIterator[bytes]:
-    """Yield the events after a cursor, without end. `sessions_only` leaves out the events of tasks."""
+    """Yield the events after a cursor, without end. `sessions_only` leaves out the events of tasks. An admin, too, gets
+    the events of its own tenant alone: task ids are unique only within a tenant."""
     tasks = _TaskNames(service, caller)
     quiet = 0.0
     yield _event("hello", {"type": "hello", "after": after})
     while True:
-        found = await service.store.events(after=after, limit=AT_ONCE, tenant=caller.sees)
+        found = await service.store.events(after=after, limit=AT_ONCE, tenant=caller.tenant)
         for entry in found:
             after = entry.cursor
             for name, data in await _translated(service, entry, tasks):
@@ -97,7 +98,7 @@ class _TaskNames:
         """Return the names, or None for a group that is of no client of Polar, or was removed."""
         if group_id not in self._known:
             try:
-                row = await self._service.store.group(group_id, tenant=self._caller.sees)
+                row = await self._service.store.group(group_id, tenant=self._caller.tenant)
             except NotFound:
                 return None
             own = row.translator == SYSTEM

@@ -42,11 +42,11 @@ SYSTEM = "polar"
 """The name of the system in the settings, in the store, and in paths."""
 OWN_METADATA = "outrider"
 """The entry of a result's metadata with facts that Polar's format has no field for. Requests may not use it."""
-TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, SESSION_LABEL = (
-    f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id")
+TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, SESSION_LABEL, UNGRADED_LABEL = (
+    f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id", "ungraded")
 )
 """Labels of a group, which lists show without reading the stored request. A group with SESSION_LABEL is a session that
-was made alone."""
+was made alone. A group with UNGRADED_LABEL has no evaluator, so its lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
 """The folder of a session in its sandbox, where Polar has /polar/session: the root folder of a sandbox may be
 read-only."""
@@ -387,6 +387,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
             HARNESS_LABEL: asked.agent.called,
             MODEL_LABEL: asked.agent.model_name or "",
             BUILDER_LABEL: asked.builder.strategy,
+            **({UNGRADED_LABEL: "true"} if asked.evaluator is None else {}),
         },
         **more,
     }

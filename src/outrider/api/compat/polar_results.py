@@ -20,6 +20,7 @@ from outrider.api.compat.polar_request import (
     OWN_METADATA,
     SESSION_LABEL,
     TASK_LABEL,
+    UNGRADED_LABEL,
 )
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import GroupState, SessionState, StopReason
@@ -112,6 +113,11 @@ def task_id_of(row: GroupRow) -> str:
     return row.labels[TASK_LABEL]
 
 
+def graded(row: GroupRow) -> bool:
+    """Return whether a task has an evaluator."""
+    return UNGRADED_LABEL not in row.labels
+
+
 class PolarReader:
     """Reads tasks and sessions from the service's store, in Polar's form. Raises NotFound for removed groups."""
 
@@ -166,7 +172,7 @@ class PolarReader:
             "num_samples": row.n,
             "completed_sessions": row.done,
             "errored_sessions": sum(status_of_result(each) == "ERROR" for each in done),
-            "mean_reward": row.reward_total / row.rewarded if row.rewarded else None,
+            "mean_reward": row.reward_total / row.rewarded if row.rewarded and graded(row) else None,
             # Rows are counted when a session ends; the traces of per_request only when they are built.
             "mean_traces": _mean(each.samples for each in done) if merged else None,
             "mean_completions": _mean(each.turns for each in done),
@@ -176,15 +182,16 @@ class PolarReader:
         }
 
 
-def session_summary(row: SessionRow, task_id: str) -> PolarObject:
+def session_summary(group: GroupRow, row: SessionRow) -> PolarObject:
     """Return a session as in the list of a task's sessions."""
     result = row.result
+    verdict = result.verdict if result and graded(group) else None
     return {
         "session_id": row.id,
-        "task_id": task_id,
+        "task_id": task_id_of(group),
         "status": status_of_session(row),
         "node_id": row.node,
-        "reward": result.verdict.reward if result and result.verdict else None,
+        "reward": verdict.reward if verdict else None,
         "timing": timing_of(result.seconds) if result else None,
         "error": error_of(result) if result else None,
     }
@@ -234,7 +241,7 @@ def trajectory_of(turns: Sequence[Turn], result: SessionResult, *, request: Mapp
         "completions": len(turns),
         "traces": len(traces),
         "sampled_tokens": result.tokens.sampled,
-        "trained_tokens": result.tokens.trained,
+        "trained_tokens": 0 if result.verdict is None else result.tokens.trained,
     }
     return {"status": status, "metadata": statistics, "traces": traces, "error": error_of(result)}
 

@@ -130,8 +130,7 @@ class ProrlServer:
 
     async def process(self, request: Request, caller: Principal) -> Response:
         """Run a job, and reply with its result. If the caller leaves, the job continues, and the same call gets the
-        same job's result."""
-        await self._check_running(caller)
+        same job's result, whether or not the server is started."""
         group, asked = await self._submitted(request, caller)
         release_body(request)
         done: GroupView | None = None
@@ -157,7 +156,7 @@ class ProrlServer:
         await self._check_running(caller)
         job_id = (await self._body(CancelSpec, request, caller)).job_id
         group = await self._service.store.keyed_group(caller.tenant, f"{KEY_PREFIX}{job_id}")
-        if group is None:
+        if group is None or JOB_LABEL not in group.labels:
             raise NotFound(f"there is no job {job_id!r}", field="job_id")
         if group.state is GroupState.DONE:
             return {"status": f"job {job_id} had already ended"}
@@ -241,11 +240,13 @@ class ProrlServer:
         return [engine for engine in self._service.engines() if engine.serves is None]
 
     async def _submitted(self, request: Request, caller: Principal) -> tuple[GroupRow | GroupView, Asked]:
-        """Return the group of a job, new or stored. Raises Conflict if the job's id was used for another request."""
+        """Return the group of a job, new or stored. Raises Conflict if the job's id was used for another request, and
+        ServiceStopping for a new job if the server is not started."""
         spec = await self._body(ProcessSpec, request, caller)
         asked = await asyncio.to_thread(asked_of, spec, spec.job_id or str(uuid.uuid4()))
         if spec.job_id is not None and (stored := await self._stored(asked, caller)) is not None:
             return stored, asked
+        await self._check_running(caller)
         handler = self._handlers.find(spec.instance.data_source)
         group = await asyncio.to_thread(group_of, spec, asked, handler, self._backends())
         view = await self._service.submit(group, caller)

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from outrider.api.access import caller_in, check
+from outrider.api.control_replies import error_headers
 from outrider.errors import OutriderError, record_of
 from outrider.redaction import redacted
 from outrider.service.principals import Principal
@@ -42,13 +43,32 @@ class CompatRoute(NamedTuple):
 
 
 def compat_routes(service: Service, names: Sequence[str]) -> Iterator[Route]:
-    """Yield the routes of the systems `names`, whose modules have a function `routes`."""
+    """Yield the routes of the systems `names`, whose modules have a function `routes`. The routes below `/NAME` of all
+    systems come first, because a route at the root may begin with a parameter, which would match NAME."""
+    at_root: list[Route] = []
     for number, name in enumerate(names):
         module = import_module(f"outrider.api.compat.{name}")
         for route in module.routes(service):
-            for prefix in (f"/{name}", "") if number == 0 else (f"/{name}",):
-                path = f"{prefix}{route.path}"
-                yield Route(path, _endpoint(route, f"{route.method} {path}"), methods=[route.method])
+            yield _route(route, f"/{name}")
+            if number == 0:
+                at_root.append(_route(route, ""))
+    yield from at_root
+
+
+def _route(route: CompatRoute, prefix: str) -> Route:
+    path = f"{prefix}{route.path}"
+    return Route(path, _endpoint(route, f"{route.method} {path}"), methods=[route.method])
+
+
+def compat_paths(routes: Sequence[Route], names: Sequence[str]) -> Callable[[str], bool]:
+    """Return a function that tests whether a path belongs to one of the systems `names`, so that an error outside of a
+    handler has the systems' form. `routes` are those of `compat_routes`."""
+    below = tuple(f"/{name}/" for name in names)
+
+    def belongs(path: str) -> bool:
+        return path.startswith(below) or any(route.path_regex.match(path) for route in routes)
+
+    return belongs
 
 
 class CompatSocket(NamedTuple):
@@ -104,4 +124,6 @@ def detail(error: BaseException, *, status: int | None = None) -> Response:
     text = record.message if record.field is None else f"{record.field}: {record.message}"
     text = redacted(f"{text} ({record.hint})" if record.hint else text)
     own = error.http_status if isinstance(error, OutriderError) else 500
-    return compat_reply({"detail": text}, status=own if status is None else status)
+    reply = compat_reply({"detail": text}, status=own if status is None else status)
+    reply.headers.update(error_headers(error, reply.status_code))
+    return reply

@@ -9,6 +9,7 @@ made by its creation only, never by a call for an unknown id.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
@@ -21,18 +22,18 @@ from outrider.api.compat.routes import CompatRoute, CompatSocket
 from outrider.api.compat.verl_workers import ENGINE, serve_worker
 from outrider.api.gateway import PREFIX, Gateway
 from outrider.engines.adapters.verl_workers import VerlWorkersEngine
-from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, RequestError
+from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, RequestError, renamed_field
 from outrider.messages import Message, Role
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import Limits, SessionSpec
-from outrider.store.rows import SessionRow
+from outrider.store.rows import GroupRow, SessionRow
 from outrider.trajectory import Turn, WorkerReport, unpack_ids, unpack_logprobs
 
 LABEL = "verl.session"
 """Label of a session's group, with the id that the client has chosen."""
-TAKEN = PREFIX.strip("/")
-"""An id that no session has, because the gateway has the path `/TAKEN/v1/chat/completions`."""
+TAKEN = {PREFIX.strip("/"): "the model gateway"}
+"""Ids that no session has, because `/ID/v1/chat/completions` belongs to another part of the service, by id."""
 SESSION_SECONDS = 86_400.0
 """Maximum seconds of a session. The recipe closes its sessions itself; a client that dies must not hold one for
 ever."""
@@ -40,6 +41,8 @@ LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=
 MOST_DELETED = 10_000
 """Maximum number of deleted sessions that are remembered. The record of an older one can be read again."""
 MOST_LISTED = 100
+MOST_PAGES = 100
+"""Maximum number of pages of MOST_LISTED external groups, the newest, among which sessions are searched for a list."""
 REFUSED = {
     "/training/timing": "the timings of a trainer's phases are not stored here: log them with the trainer's metrics",
     "/training/timing/{epoch}/{global_step}": "the timings of a trainer's phases are not stored here",
@@ -77,6 +80,7 @@ class VerlProxy:
         self.bound = BoundRuns(service)
         self._service = service
         self._gateway = Gateway(service.external)
+        self._taken = TAKEN | {name: f"the interface of {name}" for name in service.config.compat if name != "verl"}
         self._deleted: OrderedDict[str, None] = OrderedDict()
         """Ids of our sessions that were deleted, oldest first."""
 
@@ -91,6 +95,12 @@ class VerlProxy:
     async def create(self, request: Request, caller: Principal) -> Any:
         """Open a session. Repeating the request for a session without a turn changes nothing."""
         sid = _sid(request)
+        if (owner := self._taken.get(sid)) is not None:
+            raise InvalidField(
+                f"{sid!r} cannot be a session's id: /{sid}/ belongs to {owner}",
+                field="session_id",
+                hint="choose another id",
+            )
         known = await self._find(sid, caller)
         if known is not None:
             if known.over:
@@ -99,7 +109,8 @@ class VerlProxy:
                 raise Conflict(f"session {sid!r} exists, and has turns", hint="reset it, or use another id")
             return {"session_id": sid, "status": "created"}
         spec = SessionSpec(labels={LABEL: sid}, idempotency_key=_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS)
-        session = (await self._service.open_sessions.open(spec, caller)).session
+        with renamed_field("idempotency_key", "session_id"):
+            session = (await self._service.open_sessions.open(spec, caller)).session
         request.scope[CREATED].update(group_id=session.group_id, session_id=session.id)
         return {"session_id": sid, "status": "created"}
 
@@ -139,17 +150,29 @@ class VerlProxy:
 
     async def sessions(self, request: Request, caller: Principal) -> Any:
         """List the newest sessions."""
-        store = self._service.store
-        found = []
-        groups = await store.groups_before(None, limit=MOST_LISTED, harness="external", tenant=caller.sees)
-        for group in groups:
-            if (sid := group.labels.get(LABEL)) is None:
-                continue
-            [session] = await store.sessions(group.id)
+        store, found = self._service.store, list[dict[str, Any]]()
+        before: str | None = None
+        for _ in range(MOST_PAGES):
+            try:
+                page = await store.groups_before(before, limit=MOST_LISTED, harness="external", tenant=caller.tenant)
+            except NotFound:  # the group `before` was removed meanwhile: the list ends here
+                break
+            for group in page:
+                if len(found) < MOST_LISTED and (sid := group.labels.get(LABEL)) is not None:
+                    found += await self._listed(sid, group, caller)
+            if len(found) == MOST_LISTED or len(page) < MOST_LISTED:
+                break
+            before = page[-1].id
+        return {"count": len(found), "sessions": found}
+
+    async def _listed(self, sid: str, group: GroupRow, caller: Principal) -> list[dict[str, Any]]:
+        """Return the entry of a session in the list. Returns none for a deleted or removed session."""
+        with suppress(NotFound):  # the group was removed meanwhile
+            [session] = await self._service.store.sessions(group.id)
             if session.id not in self._deleted:
                 turns = len(await self.bound.turns(session, caller))
-                found.append({"session_id": sid, "turns": turns, "completed": session.over})
-        return {"count": len(found), "sessions": found}
+                return [{"session_id": sid, "turns": turns, "completed": session.over}]
+        return []
 
     async def chat(self, request: Request, caller: Principal) -> Response:
         """Pass a call to the model gateway, which streams, records and refuses it as any other."""
@@ -165,8 +188,12 @@ class VerlProxy:
         return refusing
 
     async def _find(self, sid: str, caller: Principal) -> SessionRow | None:
+        """Return the session with an id, None if there is none. Another group with the key of the session is no session
+        of the recipe."""
         group = await self._service.store.keyed_group(caller.tenant, _key(sid))
-        return None if group is None else (await self._service.store.sessions(group.id))[0]
+        if group is None or group.labels.get(LABEL) != sid:
+            return None
+        return (await self._service.store.sessions(group.id))[0]
 
     async def session(self, sid: str, caller: Principal) -> SessionRow:
         """Return the session with an id. Raises NotFound."""
@@ -181,12 +208,6 @@ def _sid(request: Request) -> str:
     if not SESSION_ID.fullmatch(sid):
         raise InvalidField(
             "a session's id has up to 200 letters, digits and characters of . _ : @ -", field="session_id"
-        )
-    if sid == TAKEN:
-        raise InvalidField(
-            f"{sid!r} cannot be a session's id: /{sid}/ belongs to the model gateway",
-            field="session_id",
-            hint="choose another id",
         )
     return sid
 
