@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from api.compat.test_verl import Recipe
 from external.world import Owner
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
+from outrider.messages import Message, Role
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.service.service import Service
 from outrider.tasks.datasets import harbor_examples
@@ -55,12 +56,14 @@ class Hangs(OneCall):
 
 
 class CallsTwice(OneCall):
-    """An agent whose two calls are half a second apart."""
+    """An agent whose two calls are half a second apart. The second continues the first."""
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
-        await super().run(context)
+        asked = [Message(role=Role.USER, content=context.task.instruction)]
+        reply = await context.model.chat(asked)
         await asyncio.sleep(0.5)
-        return await super().run(context)
+        await context.model.chat([*asked, reply, Message(role=Role.USER, content="Go on.")])
+        return HarnessOutcome()
 
 
 class Breaks(OneCall):

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from external.world import Owner, elsewhere
+from outrider.api.compat.harbor_runs import rollout_details
 from outrider.spec import GroupSpec
 from outrider.trajectory import unpack_ids
 from support.service import call, running_service, say
@@ -250,6 +251,30 @@ async def test_the_list_has_the_newest_sessions_of_the_recipe(tmp_path: Path) ->
             await world.service.submit(GroupSpec.model_validate({"task": task, "n": 1}))
         listed = json.loads((await client.ask("GET", "/sessions"))[1])
         assert [session["session_id"] for session in listed["sessions"]] == ["a"]
+
+
+async def test_a_reply_that_no_agent_has_seen_is_not_in_the_record(tmp_path: Path) -> None:
+    """The trainer trains on every turn of the record. A generation that failed half-way was an error to the agent, and
+    the agent has asked again."""
+    replies = ({"reply": "half a reply", "fail": "unavailable", "after": 2}, *REPLIES)
+    async with elsewhere(tmp_path, replies=replies, compat=("verl",)) as world, aiohttp.ClientSession() as http:
+        client = Recipe(http, world.owner.url)
+        await client.status("POST", "/sessions/a", "created")
+        body = {"model": "m", "messages": [QUESTION]}
+        assert (await client.ask("POST", "/a/v1/chat/completions", body))[0] == 503
+        assert (await client.record("a")).turns == []
+        await client.chat("a", [QUESTION])
+        [turn] = (await client.record("a")).turns
+        assert (turn.completion_text[:7], turn.finish_reason) == ("I look.", "stop")
+        assert [message["content"] for message in turn.request_messages] == ["Where is it?"]
+        listed = json.loads((await client.ask("GET", "/sessions"))[1])["sessions"]
+        assert [session["turns"] for session in listed] == [1]
+        [group] = await world.service.store.groups()
+        [session] = await world.service.store.sessions(group.id)
+        turns = await world.service.store.turns(session.id)
+        assert [each.finish.value for each in turns] == ["abort", "stop"]
+        [detail] = rollout_details(turns)
+        assert [ids.tolist() for ids in detail["completion_token_ids"]] == [turn.completion_token_ids]
 
 
 async def test_the_wire_is_as_before(tmp_path: Path) -> None:

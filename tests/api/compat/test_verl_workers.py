@@ -71,7 +71,8 @@ def answer(asked: CompletionRequest, **more: Any) -> dict[str, Any]:
 
 
 class Worker:
-    """A worker that answers every call with `answer` and the keys `more`, or only collects calls."""
+    """A worker that answers every call with `answer` and the keys `more`, or only collects calls. A value of `more` may
+    be a function of the call."""
 
     def __init__(self, socket: ClientConnection, more: dict[str, Any] | None) -> None:
         self.socket = socket
@@ -90,9 +91,15 @@ class Worker:
                 self.asked.append(asked)
                 self.news.set()
                 if self.more is not None:
-                    await self.socket.send(json.dumps(answer(asked, **self.more)))
+                    more = {name: of(asked) if callable(of) else of for name, of in self.more.items()}
+                    await self.socket.send(json.dumps(answer(asked, **more)))
         except ConnectionClosed:
             return
+
+
+def prompt_of(asked: CompletionRequest) -> list[int]:
+    """The ids of a prompt that continues the prompt of the call before."""
+    return PROMPT + [*IDS, 6] * (len(asked.messages) // 2)
 
 
 def address(url: str) -> str:
@@ -135,7 +142,7 @@ async def serving(client: Recipe) -> None:
 
 async def test_an_epoch_through_two_workers(tmp_path: Path) -> None:
     async with proxy(tmp_path) as (_, client, url):
-        more: dict[str, Any] = {"prompt_token_ids": PROMPT, "weight_version": 3}
+        more: dict[str, Any] = {"prompt_token_ids": prompt_of, "weight_version": 3}
         async with worker(url, "a", **more) as first, worker(url, "b", **more) as second:
             await serving(client)
             records = await asyncio.gather(*(client.roll_out(f"swe-{number}") for number in range(16)))

@@ -34,6 +34,7 @@ from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import StoredGroupSpec
 from outrider.store.rows import GroupRow, SessionRow
+from outrider.tokens.branches.classify import used_turns
 from outrider.trajectory import LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
 from outrider.wire.http_server import while_connected
 
@@ -350,13 +351,14 @@ def run_response(run_id: str, session: SessionRow, turns: Sequence[Turn], *, gra
 def rollout_details(turns: Sequence[Turn]) -> list[RunObject]:
     """Return the token ids of the turns by conversation, in the order in which the conversations began. A turn belongs
     to the conversation whose last turn it continues. If two turns continue the same turn, the first one continues the
-    conversation, and the second begins a new conversation with its whole prompt. Empty if the ids of a turn are
+    conversation, and the second begins a new conversation with its whole prompt. Replies that the agent did not use are
+    left out, because a trainer of Harbor's format trains on all that are there. Empty if the ids of a turn are
     unknown."""
     if any(turn.mode is TokenMode.TEXT for turn in turns):
         return []
     details: list[RunObject] = []
     ends: dict[int, RunObject] = {}
-    for turn in turns:
+    for turn in used_turns(turns):
         detail = ends.pop(turn.parent, None) if turn.parent is not None else None
         if detail is None:
             detail = {"prompt_token_ids": [], "completion_token_ids": [], "logprobs": []}

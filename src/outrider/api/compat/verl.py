@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,6 +22,7 @@ from outrider.api.compat.gateway_call import GatewayCall
 from outrider.api.compat.harbor_runs import SESSION_ID, BoundRuns, HarborRuns
 from outrider.api.compat.routes import CompatRoute, CompatSocket
 from outrider.api.compat.verl_workers import ENGINE, serve_worker
+from outrider.api.control_replies import long_reply
 from outrider.api.gateway import PREFIX, Gateway
 from outrider.engines.adapters.verl_workers import VerlWorkersEngine
 from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, RequestError, renamed_field
@@ -28,6 +31,7 @@ from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import Limits, SessionSpec
 from outrider.store.rows import GroupRow, SessionRow
+from outrider.tokens.branches.classify import used_turns
 from outrider.trajectory import Turn, WorkerReport, unpack_ids, unpack_logprobs
 
 LABEL = "verl.session"
@@ -115,11 +119,17 @@ class VerlProxy:
         return {"session_id": sid, "status": "created"}
 
     async def record(self, request: Request, caller: Principal) -> Any:
+        """Return the session's record. Replies that the agent did not use, such as one that was cut off, are not in the
+        record, because the recipe's trainer trains on all that are there."""
         sid = _sid(request)
         session = await self.session(sid, caller)
         turns = await self.bound.turns(session, caller)
-        made = await self._service.reader.offload(lambda: [_turn(turn) for turn in turns])
-        return {"session_id": sid, "turns": made, "created_at": session.created, "completed": session.over}
+        common = {"created_at": session.created, "completed": session.over}
+
+        def made() -> bytes:
+            return msgspec.json.encode({"session_id": sid, "turns": [*map(_turn, used_turns(turns))], **common})
+
+        return long_reply([await self._service.reader.offload(made)])
 
     async def complete(self, request: Request, caller: Principal) -> Any:
         """Close the session, so that its record is final. Repeating the request changes nothing."""
@@ -170,8 +180,9 @@ class VerlProxy:
         with suppress(NotFound):  # the group was removed meanwhile
             [session] = await self._service.store.sessions(group.id)
             if session.id not in self._deleted:
-                turns = len(await self.bound.turns(session, caller))
-                return [{"session_id": sid, "turns": turns, "completed": session.over}]
+                turns = await self.bound.turns(session, caller)
+                used = await self._service.reader.offload(partial(used_turns, turns))
+                return [{"session_id": sid, "turns": len(used), "completed": session.over}]
         return []
 
     async def chat(self, request: Request, caller: Principal) -> Response:

@@ -346,6 +346,17 @@ def lineages(turns: Sequence[Turn]) -> list[Lineage]:
     return lineages_by_rules(turns)
 
 
+def used_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns without the replies that the agent did not use; `turns[i].index` must be `i`. Such a reply stays
+    if a later turn continues it."""
+    continued = {turn.parent for turn in turns}
+    return [
+        turn
+        for turn, lineage in zip(turns, lineages(turns), strict=True)
+        if lineage.kind not in UNUSED_KINDS or turn.index in continued
+    ]
+
+
 def is_one_conversation(turns: Sequence[Turn]) -> bool:
     """Return True if the session is a single segment without a declaration, and the agent received all replies. Then
     the rules would give each turn the lineage `MAIN`. Most sessions are of this kind, and the rules, which compare all
