@@ -12,9 +12,11 @@ import os
 import posixpath
 import re
 import secrets
+import shlex
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Annotated, Any
 import msgspec
 
 from outrider.concurrency.cancellation import opened_in_thread, shielded
+from outrider.concurrency.events import Feed
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.pythons.ipython import WITHOUT_IPYTHON, ipython_command
 from outrider.sandbox.runtimes.base import (
@@ -32,11 +35,13 @@ from outrider.sandbox.runtimes.base import (
     MAX_PATCH,
     MAX_PATHS,
     PATCH_SECONDS,
+    CommandRun,
     Display,
     ExecResult,
     NoShell,
     PatchConflict,
     SandboxContext,
+    SandboxProcess,
     ShellKind,
     ShellResult,
 )
@@ -46,6 +51,7 @@ from outrider.sandbox.runtimes.tool_server.client import (
     UNREADABLE,
     Done,
     ExecDone,
+    ProcessesSeen,
     ShellDone,
     ShellOpened,
     ToolClient,
@@ -76,6 +82,11 @@ undecoded."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
 """The bytes with which a text may begin in msgpack."""
 KILLED = 128 + signal.SIGKILL
+ANNOUNCED_TEXT = 1000
+"""Maximum number of characters of a command that is announced."""
+
+Announced = Callable[[str], AbstractContextManager[Callable[[int | None], None]]]
+"""See `ToolServerSandbox._announced`."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,10 @@ class ToolServerSandbox:
         """A lock, held while the sandbox is started or stopped."""
         self._starting: asyncio.Timeout | None = None
         self._lifetime_end = 0.0
+        self.commands: Feed[CommandRun] = Feed()
+        """See `ReportsCommands`."""
+        self._commands = 0
+        """Number of commands so far."""
 
     @property
     def server(self) -> RunningServer:
@@ -218,6 +233,7 @@ class ToolServerSandbox:
     ) -> ExecResult:
         server = self.server
         by_shell = isinstance(command, str)
+        text = command if isinstance(command, str) else shlex.join(command)
         args: dict[str, Any] = {
             "argv": [] if by_shell else list(command),
             "script": command if by_shell else "",
@@ -228,10 +244,12 @@ class ToolServerSandbox:
             "ms": round(seconds * 1000),
             "cap": MAX_OUTPUT,
         }
-        try:
-            done = await server.tools.call("exec", args, ExecDone, seconds=seconds)
-        except OSError as error:
-            raise RuntimeFailure(f"cannot run {command!r:.100}: {error}", inside=True) from error
+        with self._announced(text) as ended:
+            try:
+                done = await server.tools.call("exec", args, ExecDone, seconds=seconds)
+            except OSError as error:
+                raise RuntimeFailure(f"cannot run {command!r:.100}: {error}", inside=True) from error
+            ended(done.code)
         if done.code == KILLED and server.starved():
             raise RuntimeFailure(
                 f"{command!r:.100} was killed, and the host has run out of memory meanwhile",
@@ -259,7 +277,41 @@ class ToolServerSandbox:
                 hint=WITHOUT_IPYTHON if kind == "ipython" else "use an image that has python3",
                 log_tail=reply.why.decode("utf-8", "replace") or None,
             )
-        return ToolServerShell(self.server.tools, reply.shell)
+        return ToolServerShell(self.server.tools, reply.shell, self._announced)
+
+    @contextmanager
+    def _announced(self, text: str) -> Iterator[Callable[[int | None], None]]:
+        """Publish the beginning and the end of a command around a block. The block calls the yielded function with the
+        command's exit code."""
+        self._commands += 1
+        command = CommandRun(number=self._commands, text=text[:ANNOUNCED_TEXT], start=time.time())
+        code: int | None = None
+
+        def ended(exit_code: int | None) -> None:
+            nonlocal code
+            code = exit_code
+
+        self.commands.publish(command)
+        try:
+            yield ended
+        finally:
+            self.commands.publish(msgspec.structs.replace(command, end=time.time(), exit_code=code))
+
+    async def processes(self) -> list[SandboxProcess]:
+        """See `ListsProcesses`."""
+        reply = await self.server.tools.call("processes", {}, ProcessesSeen)
+        now = time.time()
+        return [
+            SandboxProcess(
+                pid=seen.pid,
+                parent=seen.parent,
+                command=seen.command.decode("utf-8", "replace"),
+                start=now - seen.began_ms_ago / 1000,
+                end=None if seen.ended_ms_ago is None else now - seen.ended_ms_ago / 1000,
+                exit_code=seen.exit_code,
+            )
+            for seen in reply.processes
+        ]
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
         place = self._paths.place(path)
@@ -355,8 +407,9 @@ class ToolServerSandbox:
 class ToolServerShell:
     """A live shell of the tool server. Concurrent inputs run one after another."""
 
-    def __init__(self, tools: ToolClient, number: int) -> None:
+    def __init__(self, tools: ToolClient, number: int, announced: Announced) -> None:
         self._tools = tools
+        self._announced = announced
         self._number = number
         self._turn = asyncio.Lock()
 
@@ -368,7 +421,9 @@ class ToolServerShell:
             "cap": MAX_OUTPUT,
         }
         async with self._turn:
-            done = await self._tools.call("shell_run", args, ShellDone, seconds=seconds)
+            with self._announced(text) as ended:
+                done = await self._tools.call("shell_run", args, ShellDone, seconds=seconds)
+                ended(done.code)
         output = done.out.decode("utf-8", "replace")
         try:
             displays = unpacked_displays(done.shown)
