@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -23,8 +23,10 @@ MOST_ENTRIES = 1000
 """Maximum number of entries of each kind. An agent's programs choose how many commands and processes there are."""
 MOST_CHARACTERS = 200
 """Maximum number of characters of an entry's name."""
-MOST_BYTES = 1 << 20
-"""Maximum size in bytes of the entries that are stored at once."""
+MOST_BYTES = 8 << 20
+"""Maximum size in bytes of a part."""
+MOST_PARTS = 500
+"""Maximum number of parts that are stored at once."""
 
 
 class EntryKind(StrEnum):
@@ -55,7 +57,7 @@ class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
     attempt: int
     part: int
-    entries: bytes
+    entries: Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
 
 
 class Timeline:
@@ -84,11 +86,16 @@ class Timeline:
         """Note the beginning of something now. Returns the number for `end`."""
         return self.add(kind, name, self._clock(), None, **data)
 
-    def end(self, number: int, **data: Any) -> None:
-        """Note the end of what `begin` began. An end without a noted beginning is ignored."""
+    def end(self, number: int, *, at: float | None = None, **data: Any) -> None:
+        """Note the end of an entry that goes on, at the time `at` (default: now). Other numbers are ignored."""
         if (entry := self._open.pop(number, None)) is not None:
-            ended = Entry(entry.number, entry.kind, entry.name, entry.start, self._clock(), entry.data | data)
-            self._changed[number] = ended
+            end = self._clock() if at is None else at
+            self._changed[number] = msgspec.structs.replace(entry, end=end, data=entry.data | data)
+
+    def rename(self, number: int, name: str) -> None:
+        """Change the name of an entry that goes on."""
+        if (entry := self._open.get(number)) is not None:
+            self._changed[number] = self._open[number] = msgspec.structs.replace(entry, name=self._clean(name))
 
     def add(self, kind: EntryKind, name: str, start: float, end: float | None, **data: Any) -> int:
         """Note an entry. Returns its number, or -1 if it is left out because there are too many of its kind."""
@@ -104,14 +111,6 @@ class Timeline:
             self._open[number] = entry
         self._changed[number] = entry
         return number
-
-    def replace(self, number: int, *, name: str, end: float | None) -> None:
-        """Change the name and the end of an entry that goes on."""
-        if (entry := self._open.get(number)) is not None:
-            changed = Entry(number, entry.kind, self._clean(name), entry.start, end, entry.data)
-            self._changed[number] = self._open[number] = changed
-            if end is not None:
-                del self._open[number]
 
     def note_stored(self, index: int, model: str | None) -> None:
         """Note that a turn was stored now. `model` is the frozen model that sampled it, None for the policy."""
