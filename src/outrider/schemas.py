@@ -393,8 +393,8 @@ class SpanView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened when in one attempt of a session. `now` is the time of the reply. `attempts` are all attempts of the
-    session. `spans` are in the order of their starts. `left_out` has the number of entries that were not stored, by
+    """What happened when in one attempt of a session. `now` is the time of the reply. `attempts` are all attempts of
+    the session. `spans` are in the order of their starts. `left_out` has the number of entries that were not stored, by
     kind, because there were too many."""
 
     session_id: str

@@ -962,6 +962,7 @@ class Client:
     sessions = _blocking(AsyncClient.sessions)
     samples = _blocking(AsyncClient.samples)
     chat_rows = _blocking(AsyncClient.chat_rows)
+    timeline = _blocking(AsyncClient.timeline)
     artifacts = _blocking(AsyncClient.artifacts)
     artifact = _blocking(AsyncClient.artifact)
     image = _blocking(AsyncClient.image)

@@ -47,7 +47,6 @@ def timeline_view(
     running = session.state is not SessionState.DONE and session.attempt == attempt
     spans = [_span(entry) for entry in entries.values()]
     spans += _calls(turns, frozen, stored)
-    spans += _queued(session, attempts, attempt)
     spans += [
         SpanView(kind="error", name=one.error, start=one.ended, end=one.ended, data={"message": one.message})
         for one in attempts
@@ -56,6 +55,13 @@ def timeline_view(
     if running and (stage := STAGE_OF_STATE.get(session.state)) is not None:
         ends = [span.end for span in spans if span.kind == EntryKind.STAGE and span.end is not None]
         spans.append(SpanView(kind=EntryKind.STAGE, name=stage, start=max(ends, default=session.updated), end=None))
+    if not running and not any(span.kind == EntryKind.STAGE for span in spans):  # the agent ran elsewhere
+        spans += [
+            SpanView(kind=EntryKind.STAGE, name="run", start=one.began, end=one.ended)
+            for one in attempts
+            if one.attempt == attempt
+        ]
+    spans += _queued(session, attempts, attempt)
     if not running:  # the node was lost, or the end was not stored
         over = max((one.ended for one in attempts if one.attempt == attempt and one.ended), default=session.updated)
         spans = [span if span.end is not None else _cut(span, over) for span in spans]
@@ -69,6 +75,18 @@ def timeline_view(
         spans=tuple(sorted(spans, key=lambda span: (span.start, span.end is None, -(span.end or 0.0)))),
         left_out=left_out,
     )
+
+
+def with_short_commands(view: TimelineView) -> TimelineView:
+    """Return the view with only the first word of each command and process, because a task's commands may hold secrets,
+    and the reader may not see the task."""
+    spans = [
+        msgspec.structs.replace(span, name=span.name.split(maxsplit=1)[0] if span.name.strip() else "")
+        if span.kind in (EntryKind.COMMAND, EntryKind.PROCESS)
+        else span
+        for span in view.spans
+    ]
+    return msgspec.structs.replace(view, spans=tuple(spans))
 
 
 def _read(parts: Iterable[bytes]) -> tuple[dict[int, Entry], dict[str, float], dict[str, int]]:
@@ -144,7 +162,7 @@ def _attempts(session: SessionRow, events: Sequence[EventView]) -> list[AttemptV
     began: dict[int, tuple[float, str | None]] = {}
     ended: dict[int, tuple[float, str | None, str]] = {}
     for event in events:
-        number = event.data.get("attempt")
+        number = int(event.data.get("attempt", 0))
         if event.kind == EventKind.SESSION_STATE and event.data.get("state") == SessionState.INITIALIZING.value:
             began[number] = event.at, event.data.get("node")
         elif event.kind == EventKind.SESSION_RETRY:

@@ -110,7 +110,7 @@ class LocalNode:
             )
             held.callback(sandboxes.pulls.cancel)
             warm = WarmLimits(each=settings.warm, memory_mb=settings.warm_memory_mb)
-            timelines = Timelines(self._store.add_timeline)
+            timelines = Timelines(self._store)
             held.push_async_callback(_store_rest, timelines)
             warm_pool = await held.enter_async_context(WarmPool(sandboxes, warm))
             self._services = NodeServices(

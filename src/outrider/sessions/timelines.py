@@ -1,18 +1,20 @@
 """The timelines of a node's attempts: noting what their sandboxes do, and storing the entries.
 
-Storing is a chore of the node, once a second for all attempts together, so that an attempt waits for nothing. Invariant:
-a failure here costs entries of a timeline, and never an attempt.
+Storing is a chore of the node, once a second for all attempts together, so that an attempt waits for nothing.
+Invariant: a failure here costs entries of a timeline, and never an attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.sandbox.runtimes.base import CommandRun, ListsProcesses, ReportsCommands, Runtime, SandboxProcess
+from outrider.sandbox.runtimes.base import ListsProcesses, ReportsCommands, Runtime, SandboxProcess
+from outrider.sandbox.runtimes.command_feed import CommandRun
+from outrider.sessions.attempt import AttemptStore
 from outrider.timeline import MOST_PARTS, EntryKind, Timeline, TimelinePart
 from outrider.trajectory import Turn
 
@@ -21,13 +23,11 @@ PROCESSES_EVERY_SECONDS = 10.0
 PROCESSES_SECONDS = 2.0
 """Maximum seconds for the list of a sandbox's processes. A sandbox whose tool server is busy is asked again later."""
 
-Store = Callable[[Sequence[TimelinePart]], Awaitable[None]]
-
 
 class Timelines:
-    """The timelines of a node. `store` stores parts of them."""
+    """The timelines of a node."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: AttemptStore) -> None:
         self._store = store
         self._running: set[Timeline] = set()
         self._ended: list[Timeline] = []
@@ -54,7 +54,7 @@ class Timelines:
         self._unstored += [part for part in taken if part is not None]
         while self._unstored:
             parts = self._unstored[:MOST_PARTS]
-            await self._store(parts)
+            await self._store.add_timeline(parts)
             del self._unstored[: len(parts)]
 
     @contextmanager

@@ -254,7 +254,7 @@ MIGRATIONS: Migrations = (
         )""",
     ),
     (
-        # `entries` are entries of the timeline of an attempt (`timeline.py`), MessagePack.
+        # `entries` are entries of the timeline of an attempt (`timeline.py`), MessagePack, encrypted.
         """CREATE TABLE timelines (
             session_id TEXT NOT NULL REFERENCES sessions (id),
             attempt INTEGER NOT NULL,

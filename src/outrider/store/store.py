@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import suppress
 from hmac import compare_digest
 from math import inf
 from typing import Any, Self
@@ -62,7 +63,7 @@ ADD_FROZEN_TURN = """INSERT INTO frozen_turns (session_id, attempt, model, turn_
     ON CONFLICT DO NOTHING"""
 ADD_TIMELINE = """INSERT INTO timelines (session_id, attempt, part, entries)
     SELECT id, ?, ?, ? FROM sessions WHERE id = ? AND state <> ? AND attempt >= ? ON CONFLICT DO NOTHING"""
-TIMELINE = "SELECT entries FROM timelines WHERE session_id = ? AND attempt = ? ORDER BY part"
+TIMELINE = "SELECT part, entries FROM timelines WHERE session_id = ? AND attempt = ? ORDER BY part"
 TURN_TABLES = ("turns", "frozen_turns")
 TURNS = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 COUNT_TURNS = """SELECT (SELECT COUNT(*) FROM turns WHERE session_id = ? AND attempt = ?)
@@ -733,20 +734,28 @@ class Store:
 
     async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
         """Store parts of timelines. Parts of unknown or removed sessions, of attempts that have not begun, and parts
-        that are stored already are skipped. A session that is done still gets the last parts of its attempts."""
-        values = [(part.attempt, part.part, part.entries, part.session_id, REMOVED, part.attempt) for part in parts]
+        that are stored already are skipped. A session that is done still gets the last parts of its attempts. The
+        entries are stored encrypted, because commands of the task may hold secrets."""
+        sealed = [self._key.seal(part.entries, _part_of(part.session_id, part.attempt, part.part)) for part in parts]
+        values = [
+            (part.attempt, part.part, entries, part.session_id, REMOVED, part.attempt)
+            for part, entries in zip(parts, sealed, strict=True)
+        ]
         await self._db.write(lambda tx: tx.execute_many(ADD_TIMELINE, values), volatile=True)
 
     async def timeline(
         self, session_id: str, attempt: int | None = None, *, tenant: str | None = None
     ) -> tuple[int, list[bytes]]:
         """Return the number of an attempt (default: the newest), and the parts of its timeline in order, each a
-        MessagePack of a list of `Entry`."""
+        MessagePack of a list of `Entry`. Parts that were encrypted with another key are left out."""
 
         async def body(tx: Connection) -> tuple[int, list[bytes]]:
             number = (await _find_session(tx, session_id, tenant)).attempt if attempt is None else attempt
-            stored = await _rows_of_attempt(tx, TIMELINE, session_id, number, tenant)
-            return number, [bytes(entries) for (entries,) in stored]
+            parts = []
+            for part, sealed in await _rows_of_attempt(tx, TIMELINE, session_id, number, tenant):
+                with suppress(UnreadableTask):
+                    parts.append(self._key.open(bytes(sealed), _part_of(session_id, number, part)))
+            return number, parts
 
         return await self._db.read(body)
 
@@ -1131,6 +1140,10 @@ def _spec_of(group_id: str) -> str:
 
 def _key_of(session_id: str) -> str:
     return f"the credential of session {session_id}"
+
+
+def _part_of(session_id: str, attempt: int, part: int) -> str:
+    return f"part {part} of the timeline of {session_id}, attempt {attempt}"
 
 
 def _url_of(group_id: str) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from outrider.concurrency.events import Feed
 from outrider.errors import LOG_TAIL, RuntimeFailure
+from outrider.sandbox.runtimes.command_feed import CommandFeed
 from outrider.spec import RuntimeSpec
 
 if TYPE_CHECKING:
@@ -83,18 +83,6 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
         room = limit - len(err)
         out = out[-room:] if room else b""
         return b"\n".join(part for part in (out, err) if part).decode("utf-8", errors="replace")
-
-
-class CommandRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A command that a sandbox runs, or an input of a live shell. `number` is unique in the sandbox. Times are seconds
-    since the epoch; `end` is None while the command runs. `exit_code` is also None for a command that was killed for
-    its time limit or whose caller was cancelled."""
-
-    number: int
-    text: str
-    start: float
-    end: float | None = None
-    exit_code: int | None = None
 
 
 class SandboxProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,10 +263,9 @@ class TellsCause(Protocol):
 
 @runtime_checkable
 class ReportsCommands(Protocol):
-    """A runtime that announces the commands that it runs. `commands` publishes a `CommandRun` when a command begins,
-    and once more when it has ended."""
+    """A runtime that announces the commands that it runs."""
 
-    commands: Feed[CommandRun]
+    commands: CommandFeed
 
 
 @runtime_checkable

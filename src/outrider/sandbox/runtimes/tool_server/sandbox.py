@@ -15,8 +15,8 @@ import secrets
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Annotated, Any
 import msgspec
 
 from outrider.concurrency.cancellation import opened_in_thread, shielded
-from outrider.concurrency.events import Feed
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.pythons.ipython import WITHOUT_IPYTHON, ipython_command
 from outrider.sandbox.runtimes.base import (
@@ -35,7 +34,6 @@ from outrider.sandbox.runtimes.base import (
     MAX_PATCH,
     MAX_PATHS,
     PATCH_SECONDS,
-    CommandRun,
     Display,
     ExecResult,
     NoShell,
@@ -45,6 +43,7 @@ from outrider.sandbox.runtimes.base import (
     ShellKind,
     ShellResult,
 )
+from outrider.sandbox.runtimes.command_feed import CommandFeed
 from outrider.sandbox.runtimes.tool_server.archive_download import download_archive
 from outrider.sandbox.runtimes.tool_server.bundle import shell_program
 from outrider.sandbox.runtimes.tool_server.client import (
@@ -82,11 +81,6 @@ undecoded."""
 TEXT_TAGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
 """The bytes with which a text may begin in msgpack."""
 KILLED = 128 + signal.SIGKILL
-ANNOUNCED_TEXT = 1000
-"""Maximum number of characters of a command that is announced."""
-
-Announced = Callable[[str], AbstractContextManager[Callable[[int | None], None]]]
-"""See `ToolServerSandbox._announced`."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +145,8 @@ class ToolServerSandbox:
         """A lock, held while the sandbox is started or stopped."""
         self._starting: asyncio.Timeout | None = None
         self._lifetime_end = 0.0
-        self.commands: Feed[CommandRun] = Feed()
+        self.commands = CommandFeed()
         """See `ReportsCommands`."""
-        self._commands = 0
-        """Number of commands so far."""
 
     @property
     def server(self) -> RunningServer:
@@ -244,12 +236,12 @@ class ToolServerSandbox:
             "ms": round(seconds * 1000),
             "cap": MAX_OUTPUT,
         }
-        with self._announced(text) as ended:
+        with self.commands.running(text) as note_exit:
             try:
                 done = await server.tools.call("exec", args, ExecDone, seconds=seconds)
             except OSError as error:
                 raise RuntimeFailure(f"cannot run {command!r:.100}: {error}", inside=True) from error
-            ended(done.code)
+            note_exit(done.code)
         if done.code == KILLED and server.starved():
             raise RuntimeFailure(
                 f"{command!r:.100} was killed, and the host has run out of memory meanwhile",
@@ -277,25 +269,7 @@ class ToolServerSandbox:
                 hint=WITHOUT_IPYTHON if kind == "ipython" else "use an image that has python3",
                 log_tail=reply.why.decode("utf-8", "replace") or None,
             )
-        return ToolServerShell(self.server.tools, reply.shell, self._announced)
-
-    @contextmanager
-    def _announced(self, text: str) -> Iterator[Callable[[int | None], None]]:
-        """Publish the beginning and the end of a command around a block. The block calls the yielded function with the
-        command's exit code."""
-        self._commands += 1
-        command = CommandRun(number=self._commands, text=text[:ANNOUNCED_TEXT], start=time.time())
-        code: int | None = None
-
-        def ended(exit_code: int | None) -> None:
-            nonlocal code
-            code = exit_code
-
-        self.commands.publish(command)
-        try:
-            yield ended
-        finally:
-            self.commands.publish(msgspec.structs.replace(command, end=time.time(), exit_code=code))
+        return ToolServerShell(self.server.tools, reply.shell, self.commands)
 
     async def processes(self) -> list[SandboxProcess]:
         """See `ListsProcesses`."""
@@ -407,9 +381,9 @@ class ToolServerSandbox:
 class ToolServerShell:
     """A live shell of the tool server. Concurrent inputs run one after another."""
 
-    def __init__(self, tools: ToolClient, number: int, announced: Announced) -> None:
+    def __init__(self, tools: ToolClient, number: int, commands: CommandFeed) -> None:
         self._tools = tools
-        self._announced = announced
+        self._commands = commands
         self._number = number
         self._turn = asyncio.Lock()
 
@@ -421,9 +395,9 @@ class ToolServerShell:
             "cap": MAX_OUTPUT,
         }
         async with self._turn:
-            with self._announced(text) as ended:
+            with self._commands.running(text) as note_exit:
                 done = await self._tools.call("shell_run", args, ShellDone, seconds=seconds)
-                ended(done.code)
+                note_exit(done.code)
         output = done.out.decode("utf-8", "replace")
         try:
             displays = unpacked_displays(done.shown)
