@@ -241,9 +241,7 @@ async def timeline(
     """Get what happened when in an attempt of the session: stages, sandboxes, model calls, commands, processes and
     errors. While the session runs, entries appear about a second after they happened, and processes within ten. A
     read-only token sees only the first word of each command, because a task's commands may hold secrets."""
-    return await service.reader.timeline(
-        session_id, attempt, whole_commands=caller.may("submit"), tenant=caller.sees
-    )
+    return await service.reader.timeline(session_id, attempt, whole_commands=caller.may("submit"), tenant=caller.sees)
 
 
 @ROUTES.get("/sessions/{session_id}/samples", "read", SampleList, forms=ARROW_REPLY)
