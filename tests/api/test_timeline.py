@@ -41,6 +41,11 @@ async def timeline_with(client: AsyncClient, session_id: str, kind: str, name: s
             await asyncio.sleep(0.05)
 
 
+def end(span: SpanView) -> float:
+    assert span.end is not None
+    return span.end
+
+
 def named(view: TimelineView, kind: str, name: str = "") -> list[SpanView]:
     return [span for span in view.spans if span.kind == kind and name in span.name]
 
@@ -69,14 +74,14 @@ async def test_what_happened_when(tmp_path: Path) -> None:
     assert SECRET not in "".join(span.name for span in view.spans)
     assert prepared.data == {"sandbox": "agent", "exit_code": 0}
     assert ran.data["exit_code"] == 3
-    assert stages["init"].start <= prepared.start <= stages["init"].end
+    assert stages["init"].start <= prepared.start <= end(stages["init"])
     first, second = named(view, "call")
     assert first.data["tools"] == ["bash"]
-    assert first.start <= first.data["joined"] <= first.data["first_token"] <= first.end <= first.data["stored"]
-    assert first.end <= ran.start <= ran.end <= second.start
+    assert first.start <= first.data["joined"] <= first.data["first_token"] <= end(first) <= first.data["stored"]
+    assert end(first) <= ran.start <= end(ran) <= second.start
     assert stages["run"].start <= first.start
-    assert second.end <= stages["run"].end
-    assert stages["eval"].start <= graded.start <= graded.end <= stages["eval"].end
+    assert end(second) <= end(stages["run"])
+    assert stages["eval"].start <= graded.start <= end(graded) <= end(stages["eval"])
     assert [span.start for span in view.spans] == sorted(span.start for span in view.spans)
     assert {"echo", "test"} <= {span.name for span in named(shown, "command")}
     assert all(" " not in span.name for span in (*named(shown, "command"), *named(shown, "process")))
