@@ -24,6 +24,7 @@ LAYERS = (
         "media",
         "constraint",
         "trajectory",
+        "timeline",
         "spec",
         "config",
         "environment",

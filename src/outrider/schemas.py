@@ -369,6 +369,44 @@ class TurnView(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TurnTokens | None = None
 
 
+class AttemptView(msgspec.Struct, frozen=True, kw_only=True):
+    """An attempt of a session. `ended` is None while the attempt is under way. `error` is the code of the error that
+    ended the attempt, and `message` its text."""
+
+    attempt: int
+    began: float
+    ended: float | None
+    node: str | None
+    error: str | None = None
+    message: str = ""
+
+
+class SpanView(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened in an attempt. `end` is None while it goes on. docs/timeline.md describes the kinds, and
+    the `data` of each."""
+
+    kind: str
+    name: str
+    start: float
+    end: float | None
+    data: dict[str, Any] = {}
+
+
+class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened when in one attempt of a session. `now` is the time of the reply. `attempts` are all attempts of
+    the session. `spans` are in the order of their starts. `left_out` has the number of entries that were not stored, by
+    kind, because there were too many."""
+
+    session_id: str
+    group_id: str
+    attempt: int
+    state: SessionState
+    now: float
+    attempts: tuple[AttemptView, ...]
+    spans: tuple[SpanView, ...]
+    left_out: dict[str, int] = {}
+
+
 class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A session whose agent runs elsewhere, and how the agent reaches its model. `key` is the session's credential: the
     agent's API key. `model` is the name of the model. `base_urls` are the addresses under which the agent may reach

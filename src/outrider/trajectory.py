@@ -131,9 +131,11 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of a turn by the wall clock, in seconds since the epoch. `first_token` is None if no token was sampled."""
+    """Times of a turn by the wall clock, in seconds since the epoch. `joined` is the time at which the prompt's place
+    in the token tree was known; None in turns of earlier versions. `first_token` is None if no token was sampled."""
 
     received: float
+    joined: float | None = None
     first_token: float | None
     finished: float
 

@@ -84,6 +84,7 @@ TABLE: dict[str, Row] = {
     "GET /v1/sessions/{session_id}/turns": UNKNOWN,
     "GET /v1/sessions/{session_id}/samples": UNKNOWN,
     "GET /v1/sessions/{session_id}/chat": UNKNOWN,
+    "GET /v1/sessions/{session_id}/timeline": UNKNOWN,
     "GET /v1/sessions/{session_id}/artifacts": UNKNOWN,
     "GET /v1/sessions/{session_id}/artifacts/{path:any_path}": UNKNOWN,
     "GET /v1/images/{digest}": UNKNOWN,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
 
 from outrider.errors import RuntimeFailure
-from outrider.sandbox.runtimes.base import MAX_OUTPUT, Runtime
+from outrider.sandbox.runtimes.base import MAX_OUTPUT, ListsProcesses, ReportsCommands, Runtime, SandboxProcess
+from outrider.sandbox.runtimes.command_feed import CommandRun
 from outrider.sandbox.runtimes.kernel.process_marks import mark_of, marked
 
 from .world import IN_CONTAINERS, World, snapshot
@@ -59,6 +61,68 @@ async def test_exit_code_and_streams(sandbox: Runtime) -> None:
 async def test_a_sequence_is_not_parsed_by_a_shell(sandbox: Runtime) -> None:
     result = await sandbox.exec(["echo", "$COLOUR; exit 3"], seconds=10)
     assert (result.exit_code, result.stdout) == (0, b"$COLOUR; exit 3\n")
+
+
+async def test_commands_are_announced(sandbox: Runtime) -> None:
+    assert isinstance(sandbox, ReportsCommands)
+    seen: list[CommandRun] = []
+    begun = asyncio.Event()
+
+    def note(run: CommandRun) -> None:
+        seen.append(run)
+        if run.text == "sleep 60":
+            begun.set()
+
+    unsubscribe = sandbox.commands.subscribe(note)
+    before = time.time()
+    await sandbox.exec(["sh", "-c", "exit 4"], seconds=10)
+    shell = await sandbox.open_shell()
+    await shell.run("exit 0", seconds=10)
+    stuck = asyncio.create_task(sandbox.exec("sleep 60", seconds=60))
+    await begun.wait()
+    stuck.cancel()
+    await asyncio.wait([stuck])
+    unsubscribe()
+    await sandbox.exec("true", seconds=10)
+    assert [(run.number, run.text, run.exit_code, run.end is None) for run in seen] == [
+        (1, "sh -c 'exit 4'", None, True),
+        (1, "sh -c 'exit 4'", 4, False),
+        (2, "exit 0", None, True),
+        (2, "exit 0", 0, False),
+        (3, "sleep 60", None, True),
+        (3, "sleep 60", None, False),
+    ]
+    times = [run.start for run in seen[::2]] + [run.end for run in seen[1::2]]
+    assert all(before <= moment <= time.time() for moment in times if moment is not None)
+    assert before <= seen[0].start <= (seen[1].end or 0) <= seen[2].start
+
+
+@pytest.mark.parametrize("kind", ["namespace", *IN_CONTAINERS])
+async def test_processes_are_listed(world: World, kind: str) -> None:
+    sandbox = await world.start(kind)
+    assert isinstance(sandbox, ListsProcesses)
+    running = asyncio.create_task(sandbox.exec("sleep 0.4; sleep 60 & sleep 0.3; exit 5", seconds=30))
+    found: dict[int, SandboxProcess] = {}
+    before = time.time()
+
+    def named(command: str) -> SandboxProcess | None:
+        return next((process for process in found.values() if process.command == command), None)
+
+    async with asyncio.timeout(20):
+        while (last := named("sleep 0.3")) is None or last.end is None or not running.done():
+            found |= {process.pid: process for process in await sandbox.processes()}
+            await asyncio.sleep(0.05)
+        found |= {process.pid: process for process in await sandbox.processes()}
+    first, rest = named("sleep 0.4"), named("sleep 60")
+    shell = next(process for process in found.values() if process.command.endswith("exit 5"))
+    assert first is not None
+    assert rest is not None
+    assert shell.exit_code == 5
+    assert first.parent == last.parent == shell.pid
+    assert before - 1 <= shell.start <= first.start + 0.1 <= rest.start + 0.2
+    assert 0.2 <= (first.end or 0) - first.start <= 2
+    assert rest.end is None
+    assert await sandbox.processes() == []  # each change is reported once
 
 
 async def test_unknown_command_is_127(sandbox: Runtime) -> None:

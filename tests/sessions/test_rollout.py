@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -38,8 +38,10 @@ from outrider.sessions.attempt import Attempt, seconds_of_calls
 from outrider.sessions.lanes import Lanes
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
+from outrider.sessions.timelines import Timelines
 from outrider.spec import RuntimeSpec, TaskSpec
 from outrider.store.rows import SessionRow
+from outrider.timeline import TimelinePart
 from outrider.trajectory import SessionResult, Turn, TurnTimings
 
 from .world import World, a_world
@@ -106,6 +108,7 @@ class Turns:
         self.turns_of_policy: list[Turn] = []
         self.states: list[SessionState] = []
         self.failure: OutriderError | None = None
+        self.parts: list[TimelinePart] = []
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None:
         self.states.append(state)
@@ -120,6 +123,9 @@ class Turns:
 
     async def frozen_turns(self, session_id: str, attempt: int) -> dict[str, list[Turn]]:
         return {}
+
+    async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
+        self.parts += parts
 
 
 class Stalls(Watchdog):
@@ -203,6 +209,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
                     resources=NodeResources(Capacity(cpus=1.0, memory_mb=1024)),
                     sandboxes=sandboxes,
                     warm_pool=warm_pool,
+                    timelines=Timelines(store),
                     watchdog=watchdog,
                     endpoints=Endpoints(),
                 ),

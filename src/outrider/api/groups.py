@@ -16,7 +16,16 @@ from outrider.api.openapi import QUEUE_FULL
 from outrider.errors import Conflict, Forbidden, InvalidField, RuntimeUnavailable
 from outrider.lifecycle import GroupState
 from outrider.sample_columns import MEDIA_TYPE
-from outrider.schemas import ChatList, GroupList, GroupView, ResultsPage, SampleList, SessionView, TurnList
+from outrider.schemas import (
+    ChatList,
+    GroupList,
+    GroupView,
+    ResultsPage,
+    SampleList,
+    SessionView,
+    TimelineView,
+    TurnList,
+)
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.service.views import group_summary
@@ -220,6 +229,19 @@ async def turns(
         raise Forbidden(f"{caller.name!r} has a read-only token, and prompts may contain credentials", field="tokens")
     view = TurnList(turns=await service.reader.turns(session_id, tokens=tokens, tenant=caller.sees))
     return long_reply([await service.reader.encoded(view)])
+
+
+@ROUTES.get("/sessions/{session_id}/timeline", "read", TimelineView)
+async def timeline(
+    service: Serving,
+    caller: Caller,
+    session_id: str,
+    attempt: Annotated[int | None, Query(ge=1, le=MAX_CURSOR, description="default: the newest")] = None,
+) -> TimelineView:
+    """Get what happened when in an attempt of the session: stages, sandboxes, model calls, commands, processes and
+    errors. While the session runs, entries appear about a second after they happened, and processes within ten. A
+    read-only token sees only the first word of each command, because a task's commands may hold secrets."""
+    return await service.reader.timeline(session_id, attempt, whole_commands=caller.may("submit"), tenant=caller.sees)
 
 
 @ROUTES.get("/sessions/{session_id}/samples", "read", SampleList, forms=ARROW_REPLY)

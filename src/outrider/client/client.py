@@ -89,6 +89,7 @@ from outrider.schemas import (
     SessionEndpoint,
     SessionList,
     SessionView,
+    TimelineView,
     TokenList,
     TokenView,
     TurnList,
@@ -406,6 +407,11 @@ class AsyncClient:
         """Return a session's model calls. With `tokens`, the turns have their ids, log-probabilities and messages."""
         query = {"tokens": tokens or None}
         return (await self._call("GET", _path("sessions", session_id, "turns"), TurnList, query=query)).turns
+
+    async def timeline(self, session_id: str, attempt: int | None = None) -> TimelineView:
+        """Return what happened when in one attempt of a session (default: the newest)."""
+        query = {"attempt": attempt}
+        return await self._call("GET", _path("sessions", session_id, "timeline"), TimelineView, query=query)
 
     async def open_session(
         self, session: SessionSpec | Mapping[str, Any] | None = None, *, patience: float = PATIENCE
@@ -956,6 +962,7 @@ class Client:
     sessions = _blocking(AsyncClient.sessions)
     samples = _blocking(AsyncClient.samples)
     chat_rows = _blocking(AsyncClient.chat_rows)
+    timeline = _blocking(AsyncClient.timeline)
     artifacts = _blocking(AsyncClient.artifacts)
     artifact = _blocking(AsyncClient.artifact)
     image = _blocking(AsyncClient.image)

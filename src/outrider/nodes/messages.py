@@ -22,6 +22,7 @@ from outrider.schemas import ArtifactList, NodeStats
 from outrider.sessions.attempt import RESERVED_PRIORITY
 from outrider.sessions.resources import Capacity, ResourceAmount
 from outrider.store.rows import SessionRow
+from outrider.timeline import MOST_PARTS, TimelinePart
 from outrider.trajectory import SessionResult, Turn
 from outrider.wire.decoding import SMALL, check_cost
 from outrider.wire.frames import Beat, Nonsense, encode
@@ -234,6 +235,12 @@ class ReadFrozenTurns(AttemptCall[dict[str, list[Turn]]], tag="read_frozen_turns
     """Calls the service's `Store.frozen_turns`."""
 
 
+class AddTimeline(NodeCall[None], tag="add_timeline", frozen=True):
+    """Calls the service's `Store.add_timeline`. The attempts must run, or have run shortly before, on the node."""
+
+    parts: Annotated[list[TimelinePart], msgspec.Meta(max_length=MOST_PARTS)]
+
+
 class KeepArtifact(AttemptCall[str], tag="keep_artifact", frozen=True):
     """Calls the service's `ArtifactStore.keep`. Only a node on another machine makes this call."""
 
@@ -306,6 +313,7 @@ CallToNode = RunAttempt | PullImage
 CallToService = (
     SetState
     | AddTurn
+    | AddTimeline
     | ReadTurns
     | ReadFrozenTurns
     | KeepArtifact

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,8 @@ high because a single call to a container daemon may take this long."""
 MAX_GENERATIONS, MAX_GENERATION_BYTES = 8192, 512 << 20
 """Maximum number, and maximum total bytes of the requests, of a node's forwarded generations at a time. Further
 generations are refused."""
+MOST_RECENT = 10_000
+"""Maximum number of attempts whose last timeline entries are still accepted."""
 SPARE_TAKES = 16
 """A node may have two `Take` calls, waiting or granted, for each of its attempts, and this number of further `Take`
 calls."""
@@ -217,9 +220,12 @@ class NodeConnection:
         """True once the node takes no new attempts. The connection is closed when the last attempt has ended."""
         self._running: dict[tuple[str, int], Given] = {}
         """Running attempts by session id and attempt number."""
+        self._recent: OrderedDict[tuple[str, int], None] = OrderedDict()
+        """The attempts that were started last."""
         handlers: dict[type[messages.NodeCall[Any]], Handler] = {
             messages.SetState: self._set_state,
             messages.AddTurn: self._add_turn,
+            messages.AddTimeline: self._add_timeline,
             messages.ReadTurns: self._read_turns,
             messages.ReadFrozenTurns: self._read_frozen_turns,
             messages.KeepArtifact: self._keep_artifact,
@@ -262,6 +268,9 @@ class NodeConnection:
         given.kept_here = self._dialled
         request = messages.RunAttempt(session=session, task=task, reserved=attempt.reserved, stored=attempt.stored)
         self._running[session.id, session.attempt] = given
+        self._recent[session.id, session.attempt] = None
+        if len(self._recent) > MOST_RECENT:
+            self._recent.popitem(last=False)
         try:
             with self.calls.pending(request) as call:
                 try:
@@ -372,6 +381,12 @@ class NodeConnection:
             given.certain = False  # whether the turn is stored is unknown
             raise
         given.note_turn(call)
+
+    async def _add_timeline(self, call: messages.AddTimeline) -> None:
+        """Store the parts of attempts that this node has run. The last entries of an attempt may come after its end;
+        parts of other attempts are dropped."""
+        own = [part for part in call.parts if (part.session_id, part.attempt) in self._recent]
+        await self._parts.store.add_timeline(own)
 
     async def _read_turns(self, call: messages.ReadTurns) -> list[Turn]:
         self._given(call)

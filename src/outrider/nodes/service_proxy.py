@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from outrider.sessions.attempt import Attempt
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import Capacity, NodeResources, ResourceAmount, ResourceShare
 from outrider.spec import TaskSpec
+from outrider.timeline import TimelinePart
 from outrider.trajectory import SessionResult, Turn
 from outrider.wire.frames import Beat
 from outrider.wire.link import Disconnected, Link, Socket
@@ -213,6 +214,9 @@ class RemoteStore:
 
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None:
         await self._calls.call(messages.AddTurn(session_id, attempt, turn, model))
+
+    async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
+        await self._calls.call(messages.AddTimeline(list(parts)))
 
     async def turns(self, session_id: str, attempt: int, *, images: bool = False) -> list[Turn]:
         return await self._calls.call(messages.ReadTurns(session_id, attempt, images))

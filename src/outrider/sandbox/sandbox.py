@@ -48,6 +48,7 @@ class Sandbox:
         """`field` is the spec's field in the task."""
         self.runtime = runtime
         self.directory = context.directory
+        self.kind = spec.kind
         self.gpus = context.gpus
         """Names of the GPUs reserved for this sandbox."""
         self._spec = spec
@@ -58,6 +59,11 @@ class Sandbox:
         self._ready = False
         self._stopped = False
         self._locks = ExitStack()
+
+    @property
+    def started(self) -> bool:
+        """True once the sandbox has been started and prepared."""
+        return self._ready
 
     async def ready(self) -> None:
         """Start and prepare the sandbox, unless already done. Raises RuntimeFailure.

@@ -5,6 +5,7 @@ Invariant: the cursor of a page is the cursor of its last group, so the next pag
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import merge
@@ -24,11 +25,13 @@ from outrider.schemas import (
     GroupView,
     SampleList,
     SessionView,
+    TimelineView,
     TurnList,
     TurnTokens,
     TurnView,
     reply_of,
 )
+from outrider.service.timeline_view import timeline_view, with_short_commands
 from outrider.store.rows import Delivery, GroupRow
 from outrider.store.store import Store
 from outrider.tokens.branches.classify import lineages
@@ -126,6 +129,24 @@ class ViewReader:
             return tuple(merge(own, *others, key=lambda view: view.timings.finished))
 
         return await self._offload.run(views)
+
+    async def timeline(
+        self, session_id: str, attempt: int | None = None, *, whole_commands: bool, tenant: str | None = None
+    ) -> TimelineView:
+        """Return what happened when in one attempt of a session (default: the newest). Without `whole_commands`, only
+        the first word of each command is shown."""
+        session = await self._store.session(session_id, tenant=tenant)
+        number, parts = await self._store.timeline(session_id, attempt)
+        if attempt is not None and not 0 < attempt <= session.attempt:
+            raise NotFound(
+                f"session {session_id} has no attempt {attempt}", hint=f"the newest attempt is {session.attempt}"
+            )
+        events = await self._store.session_events(session_id)
+        turns, frozen = await self._store.turns(session_id, number), await self._store.frozen_turns(session_id, number)
+        now = time.time()
+        make = partial(timeline_view, session, number, parts, turns, frozen, events, now=now)
+        view = await self._offload.run(make)
+        return view if whole_commands else with_short_commands(view)
 
     async def samples(self, session_id: str, *, tenant: str | None = None) -> tuple[Sample, ...]:
         """Return the training rows of a session. Raises NotFound while the session is not done."""

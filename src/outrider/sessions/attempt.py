@@ -20,6 +20,7 @@ from outrider.schemas import NodeStats
 from outrider.sessions.priority_semaphore import URGENT
 from outrider.spec import Run, RuntimeSpec, TaskSpec, runtimes_of, steps_of, tenant_of
 from outrider.store.rows import SessionRow
+from outrider.timeline import TimelinePart
 from outrider.tokens.samples import count_session, policy_of
 from outrider.trajectory import BranchPolicy, FrozenUse, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
@@ -70,12 +71,13 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 class AttemptStore(Protocol):
     """The store's methods for an attempt. `set_state` and `add_turn` raise Conflict for an attempt that is no longer
-    under way."""
+    under way. `add_timeline` stores parts of the timelines of any attempts of this node."""
 
     async def set_state(self, session_id: str, attempt: int, state: SessionState) -> None: ...
     async def add_turn(self, session_id: str, attempt: int, turn: Turn, *, model: str | None = None) -> None: ...
     async def turns(self, session_id: str, attempt: int, *, images: bool = False) -> list[Turn]: ...
     async def frozen_turns(self, session_id: str, attempt: int) -> dict[str, list[Turn]]: ...
+    async def add_timeline(self, parts: Sequence[TimelinePart]) -> None: ...
 
 
 class NodeLost(Exception):
@@ -97,12 +99,17 @@ class Node(Protocol):
     async def run(self, attempt: Attempt) -> SessionResult: ...
 
 
-def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:
-    """Return the result without the secrets of the task's environment, which a failed program may have printed."""
+def secrets_of(task: TaskSpec) -> list[str]:
+    """Return the secrets of the task's environment."""
     runtimes = [steps_of(task)[-1].runtime, *(runtime for runtime, _ in runtimes_of(task))]
     runs = (step for runtime in runtimes for step in runtime.prepare if isinstance(step, Run))
     given = (task.harness.env, *(runtime.env for runtime in runtimes), *(step.env for step in runs))
-    secrets = secrets_in(variable for env in given for variable in env.items())
+    return secrets_in(variable for env in given for variable in env.items())
+
+
+def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:
+    """Return the result without the secrets of the task's environment, which a failed program may have printed."""
+    secrets = secrets_of(task)
     error, ended = result.error, result.harness_exit
     if error is not None:
         error = msgspec.structs.replace(

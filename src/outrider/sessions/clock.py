@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
+from outrider.timeline import EntryKind, Timeline
+
 LOOK_AGAIN = 0.02
 """Minimum seconds between two checks of a budget. A pause of the policy may last for minutes, and begin when almost
 nothing is left of the budget. Without a minimum the timer would then fire all the time."""
@@ -121,13 +123,18 @@ class PausableTimeout:
 
 
 class Stopwatch:
-    """The seconds of each stage: `lap(name)` adds the time since the last lap to `seconds[name]`."""
+    """The seconds of each stage: `lap(name)` adds the time since the last lap to `seconds[name]`, and notes this time
+    in the timeline, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
         self._last = time.monotonic()
+        self._last_noted = time.time()
+        self._timeline = timeline
         self.seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        now = time.monotonic()
+        now, noted = time.monotonic(), time.time()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now
+        if self._timeline is not None:
+            self._timeline.add(EntryKind.STAGE, name, self._last_noted, noted)
+        self._last, self._last_noted = now, noted

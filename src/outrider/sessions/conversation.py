@@ -8,6 +8,7 @@ are the same.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
@@ -300,6 +301,7 @@ class Conversation:
         Raises RequestError, LimitReached, RunEnded, ContextOverflow or EngineError. Closing the generator aborts the
         generation. The tokens sampled until then are recorded as an aborted turn, unless the engine takes messages.
         """
+        received = time.time()
         self._admit()
         number, tools = self._failed.begin(), bool(request.tools)
         waited = self._waited()
@@ -309,7 +311,7 @@ class Conversation:
         self._without_turn.add(task)
         self._idle.clear()
         try:
-            call = await self._begin(request, dialect)
+            call = await self._begin(request, dialect, received)
             try:
                 with await self._allowance.share(call.promised_tokens) as share:
                     async with aclosing(call.start(share)) as chunks:
@@ -462,7 +464,7 @@ class Conversation:
             if on_limit is not None:
                 on_limit()
 
-    async def _begin(self, request: ModelRequest, dialect: str) -> EngineCall:
+    async def _begin(self, request: ModelRequest, dialect: str, received: float) -> EngineCall:
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
@@ -485,6 +487,7 @@ class Conversation:
                 dialect=dialect,
                 session_key=self.session_key,
                 thinking=wanted,
+                received=received,
                 overdue=self._overdue,
                 keeps_ids=assigned.keeps_ids,
             )
@@ -510,6 +513,7 @@ class Conversation:
             dialect=dialect,
             session_key=self.session_key,
             thinking=thinking,
+            received=received,
             overdue=self._overdue,
         )
 

@@ -21,9 +21,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import posixpath
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self, cast
@@ -47,8 +48,10 @@ from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.patches import PatchBases, apply_patch, carried_paths, is_unchanged, make_patch, place_of
 from outrider.sessions.priority_semaphore import Slot
 from outrider.sessions.resources import NodeResources, required
+from outrider.sessions.timelines import Timelines
 from outrider.spec import RUNTIME, DiffSpec, Resources, RuntimeSpec
 from outrider.store.artifacts import CARRIED, PATCH
+from outrider.timeline import EntryKind, Timeline
 from outrider.trajectory import Verdict
 
 log = logging.getLogger("outrider.session")
@@ -56,6 +59,9 @@ log = logging.getLogger("outrider.session")
 EXCESS = "agent_excess"
 """Name of the metric in the verdict on an agent that broke its sandbox or made grading impossible. The verdict's reason
 begins with the same word."""
+
+GRADING = "grading"
+"""The name of the sandboxes for grading in the timeline."""
 
 TRIES_BEFORE_BLAME = 2
 """Number of failed evaluations before the agent can be blamed: an unreliable grader seldom fails twice."""
@@ -102,6 +108,8 @@ class Grading:
         resources: NodeResources,
         mounts: tuple[Path, ...],
         stopwatch: Stopwatch,
+        timeline: Timeline,
+        timelines: Timelines,
         keep: Callable[[Path, str], Awaitable[None]],
         log: GradingLog,
         numbers: Iterator[int],
@@ -121,6 +129,8 @@ class Grading:
         """The origin of sandboxes for grading."""
         self._goes_on = goes_on
         self._stopwatch = stopwatch
+        self._timeline = timeline
+        self._timelines = timelines
         self._keep = keep
         self._log = log
         self._carry = attempt.task.evaluator.carry
@@ -442,6 +452,8 @@ class Grading:
 
         sandbox = GraderSandbox(
             make,
+            timeline=self._timeline,
+            timelines=self._timelines,
             owner=self._sandboxes.background,
             starts=self._lanes.grading,
             line=(self._attempt.priority, self._attempt.tenant),
@@ -527,6 +539,8 @@ class GraderSandbox:
         self,
         make: Callable[[], Awaitable[Sandbox]],
         *,
+        timeline: Timeline,
+        timelines: Timelines,
         owner: Chores,
         starts: Lane,
         line: tuple[int, str],
@@ -534,6 +548,10 @@ class GraderSandbox:
     ) -> None:
         self._sandbox: Sandbox | None = None
         self._failure: Exception | None = None
+        self._timeline = timeline
+        self._timelines = timelines
+        self._noted = ExitStack()
+        """Ends the notes of the sandbox's commands."""
         self._task = owner.create_task(
             self._start(make, starts, line, seconds), name="start a sandbox for an evaluation"
         )
@@ -552,7 +570,9 @@ class GraderSandbox:
         self._task.cancel()
         await asyncio.wait({self._task})
         if self._sandbox is not None:
+            await self._timelines.list_processes_of(self._sandbox.runtime)
             await self._sandbox.stop()
+        self._noted.close()
 
     async def _start(
         self, make: Callable[[], Awaitable[Sandbox]], starts: Lane, line: tuple[int, str], seconds: float
@@ -560,8 +580,13 @@ class GraderSandbox:
         limit = asyncio.timeout(seconds)
         try:
             async with await starts.take(*line), limit:
+                began = time.time()
                 sandbox = await make()
+                self._noted.enter_context(self._timelines.sandbox(self._timeline, sandbox.runtime, GRADING))
                 await sandbox.ready()
+                self._timeline.add(
+                    EntryKind.SANDBOX, sandbox.kind or "", began, time.time(), sandbox=GRADING, warm=False
+                )
                 self._sandbox = sandbox
         except Exception as error:  # raised by `ready`, because raising here would end the node's background tasks
             late = f"a sandbox for grading was not ready within {seconds:g} s"

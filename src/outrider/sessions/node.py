@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -41,6 +41,7 @@ from outrider.sessions.lanes import Lanes
 from outrider.sessions.models import SessionModels
 from outrider.sessions.resources import NodeResources
 from outrider.sessions.rollout import NodeServices, Rollout
+from outrider.sessions.timelines import PROCESSES_EVERY_SECONDS, STORE_EVERY_SECONDS, Timelines
 from outrider.spec import RuntimeSpec, with_default_runtime
 from outrider.store.artifacts import KeepsArtifacts
 from outrider.trajectory import SessionResult
@@ -50,6 +51,7 @@ log = logging.getLogger("outrider.session")
 WRITE_CHECK = "node folder"
 """The name of the chore that writes to the node's folder every WRITE_CHECK_SECONDS."""
 WRITE_CHECK_SECONDS = 2.0
+LAST_STORE_SECONDS = 5.0
 
 
 class LocalNode:
@@ -108,6 +110,8 @@ class LocalNode:
             )
             held.callback(sandboxes.pulls.cancel)
             warm = WarmLimits(each=settings.warm, memory_mb=settings.warm_memory_mb)
+            timelines = Timelines(self._store)
+            held.push_async_callback(_store_rest, timelines)
             warm_pool = await held.enter_async_context(WarmPool(sandboxes, warm))
             self._services = NodeServices(
                 model=self.backend,
@@ -118,10 +122,13 @@ class LocalNode:
                 resources=self._resources,
                 sandboxes=sandboxes,
                 warm_pool=warm_pool,
+                timelines=timelines,
                 watchdog=watchdog,
                 endpoints=Endpoints(self._config.graders, [model.name for model in self._config.frozen]),
                 service_silence=self._service_silence,
             )
+            self._background.begin("timelines", timelines.store, every=STORE_EVERY_SECONDS)
+            self._background.begin("process lists", timelines.list_processes, every=PROCESSES_EVERY_SECONDS)
             self._background.begin(
                 WRITE_CHECK, partial(asyncio.to_thread, self._folder.check_writable), every=WRITE_CHECK_SECONDS
             )
@@ -195,3 +202,10 @@ class LocalNode:
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))
         finally:
             self._models.pop(key, None)
+
+
+async def _store_rest(timelines: Timelines) -> None:
+    """Store the last entries of a node that ends. If the store fails, they are lost with the node."""
+    with suppress(OutriderError, TimeoutError):
+        async with asyncio.timeout(LAST_STORE_SECONDS):
+            await timelines.store()

@@ -54,7 +54,7 @@ from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect,
 from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector, GradingLog
-from outrider.sessions.attempt import Attempt, AttemptStore, session_result
+from outrider.sessions.attempt import Attempt, AttemptStore, secrets_of, session_result
 from outrider.sessions.blame import Blame, Cause, End, Facts, Stage, decide, end_of
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LimitReached
@@ -66,9 +66,11 @@ from outrider.sessions.lanes import HeldSlot, Lanes
 from outrider.sessions.models import InProcessClient, SessionModels, completed
 from outrider.sessions.resources import NodeResources, session_needs
 from outrider.sessions.step_verdicts import verdict_on_steps
+from outrider.sessions.timelines import Timelines, noting_stored
 from outrider.sessions.transcript import transcript
 from outrider.spec import Limits, SamplingSpec, runtimes_of, step_field, steps_of
 from outrider.store.artifacts import KEPT
+from outrider.timeline import EntryKind, Timeline
 from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
@@ -78,6 +80,9 @@ HARMFUL_SECONDS = 2.0
 """An agent's client may have given up if the service was stalled for this many seconds or more at once, or if the run's
 waits for an engine or the store were overdue by as many seconds in all. A shorter delay is no longer than a slow model
 call."""
+
+AGENT = "agent"
+"""The name of the agent's sandbox in the timeline."""
 
 USED_UP = frozenset({StopReason.MAX_TURNS, StopReason.MAX_TOKENS, StopReason.AGENT_EXCESS})
 """Stop reasons of a step after which the next step does not begin."""
@@ -94,6 +99,7 @@ class NodeServices(msgspec.Struct, frozen=True, kw_only=True):
     resources: NodeResources
     sandboxes: Sandboxes
     warm_pool: WarmPool
+    timelines: Timelines
     watchdog: Watchdog
     endpoints: Endpoints
     service_silence: Callable[[], float] = lambda: 0.0
@@ -147,7 +153,8 @@ class Rollout:
         self._stalled_seconds: Callable[[], float] = lambda: node.stalled_seconds() + overdue.seconds()
         """Returns the total seconds, up to now, that no clock of the session counts."""
         self._budget = Budget(attempt.task.limits.session_seconds, self._stalled_seconds)
-        self._stopwatch = Stopwatch()
+        self._timeline = Timeline(attempt.session.id, attempt.session.attempt, secrets=secrets_of(attempt.task))
+        self._stopwatch = Stopwatch(self._timeline)
         self._cutoff = Cutoff()
         self._artifacts = ArtifactList(
             session_id=attempt.session.id, attempt=attempt.session.attempt, artifacts=(), left_out=()
@@ -171,7 +178,9 @@ class Rollout:
             limits=attempt.task.limits,
             sampling=attempt.task.sampling,
             history=attempt.task.history,
-            record=partial(node.store.add_turn, attempt.session.id, attempt.session.attempt),
+            record=noting_stored(
+                self._timeline, partial(node.store.add_turn, attempt.session.id, attempt.session.attempt)
+            ),
             # The callbacks refer to the cutoff and not to this rollout: such a reference would make a cycle, and only
             # the garbage collector would free the token tree, which may take megabytes.
             on_limit=self._cutoff.cut,
@@ -181,7 +190,9 @@ class Rollout:
         self.models = SessionModels(
             self.conversation,
             {
-                model.backend.model: _frozen_conversation(model, attempt, node.store, overdue, self._cutoff)
+                model.backend.model: _frozen_conversation(
+                    model, attempt, node.store, overdue, self._cutoff, self._timeline
+                )
                 for model in node.frozen
             },
         )
@@ -189,6 +200,10 @@ class Rollout:
     async def run(self) -> SessionResult:
         """Run the attempt and return its result. Raises only CancelledError, and the store's error if the stored
         turns cannot be read."""
+        with self._node.timelines.keeping(self._timeline):
+            return await self._run()
+
+    async def _run(self) -> SessionResult:
         try:
             with plugin_code():
                 ending = await self._stages()
@@ -249,9 +264,14 @@ class Rollout:
             preparing = Budget(self._task.limits.prepare_seconds, self._node.stalled_seconds)
             try:
                 async with self._budget.spend(), preparing.spend():
+                    started = self._timeline.begin(EntryKind.SANDBOX, self._task.runtime.kind or "", sandbox=AGENT)
                     sandbox = await self._sandbox(mounts)
                     held.push_async_callback(sandbox.stop)
+                    held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox.runtime, AGENT))
                     held.push_async_callback(self.models.close)  # so that no call outlives the agent's sandbox
+                    warm = sandbox.started
+                    await sandbox.ready()
+                    self._timeline.end(started, warm=warm)
                     context = await self._ready(sandbox, harness)
             except TimeoutError:
                 return self._timed_out(Stage.PREPARE, preparing)
@@ -303,6 +323,8 @@ class Rollout:
             resources=self._node.resources,
             mounts=mounts,
             stopwatch=self._stopwatch,
+            timeline=self._timeline,
+            timelines=self._node.timelines,
             keep=self._keep_carried,
             log=self._grading_log,
             numbers=self._grading_sandboxes,
@@ -384,8 +406,7 @@ class Rollout:
         )
 
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
-        """Start the sandbox, unless it is warm, and install the harness."""
-        await sandbox.ready()
+        """Install the harness in the started sandbox."""
         runtime, model = sandbox.runtime, self._node.model.model
         context = HarnessContext(
             task=self._task,
@@ -530,6 +551,7 @@ class Rollout:
         """End the agent's calls, run the task's commands that collect the outcome, and keep the artifacts."""
         await self.models.close()
         self._stopwatch.lap("run")
+        await self._node.timelines.list_processes_of(sandbox.runtime)
         await collect(sandbox.runtime, self._step.collect)
         session, keep = self._session, self._node.artifacts.collect
         self._artifacts = await keep(sandbox.runtime, self._task, session.id, session.attempt)
@@ -650,7 +672,12 @@ def _graded(ended: AgentRun, grade: Grade) -> Ending:
 
 
 def _frozen_conversation(
-    model: FrozenModel, attempt: Attempt, store: AttemptStore, overdue: Overdue, cutoff: Cutoff
+    model: FrozenModel,
+    attempt: Attempt,
+    store: AttemptStore,
+    overdue: Overdue,
+    cutoff: Cutoff,
+    timeline: Timeline,
 ) -> Conversation:
     """Make an attempt's conversation with a frozen model. The sampling parameters of the agent's calls apply, because
     the task's sampling parameters are only for the policy."""
@@ -662,7 +689,7 @@ def _frozen_conversation(
         limits=model.limits,
         sampling=SamplingSpec(),
         history=attempt.task.history,
-        record=partial(store.add_turn, session.id, session.attempt, model=name),
+        record=noting_stored(timeline, partial(store.add_turn, session.id, session.attempt, model=name), name),
         frozen=name,
         on_broken=cutoff.cut,
         overdue=overdue,

@@ -253,6 +253,16 @@ MIGRATIONS: Migrations = (
             run TEXT NOT NULL
         )""",
     ),
+    (
+        # `entries` are entries of the timeline of an attempt (`timeline.py`), MessagePack, encrypted.
+        """CREATE TABLE timelines (
+            session_id TEXT NOT NULL REFERENCES sessions (id),
+            attempt INTEGER NOT NULL,
+            part INTEGER NOT NULL,
+            entries {blob} NOT NULL,
+            PRIMARY KEY (session_id, attempt, part)
+        )""",
+    ),
 )
 
 

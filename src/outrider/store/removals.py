@@ -150,6 +150,7 @@ class Removals:
                     for table, key in (
                         ("turns", "attempt, turn_index"),
                         ("frozen_turns", "attempt, model, turn_index"),
+                        ("timelines", "attempt, part"),
                     ):
                         left -= await tx.execute(
                             f"""DELETE FROM {table} WHERE session_id = ? AND ({key}) IN

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from contextlib import suppress
 from hmac import compare_digest
 from math import inf
 from typing import Any, Self
@@ -34,6 +35,7 @@ from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
+from outrider.timeline import TimelinePart
 from outrider.trajectory import SessionResult, Turn, without_gaps
 
 GROUPS_LISTED = "`outrider status` lists the newest groups, and `outrider show SESSION` shows a session"
@@ -59,6 +61,9 @@ ADD_TURN = """INSERT INTO turns (session_id, attempt, turn_index, turn)
 ADD_FROZEN_TURN = """INSERT INTO frozen_turns (session_id, attempt, model, turn_index, turn)
     SELECT id, attempt, ?, ?, ? FROM sessions WHERE id = ? AND attempt = ? AND lease_until IS NOT NULL
     ON CONFLICT DO NOTHING"""
+ADD_TIMELINE = """INSERT INTO timelines (session_id, attempt, part, entries)
+    SELECT id, ?, ?, ? FROM sessions WHERE id = ? AND state <> ? AND attempt >= ? ON CONFLICT DO NOTHING"""
+TIMELINE = "SELECT part, entries FROM timelines WHERE session_id = ? AND attempt = ? ORDER BY part"
 TURN_TABLES = ("turns", "frozen_turns")
 TURNS = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index"
 COUNT_TURNS = """SELECT (SELECT COUNT(*) FROM turns WHERE session_id = ? AND attempt = ?)
@@ -727,6 +732,43 @@ class Store:
         # turns of the attempt are stored, too.
         await self._db.write(body, volatile=True)
 
+    async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
+        """Store parts of timelines. Parts of unknown or removed sessions, of attempts that have not begun, and parts
+        that are stored already are skipped. A session that is done still gets the last parts of its attempts. The
+        entries are stored encrypted, because commands of the task may hold secrets."""
+        sealed = [self._key.seal(part.entries, _part_of(part.session_id, part.attempt, part.part)) for part in parts]
+        values = [
+            (part.attempt, part.part, entries, part.session_id, REMOVED, part.attempt)
+            for part, entries in zip(parts, sealed, strict=True)
+        ]
+        await self._db.write(lambda tx: tx.execute_many(ADD_TIMELINE, values), volatile=True)
+
+    async def timeline(
+        self, session_id: str, attempt: int | None = None, *, tenant: str | None = None
+    ) -> tuple[int, list[bytes]]:
+        """Return the number of an attempt (default: the newest), and the parts of its timeline in order, each a
+        MessagePack of a list of `Entry`. Parts that were encrypted with another key are left out."""
+
+        async def body(tx: Connection) -> tuple[int, list[bytes]]:
+            number = (await _find_session(tx, session_id, tenant)).attempt if attempt is None else attempt
+            parts = []
+            for part, sealed in await _rows_of_attempt(tx, TIMELINE, session_id, number, tenant):
+                with suppress(UnreadableTask):
+                    parts.append(self._key.open(bytes(sealed), _part_of(session_id, number, part)))
+            return number, parts
+
+        return await self._db.read(body)
+
+    async def session_events(self, session_id: str, *, tenant: str | None = None) -> list[EventView]:
+        """List the events of one session, in order."""
+
+        async def body(tx: Connection) -> list[Row]:
+            session = await _find_session(tx, session_id, tenant)
+            sql = f"SELECT {rows.EVENT_COLUMNS} FROM events WHERE group_id = ? AND session_id = ? ORDER BY cursor"
+            return await tx.fetch(sql, (session.group_id, session_id))
+
+        return [rows.row_from(EventView, row) for row in await self._db.read(body)]
+
     async def turns(
         self, session_id: str, attempt: int | None = None, *, images: bool = False, tenant: str | None = None
     ) -> list[Turn]:
@@ -817,12 +859,14 @@ class Store:
                        reward_total = reward_total + ?, bytes = bytes + ?
                        + (SELECT COALESCE(SUM(LENGTH(turn)), 0) FROM turns WHERE session_id = ?)
                        + (SELECT COALESCE(SUM(LENGTH(turn)), 0) FROM frozen_turns WHERE session_id = ?)
+                       + (SELECT COALESCE(SUM(LENGTH(entries)), 0) FROM timelines WHERE session_id = ?)
                    WHERE id = ?""",
                 (
                     int(error is not None),
                     int(verdict is not None),
                     verdict.reward if verdict else 0.0,
                     len(packed) + result.artifact_bytes,
+                    session_id,
                     session_id,
                     session_id,
                     session.group_id,
@@ -1096,6 +1140,10 @@ def _spec_of(group_id: str) -> str:
 
 def _key_of(session_id: str) -> str:
     return f"the credential of session {session_id}"
+
+
+def _part_of(session_id: str, attempt: int, part: int) -> str:
+    return f"part {part} of the timeline of {session_id}, attempt {attempt}"
 
 
 def _url_of(group_id: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import msgspec
 
 from outrider.errors import LOG_TAIL, RuntimeFailure
+from outrider.sandbox.runtimes.command_feed import CommandFeed
 from outrider.spec import RuntimeSpec
 
 if TYPE_CHECKING:
@@ -82,6 +83,18 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
         room = limit - len(err)
         out = out[-room:] if room else b""
         return b"\n".join(part for part in (out, err) if part).decode("utf-8", errors="replace")
+
+
+class SandboxProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process in a sandbox. `pid` and `parent` are ids of the sandbox's own. Times are seconds since the epoch; `end`
+    is None while the process lives. `exit_code` is known only for children of the tool server."""
+
+    pid: int
+    parent: int
+    command: str
+    start: float
+    end: float | None = None
+    exit_code: int | None = None
 
 
 class Display(msgspec.Struct, frozen=True):
@@ -245,6 +258,23 @@ class TellsCause(Protocol):
     async def broken_inside(self) -> bool:
         """Return whether programs inside broke the sandbox. False for a working, unstarted or stopped sandbox, after a
         failure of the host's own part, and when the cause cannot be determined."""
+        ...
+
+
+@runtime_checkable
+class ReportsCommands(Protocol):
+    """A runtime that announces the commands that it runs."""
+
+    commands: CommandFeed
+
+
+@runtime_checkable
+class ListsProcesses(Protocol):
+    """A runtime that knows which processes its programs have started."""
+
+    async def processes(self) -> list[SandboxProcess]:
+        """Return the processes that began, ended or changed their command line since the last call, each in its newest
+        state. Processes that ran for a short time may be missing. Raises RuntimeFailure."""
         ...
 
 

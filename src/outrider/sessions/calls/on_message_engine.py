@@ -58,6 +58,7 @@ class MessageCall:
         dialect: str,
         session_key: str,
         thinking: bool | None,
+        received: float,
         overdue: Overdue,
         keeps_ids: bool,
     ) -> None:
@@ -76,7 +77,8 @@ class MessageCall:
         self._dialect = dialect
         self._session_key = session_key
         self._overdue = overdue
-        self._received = time.time()
+        self._received = received
+        self._joined_at = time.time()
         self._first_token: float | None = None
         self._known_ids = record.known_ids(messages, _tools_digest(request)) if keeps_ids else None
         self._share: TokenShare
@@ -167,7 +169,12 @@ class MessageCall:
             messages=self._messages[placed.known_messages :],
             reply=last.reply,
             tool_specs=self._request.tools if placed.parent is None else (),
-            timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
+            timings=TurnTimings(
+                received=self._received,
+                joined=self._joined_at,
+                first_token=self._first_token,
+                finished=time.time(),
+            ),
             report=last.report,
         )
 

@@ -47,6 +47,7 @@ class TokenCall:
         dialect: str,
         session_key: str,
         thinking: bool | None,
+        received: float,
         overdue: Overdue,
     ) -> None:
         self.id = os.urandom(16).hex()
@@ -61,7 +62,8 @@ class TokenCall:
         self._dialect = dialect
         self._session_key = session_key
         self._overdue = overdue
-        self._received = time.time()
+        self._received = received
+        self._joined_at = time.time()
         self._first_token: float | None = None
         self._prompt: Ids = joined.prompt.ids()
         self._ids: list[int] = []
@@ -211,5 +213,10 @@ class TokenCall:
             reply=reply,
             tool_specs=() if prompt.parent else self._request.tools,
             malformed_calls=self._malformed,
-            timings=TurnTimings(received=self._received, first_token=self._first_token, finished=time.time()),
+            timings=TurnTimings(
+                received=self._received,
+                joined=self._joined_at,
+                first_token=self._first_token,
+                finished=time.time(),
+            ),
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import io
 import posixpath
+import shlex
 import tarfile
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from outrider.sandbox.runtimes.base import (
     ShellKind,
     ShellResult,
 )
+from outrider.sandbox.runtimes.command_feed import CommandFeed
 from outrider.sandbox.runtimes.nvidia import variables
 from outrider.sandbox.runtimes.tool_server.uploads import entries, open_plain
 from outrider.spec import RuntimeSpec
@@ -74,6 +76,7 @@ class MemoryRuntime:
         self._files = MemoryFiles()
         self._state: Literal["new", "running", "stopped"] = "new"
         self._ended = asyncio.Event()
+        self.commands = CommandFeed()
 
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> Self:
@@ -128,11 +131,13 @@ class MemoryRuntime:
         timed_out = False
         if self._files.is_folder(shell.cwd):
             work = shell.run(command, stdin) if isinstance(command, str) else shell.run_argv(command, stdin)
-            try:
-                async with asyncio.timeout(seconds):
-                    code = await self.until_stopped(work)
-            except TimeoutError:
-                timed_out = True
+            with self.commands.running(command if isinstance(command, str) else shlex.join(command)) as note_exit:
+                try:
+                    async with asyncio.timeout(seconds):
+                        code = await self.until_stopped(work)
+                except TimeoutError:
+                    timed_out = True
+                note_exit(code)
         else:
             code = 127  # the tool server returns this code for a missing working directory
             shell.err += f"{shell.cwd}: No such file or directory\n".encode()
@@ -274,11 +279,13 @@ class MemoryBash:
         timed_out = False
         async with self._turn:
             self._shell.out.clear()
-            try:
-                async with asyncio.timeout(seconds):
-                    code = await self._runtime.until_stopped(self._shell.run(text))
-            except TimeoutError:
-                timed_out = True
+            with self._runtime.commands.running(text) as note_exit:
+                try:
+                    async with asyncio.timeout(seconds):
+                        code = await self._runtime.until_stopped(self._shell.run(text))
+                except TimeoutError:
+                    timed_out = True
+                note_exit(code)
             output = truncated(self._shell.out).decode(errors="replace")
         return ShellResult(output=output, exit_code=code, timed_out=timed_out)
 

@@ -40,6 +40,8 @@ class Loop:
         self.handlers: dict[int, Callable[[int], object]] = {}
         self.timers: dict[object, tuple[float, Callable[[], object]]] = {}
         self.exits: dict[int, Callable[[int], object]] = {}
+        self.watchers: list[Callable[[int, int], object]] = []
+        """Functions that are called with the pid and the exit code of each child that was reaped."""
         self.stopped = False
         # SIGCHLD writes a byte into this pipe, and the byte wakes `poll`. So a signal that comes just before `poll` is
         # not lost.
@@ -95,6 +97,8 @@ class Loop:
             if posix.WIFSTOPPED(status):  # the child has called PTRACE_TRACEME, and nothing would resume it
                 send_signal(pid, _signal.SIGKILL)
                 continue
+            for note in self.watchers:
+                note(pid, exit_code(status))
             watcher = self.exits.pop(pid, None)
             if watcher is not None:
                 watcher(exit_code(status))

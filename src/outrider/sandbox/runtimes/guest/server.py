@@ -27,6 +27,7 @@ from outrider.sandbox.runtimes.guest.memory_watch import MemoryWatch
 from outrider.sandbox.runtimes.guest.msgpack import Unpacker
 from outrider.sandbox.runtimes.guest.netlink_watch import NetlinkWatch
 from outrider.sandbox.runtimes.guest.poll_loop import Loop
+from outrider.sandbox.runtimes.guest.process_watch import ProcessWatch
 from outrider.sandbox.runtimes.guest.processes import SPARE, kill_tree, read_or_empty
 from outrider.sandbox.runtimes.guest.shells.shell import LiveShell
 
@@ -55,6 +56,7 @@ class Server:
         self.calls = Calls(loop, HostConnection(loop, fd, self.dispatch))
         self.shells: dict[int, LiveShell] = {}
         self.restores: dict[int, Restore] = {}
+        self.watch: ProcessWatch | None = None
 
     def dispatch(self, frame: bytes) -> None:
         call, method, args = Unpacker(frame).value()
@@ -71,6 +73,9 @@ class Server:
         self.calls.base_env = args["env"]
         self.calls.sandbox_mark = args["mark"]
         self.calls.python = args["python"]
+        if not args["subreaper"]:  # the sandbox has process ids of its own
+            self.watch = ProcessWatch(self.loop)
+            self.loop.watchers.append(self.watch.note_exit)
         if args["subreaper"]:
             import ctypes
 
@@ -102,7 +107,12 @@ class Server:
         self.loop.stop()
 
     def do_exec(self, call: int, args: dict[str, Any]) -> None:
+        if self.watch is not None:
+            self.watch.hurry()
         Command(self.calls, call, args)
+
+    def do_processes(self, call: int, args: dict[str, Any]) -> None:
+        self.calls.reply(call, {"processes": []} if self.watch is None else self.watch.report())
 
     def do_cancel(self, call: int, args: dict[str, Any]) -> None:
         cancel = self.calls.running.get(args["call"])
@@ -116,6 +126,8 @@ class Server:
 
     def do_shell_run(self, call: int, args: dict[str, Any]) -> None:
         shell = self.shells.get(args["shell"])
+        if self.watch is not None:
+            self.watch.hurry()
         if shell is None:
             self.calls.fail(call, "failed", "the shell is gone")
         else:

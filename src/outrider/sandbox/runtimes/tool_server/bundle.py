@@ -64,6 +64,7 @@ MODULES = (
     "filesystem.restore",
     "memory_watch",
     "netlink_watch",
+    "process_watch",
     "server",
 )
 """The tool server's modules, each after the modules that it imports."""

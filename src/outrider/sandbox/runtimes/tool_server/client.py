@@ -97,6 +97,26 @@ class ShellDone(msgspec.Struct, frozen=True):
     shown: bytes = b""
 
 
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+MOST_PROCESSES = 200
+"""Maximum number of processes in one reply, as in `guest/process_watch.py`."""
+
+
+class ProcessSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A process that the tool server has seen. Times are counted back from the reply."""
+
+    pid: Number
+    parent: Number
+    command: Annotated[bytes, msgspec.Meta(max_length=TEXT_MAX)]
+    began_ms_ago: Milliseconds
+    ended_ms_ago: Milliseconds | None
+    exit_code: Number | None
+
+
+class ProcessesSeen(msgspec.Struct, frozen=True):
+    processes: Annotated[list[ProcessSeen], msgspec.Meta(max_length=MOST_PROCESSES)]
+
+
 class Stopped(msgspec.Struct, frozen=True):
     """The reply of `stop`: the number of processes that the server could not kill."""
 

@@ -12,7 +12,9 @@ import os
 import posixpath
 import re
 import secrets
+import shlex
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -37,15 +39,18 @@ from outrider.sandbox.runtimes.base import (
     NoShell,
     PatchConflict,
     SandboxContext,
+    SandboxProcess,
     ShellKind,
     ShellResult,
 )
+from outrider.sandbox.runtimes.command_feed import CommandFeed
 from outrider.sandbox.runtimes.tool_server.archive_download import download_archive
 from outrider.sandbox.runtimes.tool_server.bundle import shell_program
 from outrider.sandbox.runtimes.tool_server.client import (
     UNREADABLE,
     Done,
     ExecDone,
+    ProcessesSeen,
     ShellDone,
     ShellOpened,
     ToolClient,
@@ -140,6 +145,8 @@ class ToolServerSandbox:
         """A lock, held while the sandbox is started or stopped."""
         self._starting: asyncio.Timeout | None = None
         self._lifetime_end = 0.0
+        self.commands = CommandFeed()
+        """See `ReportsCommands`."""
 
     @property
     def server(self) -> RunningServer:
@@ -218,6 +225,7 @@ class ToolServerSandbox:
     ) -> ExecResult:
         server = self.server
         by_shell = isinstance(command, str)
+        text = command if isinstance(command, str) else shlex.join(command)
         args: dict[str, Any] = {
             "argv": [] if by_shell else list(command),
             "script": command if by_shell else "",
@@ -228,10 +236,12 @@ class ToolServerSandbox:
             "ms": round(seconds * 1000),
             "cap": MAX_OUTPUT,
         }
-        try:
-            done = await server.tools.call("exec", args, ExecDone, seconds=seconds)
-        except OSError as error:
-            raise RuntimeFailure(f"cannot run {command!r:.100}: {error}", inside=True) from error
+        with self.commands.running(text) as note_exit:
+            try:
+                done = await server.tools.call("exec", args, ExecDone, seconds=seconds)
+            except OSError as error:
+                raise RuntimeFailure(f"cannot run {command!r:.100}: {error}", inside=True) from error
+            note_exit(done.code)
         if done.code == KILLED and server.starved():
             raise RuntimeFailure(
                 f"{command!r:.100} was killed, and the host has run out of memory meanwhile",
@@ -259,7 +269,23 @@ class ToolServerSandbox:
                 hint=WITHOUT_IPYTHON if kind == "ipython" else "use an image that has python3",
                 log_tail=reply.why.decode("utf-8", "replace") or None,
             )
-        return ToolServerShell(self.server.tools, reply.shell)
+        return ToolServerShell(self.server.tools, reply.shell, self.commands)
+
+    async def processes(self) -> list[SandboxProcess]:
+        """See `ListsProcesses`."""
+        reply = await self.server.tools.call("processes", {}, ProcessesSeen)
+        now = time.time()
+        return [
+            SandboxProcess(
+                pid=seen.pid,
+                parent=seen.parent,
+                command=seen.command.decode("utf-8", "replace"),
+                start=now - seen.began_ms_ago / 1000,
+                end=None if seen.ended_ms_ago is None else now - seen.ended_ms_ago / 1000,
+                exit_code=seen.exit_code,
+            )
+            for seen in reply.processes
+        ]
 
     async def read(self, path: str, *, limit: int = MAX_OUTPUT, follow: bool = True) -> bytes:
         place = self._paths.place(path)
@@ -355,8 +381,9 @@ class ToolServerSandbox:
 class ToolServerShell:
     """A live shell of the tool server. Concurrent inputs run one after another."""
 
-    def __init__(self, tools: ToolClient, number: int) -> None:
+    def __init__(self, tools: ToolClient, number: int, commands: CommandFeed) -> None:
         self._tools = tools
+        self._commands = commands
         self._number = number
         self._turn = asyncio.Lock()
 
@@ -368,7 +395,9 @@ class ToolServerShell:
             "cap": MAX_OUTPUT,
         }
         async with self._turn:
-            done = await self._tools.call("shell_run", args, ShellDone, seconds=seconds)
+            with self._commands.running(text) as note_exit:
+                done = await self._tools.call("shell_run", args, ShellDone, seconds=seconds)
+                note_exit(done.code)
         output = done.out.decode("utf-8", "replace")
         try:
             displays = unpacked_displays(done.shown)

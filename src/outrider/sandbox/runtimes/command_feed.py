@@ -1,0 +1,55 @@
+"""Announces the commands that a sandbox runs.
+
+Invariant: each command is published once when it begins and once when it has ended, however it ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from outrider.concurrency.events import Feed
+
+MOST_CHARACTERS = 1000
+"""Maximum number of characters of a command that are announced."""
+
+
+class CommandRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A command that a sandbox runs, or an input of a live shell. `number` is unique in the sandbox. Times are seconds
+    since the epoch; `end` is None while the command runs. `exit_code` is also None for a command that was killed for
+    its time limit or whose caller was cancelled."""
+
+    number: int
+    text: str
+    start: float
+    end: float | None = None
+    exit_code: int | None = None
+
+
+class CommandFeed(Feed[CommandRun]):
+    """Publishes the commands of one sandbox."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = 0
+
+    @contextmanager
+    def running(self, text: str) -> Iterator[Callable[[int | None], None]]:
+        """Publish a command that runs while the block does. The block calls the yielded function with the command's
+        exit code."""
+        self._begun += 1
+        command = CommandRun(number=self._begun, text=text[:MOST_CHARACTERS], start=time.time())
+        code: int | None = None
+
+        def note_exit(exit_code: int | None) -> None:
+            nonlocal code
+            code = exit_code
+
+        self.publish(command)
+        try:
+            yield note_exit
+        finally:
+            self.publish(msgspec.structs.replace(command, end=time.time(), exit_code=code))

@@ -1,0 +1,162 @@
+"""The record of the processes that start and end in a sandbox with process ids of its own.
+
+The kernel announces processes only to the host's root, so this module looks at /proc from time to time: often while
+processes start or end, seldom while nothing changes. A look that finds nothing new reads one short file, and one more
+for each living process. Invariants: the record has a bounded size; a process that ends within a look's pause may be
+missing, and no process is recorded that did not run.
+"""
+
+from __future__ import annotations
+
+import posix
+import time
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.poll_loop import REST_FACTOR, Loop
+from outrider.sandbox.runtimes.guest.processes import SPARE, read_or_empty, threads
+
+if TYPE_CHECKING:
+    from typing import Any
+
+SHORTEST_LOOK, LONGEST_LOOK = 0.05, 2.0
+"""Bounds of the seconds between two looks."""
+IDLE_FACTOR = 5
+"""A pause is at most a fifth of the time since the last change."""
+MOST_WATCHED = 1000
+"""Maximum number of living processes that are watched. Further processes are not recorded."""
+MOST_REPORTED = 200
+"""Maximum number of processes in one reply; `MOST_PROCESSES` of the host's `tool_server/client.py`."""
+MOST_WAITING = 1000
+"""Maximum number of records that wait for the host's next call. Further records are dropped."""
+COMMAND_BYTES = 400
+"""Maximum bytes of a command line that are recorded."""
+LOOKS_AT_NAME = 3
+"""Number of looks in which a process's command line is read, because a new process shows that of its parent until it
+has started its program."""
+CLOCK_BOOTTIME = 7
+
+
+class WatchedProcess:
+    """One process. `began` and `ended` are seconds of the monotonic clock."""
+
+    def __init__(self, pid: int, parent: int, ticks: bytes, began: float, command: bytes) -> None:
+        self.pid = pid
+        self.parent = parent
+        self.ticks = ticks
+        self.began = began
+        self.command = command
+        self.looks = 1
+        self.ended: float | None = None
+        self.code: int | None = None
+
+
+class ProcessWatch:
+    """Looks at /proc as long as the loop runs."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.me = posix.getpid()
+        self.own_command = command_of(self.me)
+        """The server's command line, which also its forks have until they start a program."""
+        self.living: dict[int, WatchedProcess] = {}
+        self.news: dict[WatchedProcess, None] = {}
+        """The processes to report, in the order in which they changed."""
+        self.newest = b""
+        self.changed = 0.0
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Look soon, because a program is about to start."""
+        self.changed = time.monotonic()
+        self.loop.at(self, SHORTEST_LOOK / 2, self.look)
+
+    def report(self) -> dict[str, Any]:
+        """Return the news, and forget them."""
+        self.look()
+        now = time.monotonic()
+        found = list(self.news)[:MOST_REPORTED]
+        for process in found:
+            del self.news[process]
+        return {"processes": [reported(process, now) for process in found]}
+
+    def note_exit(self, pid: int, code: int) -> None:
+        """Note that a child of the server was reaped."""
+        process = self.living.get(pid)
+        if process is not None:
+            process.code = code
+            self._end(process)
+
+    def look(self) -> None:
+        began = time.monotonic()
+        for process in list(self.living.values()):
+            self._look_at(process)
+        newest = read_or_empty("/proc/loadavg").rpartition(b" ")[2]  # the id of the newest process of this namespace
+        if newest != self.newest or not newest:
+            self.newest = newest
+            self._find_new()
+        now = time.monotonic()
+        wait = min(LONGEST_LOOK, max(SHORTEST_LOOK, (now - self.changed) / IDLE_FACTOR))
+        self.loop.at(self, max(wait, REST_FACTOR * (now - began)), self.look)
+
+    def _look_at(self, process: WatchedProcess) -> None:
+        fields = stat_of(process.pid)
+        if fields is None or has_ended(process.pid, fields) or fields[19] != process.ticks:
+            self._end(process)
+        elif process.looks < LOOKS_AT_NAME:
+            process.looks += 1
+            command = command_of(process.pid)
+            if command and command != process.command:
+                process.command = command
+                self._note(process)
+
+    def _find_new(self) -> None:
+        now, since_boot = time.monotonic(), time.clock_gettime(CLOCK_BOOTTIME)
+        for name in SPARE.read(posix.listdir, "/proc"):
+            if not name.isdigit() or int(name) in self.living or int(name) == self.me:
+                continue
+            if len(self.living) >= MOST_WATCHED:
+                return
+            pid = int(name)
+            fields, command = stat_of(pid), command_of(pid)
+            if fields is None or has_ended(pid, fields):
+                continue
+            if command == self.own_command:
+                self.newest = b""  # this fork has not started its program yet: look again
+                continue
+            age = max(0.0, since_boot - int(fields[19]) / posix.sysconf("SC_CLK_TCK"))
+            process = WatchedProcess(pid, int(fields[1]), fields[19], now - age, command)
+            self.living[pid] = process
+            self._note(process)
+
+    def _end(self, process: WatchedProcess) -> None:
+        process.ended = time.monotonic()
+        self.living.pop(process.pid, None)
+        self._note(process)
+
+    def _note(self, process: WatchedProcess) -> None:
+        self.changed = time.monotonic()
+        if process in self.news or len(self.news) < MOST_WAITING:
+            self.news[process] = None
+
+
+def stat_of(pid: int) -> list[bytes] | None:
+    """Return the fields of /proc/PID/stat after the program's name; None if there is no such process."""
+    fields = read_or_empty(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return fields if len(fields) > 19 else None
+
+
+def has_ended(pid: int, fields: list[bytes]) -> bool:
+    """Return whether all threads of a process have ended."""
+    return fields[0] in (b"Z", b"X") and len(threads(pid)) <= 1
+
+
+def command_of(pid: int) -> bytes:
+    """Return the beginning of a process's command line, or its name in brackets."""
+    words = read_or_empty(f"/proc/{pid}/cmdline")[:COMMAND_BYTES].rstrip(b"\0").replace(b"\0", b" ")
+    return words or b"[" + read_or_empty(f"/proc/{pid}/comm").rstrip(b"\n") + b"]"
+
+
+def reported(process: WatchedProcess, now: float) -> list[Any]:
+    ended = None if process.ended is None else max(0, int((now - process.ended) * 1000))
+    began = max(0, int((now - process.began) * 1000))
+    return [process.pid, process.parent, process.command, began, ended, process.code]

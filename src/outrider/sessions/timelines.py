@@ -1,0 +1,136 @@
+"""The timelines of a node's attempts: noting what their sandboxes do, and storing the entries.
+
+Storing is a chore of the node, once a second for all attempts together, so that an attempt waits for nothing.
+Invariant: a failure here costs entries of a timeline, and never an attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from outrider.errors import OutriderError
+from outrider.sandbox.runtimes.base import ListsProcesses, ReportsCommands, Runtime, SandboxProcess
+from outrider.sandbox.runtimes.command_feed import CommandRun
+from outrider.sessions.attempt import AttemptStore
+from outrider.timeline import MOST_PARTS, EntryKind, Timeline, TimelinePart
+from outrider.trajectory import Turn
+
+STORE_EVERY_SECONDS = 1.0
+PROCESSES_EVERY_SECONDS = 10.0
+PROCESSES_SECONDS = 2.0
+"""Maximum seconds for the list of a sandbox's processes. A sandbox whose tool server is busy is asked again later."""
+
+
+class Timelines:
+    """The timelines of a node."""
+
+    def __init__(self, store: AttemptStore) -> None:
+        self._store = store
+        self._running: set[Timeline] = set()
+        self._ended: list[Timeline] = []
+        """Timelines of attempts that have ended, with entries to store."""
+        self._unstored: list[TimelinePart] = []
+        """Parts whose storing has failed."""
+        self._sandboxes: dict[Runtime, SandboxTimeline] = {}
+        """The sandboxes that list their processes."""
+
+    @contextmanager
+    def keeping(self, timeline: Timeline) -> Iterator[None]:
+        """Store the entries of a timeline while the block runs, and the last ones afterwards."""
+        self._running.add(timeline)
+        try:
+            yield
+        finally:
+            self._running.discard(timeline)
+            self._ended.append(timeline)
+
+    async def store(self) -> None:
+        """Store all new entries. Raises the store's error; the entries are then stored by a later call."""
+        ended, self._ended = self._ended, []
+        taken = [timeline.take() for timeline in (*self._running, *ended)]
+        self._unstored += [part for part in taken if part is not None]
+        while self._unstored:
+            parts = self._unstored[:MOST_PARTS]
+            await self._store.add_timeline(parts)
+            del self._unstored[: len(parts)]
+
+    @contextmanager
+    def sandbox(self, timeline: Timeline, runtime: Runtime, use: str) -> Iterator[SandboxTimeline]:
+        """Note the commands and processes of a sandbox while the block runs. `use` is the sandbox's purpose, "agent" or
+        "grading"."""
+        noted = SandboxTimeline(timeline, runtime, use)
+        unsubscribe = None
+        if isinstance(runtime, ReportsCommands):
+            unsubscribe = runtime.commands.subscribe(noted.note_command)
+        if isinstance(runtime, ListsProcesses):
+            self._sandboxes[runtime] = noted
+        try:
+            yield noted
+        finally:
+            self._sandboxes.pop(runtime, None)
+            if unsubscribe is not None:
+                unsubscribe()
+
+    async def list_processes_of(self, runtime: Runtime) -> None:
+        """Note the newest processes of a sandbox."""
+        if (noted := self._sandboxes.get(runtime)) is not None:
+            await noted.list_processes()
+
+    async def list_processes(self) -> None:
+        """Note the newest processes of all sandboxes."""
+        await asyncio.gather(*[noted.list_processes() for noted in self._sandboxes.values()])
+
+
+class SandboxTimeline:
+    """Notes the commands and processes of one sandbox."""
+
+    def __init__(self, timeline: Timeline, runtime: Runtime, use: str) -> None:
+        self._timeline = timeline
+        self._runtime = runtime
+        self._use = use
+        self._commands: dict[int, int] = {}
+        """The entries of running commands, by the numbers of the commands."""
+        self._processes: dict[int, int] = {}
+        """The entries of living processes, by their ids."""
+
+    def note_command(self, command: CommandRun) -> None:
+        if command.end is None:
+            entry = self._timeline.add(EntryKind.COMMAND, command.text, command.start, None, sandbox=self._use)
+            self._commands[command.number] = entry
+        elif (entry := self._commands.pop(command.number, -1)) >= 0:
+            self._timeline.end(entry, at=command.end, exit_code=command.exit_code)
+
+    async def list_processes(self) -> None:
+        """Note the newest processes. A sandbox that fails or is slow to answer costs its newest processes, and nothing
+        else."""
+        if not isinstance(self._runtime, ListsProcesses):
+            return
+        with suppress(OutriderError, TimeoutError):
+            async with asyncio.timeout(PROCESSES_SECONDS):
+                for process in await self._runtime.processes():
+                    self._note_process(process)
+
+    def _note_process(self, process: SandboxProcess) -> None:
+        entry = self._processes.get(process.pid)
+        if entry is None:
+            about = {"sandbox": self._use, "pid": process.pid, "parent": process.parent}
+            entry = self._timeline.add(EntryKind.PROCESS, process.command, process.start, None, **about)
+            self._processes[process.pid] = entry
+        else:
+            self._timeline.rename(entry, process.command)
+        if process.end is not None:
+            del self._processes[process.pid]
+            self._timeline.end(entry, at=process.end, exit_code=process.exit_code)
+
+
+def noting_stored(timeline: Timeline, record: Callable[..., Awaitable[None]], model: str | None = None) -> Any:
+    """Return `record`, which stores a turn, with a note of each turn's time in the timeline."""
+
+    async def store(turn: Turn) -> None:
+        await record(turn)
+        timeline.note_stored(turn.index, model)
+
+    return store

@@ -1,0 +1,143 @@
+"""The timeline of an attempt: what happened when, besides the model calls, whose times are in the turns.
+
+An attempt notes entries in a `Timeline`, and its node stores the new entries from time to time. All times are seconds
+since the epoch by the node's wall clock, like those of the turns. Invariants: a timeline has a bounded number of
+entries of each kind, and counts those that it leaves out; text of an entry has at most MOST_CHARACTERS characters, and
+none of the task's secrets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+
+from outrider.errors import storable
+from outrider.redaction import redacted
+
+MOST_ENTRIES = 1000
+"""Maximum number of entries of each kind. An agent's programs choose how many commands and processes there are."""
+MOST_CHARACTERS = 200
+"""Maximum number of characters of an entry's name."""
+MOST_BYTES = 8 << 20
+"""Maximum size in bytes of a part."""
+MOST_PARTS = 500
+"""Maximum number of parts that are stored at once."""
+
+
+class EntryKind(StrEnum):
+    STAGE = "stage"  # one stage of the attempt, as in `StageSeconds`
+    SANDBOX = "sandbox"  # from the request for a sandbox until it is ready, its prepare steps included
+    COMMAND = "command"  # a command, or the input of a live shell, that the tool server ran
+    PROCESS = "process"  # a process in the sandbox
+    STORED = "stored"  # the times at which turns were stored
+    LEFT_OUT = "left_out"  # the numbers of entries that were left out, by kind
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that happened. `number` is unique in the timeline: a later entry with the same number replaces the
+    earlier one. `end` is None while the thing goes on. `data` has more values, which depend on the kind."""
+
+    number: int
+    kind: EntryKind
+    name: str
+    start: float
+    end: float | None = None
+    data: dict[str, Any] = {}
+
+
+class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
+    """Entries to store for an attempt: `entries` is the MessagePack of a list of `Entry`. Parts of an attempt are
+    numbered from 0, and each is stored once."""
+
+    session_id: str
+    attempt: int
+    part: int
+    entries: Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
+
+
+class Timeline:
+    """Notes the entries of one attempt. `secrets` are texts that no entry may have."""
+
+    def __init__(
+        self, session_id: str, attempt: int, *, secrets: Collection[str] = (), clock: Callable[[], float] = time.time
+    ) -> None:
+        self._session_id = session_id
+        self._attempt = attempt
+        self._secrets = secrets
+        self._clock = clock
+        self._counts: Counter[EntryKind] = Counter()
+        self._entries = 0
+        self._parts = 0
+        self._open: dict[int, Entry] = {}
+        """Entries without an end, by number."""
+        self._changed: dict[int, Entry] = {}
+        """Entries to store, by number."""
+        self._stored: dict[str, float] = {}
+        """The times at which turns were stored, since the last part, by frozen model and index (`MODEL/INDEX`)."""
+        self._left_out: Counter[EntryKind] = Counter()
+        self._left_out_changed = False
+
+    def begin(self, kind: EntryKind, name: str, **data: Any) -> int:
+        """Note the beginning of something now. Returns the number for `end`."""
+        return self.add(kind, name, self._clock(), None, **data)
+
+    def end(self, number: int, *, at: float | None = None, **data: Any) -> None:
+        """Note the end of an entry that goes on, at the time `at` (default: now). Other numbers are ignored."""
+        if (entry := self._open.pop(number, None)) is not None:
+            end = self._clock() if at is None else at
+            self._changed[number] = msgspec.structs.replace(entry, end=end, data=entry.data | data)
+
+    def rename(self, number: int, name: str) -> None:
+        """Change the name of an entry that goes on."""
+        if (entry := self._open.get(number)) is not None:
+            self._changed[number] = self._open[number] = msgspec.structs.replace(entry, name=self._clean(name))
+
+    def add(self, kind: EntryKind, name: str, start: float, end: float | None, **data: Any) -> int:
+        """Note an entry. Returns its number, or -1 if it is left out because there are too many of its kind."""
+        self._counts[kind] += 1
+        if self._counts[kind] > MOST_ENTRIES:
+            self._left_out[kind] += 1
+            self._left_out_changed = True
+            return -1
+        number = self._entries
+        self._entries += 1
+        entry = Entry(number, kind, self._clean(name), start, end, data)
+        if end is None:
+            self._open[number] = entry
+        self._changed[number] = entry
+        return number
+
+    def note_stored(self, index: int, model: str | None) -> None:
+        """Note that a turn was stored now. `model` is the frozen model that sampled it, None for the policy."""
+        self._stored[f"{model or ''}/{index}"] = self._clock()
+
+    def take(self) -> TimelinePart | None:
+        """Return what is to be stored, and None if nothing has changed. Each entry is returned once for each change."""
+        found: list[Entry] = list(self._changed.values())
+        if self._stored:
+            times: Iterable[float] = self._stored.values()
+            found.append(Entry(-1, EntryKind.STORED, "", min(times), None, dict(self._stored)))
+        if self._left_out_changed:
+            counts = {kind.value: count for kind, count in self._left_out.items()}
+            found.append(Entry(-1, EntryKind.LEFT_OUT, "", self._clock(), None, counts))
+        if not found:
+            return None
+        self._changed.clear()
+        self._stored.clear()
+        self._left_out_changed = False
+        part = TimelinePart(
+            session_id=self._session_id,
+            attempt=self._attempt,
+            part=self._parts,
+            entries=msgspec.msgpack.encode(found),
+        )
+        self._parts += 1
+        return part
+
+    def _clean(self, text: str) -> str:
+        return redacted(storable(text[: 4 * MOST_CHARACTERS]), self._secrets)[:MOST_CHARACTERS]

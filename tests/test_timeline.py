@@ -1,0 +1,80 @@
+"""The recorder of a timeline: what it keeps, bounds and returns."""
+
+from __future__ import annotations
+
+import msgspec
+
+from outrider.timeline import MOST_CHARACTERS, MOST_ENTRIES, Entry, EntryKind, Timeline, TimelinePart
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def entries(part: TimelinePart | None) -> list[Entry]:
+    assert part is not None
+    return msgspec.msgpack.decode(part.entries, type=list[Entry])
+
+
+def test_each_change_is_taken_once() -> None:
+    timeline = Timeline("s-1", 2, clock=Clock())
+    assert timeline.take() is None
+    number = timeline.begin(EntryKind.SANDBOX, "process", sandbox="agent")
+    first = timeline.take()
+    assert first is not None
+    assert (first.session_id, first.attempt, first.part) == ("s-1", 2, 0)
+    assert entries(first) == [Entry(number, EntryKind.SANDBOX, "process", 101.0, None, {"sandbox": "agent"})]
+    assert timeline.take() is None
+    timeline.end(number, warm=True)
+    timeline.end(number, warm=False)  # has ended already
+    timeline.rename(number, "another")
+    second = timeline.take()
+    assert second is not None
+    assert second.part == 1
+    about = {"sandbox": "agent", "warm": True}
+    assert entries(second) == [Entry(number, EntryKind.SANDBOX, "process", 101.0, 102.0, about)]
+
+
+def test_an_entry_that_goes_on_may_be_renamed() -> None:
+    timeline = Timeline("s-1", 1, clock=Clock())
+    number = timeline.add(EntryKind.PROCESS, "sh", 5.0, None, pid=7)
+    timeline.rename(number, "python3 run.py")
+    timeline.end(number, at=9.0, exit_code=1)
+    assert entries(timeline.take()) == [
+        Entry(number, EntryKind.PROCESS, "python3 run.py", 5.0, 9.0, {"pid": 7, "exit_code": 1})
+    ]
+
+
+def test_the_entries_of_a_kind_are_bounded_and_the_rest_is_counted() -> None:
+    timeline = Timeline("s-1", 1, clock=Clock())
+    for number in range(MOST_ENTRIES + 5):
+        timeline.add(EntryKind.PROCESS, f"p{number}", 1.0, 2.0)
+    late = timeline.begin(EntryKind.PROCESS, "late")
+    timeline.end(late)
+    timeline.add(EntryKind.STAGE, "run", 1.0, 2.0)  # other kinds still have room
+    found = entries(timeline.take())
+    assert [entry.kind for entry in found] == [EntryKind.PROCESS] * MOST_ENTRIES + [EntryKind.STAGE, EntryKind.LEFT_OUT]
+    assert found[-1].data == {"process": 6}
+    assert timeline.take() is None
+
+
+def test_texts_are_short_storable_and_without_secrets() -> None:
+    timeline = Timeline("s-1", 1, secrets=["hunter22"], clock=Clock())
+    key = "outrider_s_" + "k" * 40
+    timeline.add(EntryKind.COMMAND, f"login hunter22 {key} \udcff" + "x" * 1000, 1.0, 2.0)
+    (entry,) = entries(timeline.take())
+    assert entry.name.startswith("login [redacted] [redacted] \\udcff")
+    assert len(entry.name) == MOST_CHARACTERS
+
+
+def test_times_of_stored_turns() -> None:
+    timeline = Timeline("s-1", 1, clock=Clock())
+    timeline.note_stored(0, None)
+    timeline.note_stored(0, "judge")
+    (entry,) = entries(timeline.take())
+    assert (entry.kind, entry.data) == (EntryKind.STORED, {"/0": 101.0, "judge/0": 102.0})
