@@ -394,6 +394,9 @@ class Config(Section):
     compat: Annotated[tuple[Literal["prorl", "polar", "verl"], ...], Setting("--compat SYSTEM")] = ()
     """Other systems whose HTTP interfaces are served, too: `prorl`, `polar` and `verl`. The first has the root of the
     URL, each has `/NAME`."""
+    traces_to: Annotated[str | None, Field(pattern="^https?://"), Setting("--traces-to URL")] = None
+    """Address of OTLP over HTTP to which a [trace](timeline.md#opentelemetry) of each session is sent, such as
+    `http://collector:4318/v1/traces`."""
     prorl: ProrlConfig = ProrlConfig()
     callbacks: CallbacksConfig = CallbacksConfig()
     retention: RetentionConfig = RetentionConfig()

@@ -80,10 +80,14 @@ SUBMISSION: dict[str, Any] = {"status": 201, "errors": (Conflict, RuntimeUnavail
 
 @ROUTES.post("/groups", "submit", GroupView, **SUBMISSION)
 async def submit(
-    service: Serving, caller: Caller, spec: Annotated[GroupSpec, body(GroupSpec)], created: Created
+    service: Serving,
+    caller: Caller,
+    spec: Annotated[GroupSpec, body(GroupSpec)],
+    created: Created,
+    traceparent: Annotated[str | None, Header(description="W3C trace context, to which traces link")] = None,
 ) -> GroupView:
     """Submit a group of sessions of one task. The group is stored before the reply is sent."""
-    group = await service.submit(spec, caller)
+    group = await service.submit(spec, caller, traceparent=traceparent)
     created(group_id=group.id)
     return group
 

@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import random
+import sys
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
@@ -154,6 +155,17 @@ clients do not all retry at the same time."""
 class _Reply(NamedTuple):
     data: bytes
     media_type: str
+
+
+def _trace_context() -> dict[str, str]:
+    """Return the header with the trace context of the calling program, if the program uses OpenTelemetry."""
+    if "opentelemetry.trace" not in sys.modules:
+        return {}
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return {name: value for name, value in carrier.items() if name == "traceparent"}
 
 
 class AsyncClient:
@@ -658,7 +670,7 @@ class AsyncClient:
         if self._connections is None:
             raise _not_open()
         sent = () if body is None else (body,)
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = {} if body is None else {"Content-Type": "application/json", **_trace_context()}
         if accept is not None:
             # The service does not compress its replies, but a proxy in front of the service may.
             headers |= {"Accept": accept, "Accept-Encoding": "gzip"}

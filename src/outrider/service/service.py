@@ -51,6 +51,8 @@ from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.tokens import TokenRegistry
+from outrider.service.trace_export import TraceExport
+from outrider.service.trace_spans import TRACEPARENT
 from outrider.service.views import Page, ViewReader
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
@@ -141,6 +143,9 @@ class Service:
             failures=failures,
         )
         self.retention = Retention(store, artifacts, config.retention, failures=failures)
+        self._traces: TraceExport | None = None
+        if config.traces_to is not None:
+            self._traces = TraceExport(store, self.reader, config.traces_to, model=backend.model, failures=failures)
         self._back_pressure = BackPressure(store, config.queue.sessions)
         self._agent_services = AgentServices(config.agents)
         self._url = ""
@@ -193,6 +198,8 @@ class Service:
             stack.callback(tasks.create_task(self.scheduler.run(), name="scheduler").cancel)
             stack.callback(tasks.create_task(self._deliverer.run(), name="deliverer").cancel)
             stack.callback(tasks.create_task(self.retention.run(), name="retention").cancel)
+            if self._traces is not None:
+                stack.callback(tasks.create_task(self._traces.run(), name="traces").cancel)
             yield
 
     def _address(self, network: str | None) -> str:
@@ -242,9 +249,10 @@ class Service:
         with renamed_field("task.evaluator", "evaluator"):
             return await self.submit(spec, caller)
 
-    async def submit(self, spec: GroupSpec, caller: Principal = LOCAL) -> GroupView:
-        """Check and store a group, and wake the scheduler. Raises the errors of admission, QueueFull while too many
-        sessions wait, QuotaExceeded, and Conflict for a known idempotency key with another body."""
+    async def submit(self, spec: GroupSpec, caller: Principal = LOCAL, *, traceparent: str | None = None) -> GroupView:
+        """Check and store a group, and wake the scheduler. `traceparent` is the W3C trace context of the call. Raises
+        the errors of admission, QueueFull while too many sessions wait, QuotaExceeded, and Conflict for a known
+        idempotency key with another body."""
         quota = caller.max_queued
         if quota is not None and spec.n > quota:
             raise InvalidField(
@@ -298,6 +306,7 @@ class Service:
             harness=spec.task.harness.name,
             translator=translated.system if translated else None,
             usable_trains=translated is not None and translated.usable_trains,
+            traceparent=traceparent if TRACEPARENT.fullmatch(traceparent or "") else None,
         )
         if not external:  # external sessions wait for no slot
             await self._back_pressure.check(row)

@@ -262,6 +262,9 @@ MIGRATIONS: Migrations = (
             entries {blob} NOT NULL,
             PRIMARY KEY (session_id, attempt, part)
         )""",
+        # `cursor` is the position in the events up to which a reader within the service has done its work.
+        "CREATE TABLE positions (reader TEXT PRIMARY KEY, cursor BIGINT NOT NULL)",
+        "ALTER TABLE groups ADD COLUMN traceparent TEXT",
     ),
 )
 

@@ -31,7 +31,8 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     reward, the other sessions are ended; if `usable_trains` is set, only sessions with tokens to train on count.
     `submitted_by` is the name of the submitting token, and `tenant` is the owner. The `idempotency_key` is unique among
     the tenant's groups. `translator` names the system in whose form the group's callback is sent, None for Outrider's
-    own form. `harness` is the harness's name.
+    own form. `harness` is the harness's name. `traceparent` is the W3C trace context of the submission, None
+    without one.
     """
 
     id: str
@@ -55,6 +56,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     harness: str = ""
     translator: str | None = None
     usable_trains: bool = False
+    traceparent: str | None = None
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):

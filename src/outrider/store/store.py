@@ -228,8 +228,8 @@ class Store:
             inserted = await tx.execute(
                 """INSERT INTO groups (id, spec, labels, n, priority, idempotency_key, callback_url, state, cancelled,
                        open_sessions, created, min_usable, bytes, submitted_by, tenant, harness, translator,
-                       usable_trains)
-                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
+                       usable_trains, traceparent)
+                   VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
                 (
                     group.id,
                     sealed,
@@ -248,6 +248,7 @@ class Store:
                     group.harness,
                     group.translator,
                     int(group.usable_trains),
+                    group.traceparent,
                 ),
             )
             if not inserted:
@@ -666,6 +667,18 @@ class Store:
         sql = """INSERT INTO policy (id, version, weights) VALUES (1, ?, ?)
                  ON CONFLICT (id) DO UPDATE SET version = excluded.version, weights = excluded.weights"""
         await self._db.write(lambda tx: tx.execute(sql, (version, weights)))
+
+    async def position(self, reader: str) -> int | None:
+        """Return the position in the events that `keep_position` has stored for a reader; None if there is none."""
+        sql = "SELECT cursor FROM positions WHERE reader = ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (reader,)))
+        return found[0][0] if found else None
+
+    async def keep_position(self, reader: str, cursor: int) -> None:
+        """Store the position of a reader of the events within the service."""
+        sql = """INSERT INTO positions (reader, cursor) VALUES (?, ?)
+                 ON CONFLICT (reader) DO UPDATE SET cursor = excluded.cursor"""
+        await self._db.write(lambda tx: tx.execute(sql, (reader, cursor)), volatile=True)
 
     async def engine_paces(self) -> dict[str, str]:
         """Return the stored paces of engines, as JSON by engine name."""

@@ -1,0 +1,160 @@
+"""Sends a trace of each session that has ended to an OpenTelemetry collector, by OTLP over HTTP.
+
+The traces are made from the store, after the end of a session, so a rollout waits for nothing. The position in the
+events is stored: the next service continues there. Invariants: a trace is sent until the collector has accepted it,
+or has refused it for good; a collector that cannot be reached holds up nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from outrider.concurrency.chores import Chores, Failures
+from outrider.environment import install_command
+from outrider.errors import InvalidField, NotFound, ServiceError
+from outrider.schemas import EventView
+from outrider.service.trace_spans import SCHEMA, TraceSpan, session_trace
+from outrider.service.views import ViewReader
+from outrider.store.rows import EventKind
+from outrider.store.store import Store
+
+if TYPE_CHECKING:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+log = logging.getLogger("outrider.traces")
+
+NAME = "traces"
+"""The name of the chore, and of the stored position."""
+SETTLED_SECONDS = 3.0
+"""Seconds between the end of a session and its trace. Nodes store the last entries of a timeline meanwhile."""
+LOOK_SECONDS = 1.0
+EVENTS_AT_ONCE = 200
+SEND_SECONDS = 10.0
+
+
+class TraceExport:
+    """Sends traces to `endpoint`, the collector's address for traces. Run `run` in a task group. `model` is the name
+    of the policy's model."""
+
+    def __init__(self, store: Store, reader: ViewReader, endpoint: str, *, model: str, failures: Failures) -> None:
+        """Raises InvalidField if the exporter of OpenTelemetry is not installed."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError as error:
+            raise InvalidField(
+                "traces need the exporter of OpenTelemetry", field="traces_to", hint=install_command("opentelemetry")
+            ) from error
+        self._store = store
+        self._reader = reader
+        self._model = model
+        self._failures = failures
+        self._exporter: OTLPSpanExporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_SECONDS)
+        self._cursor: int | None = None
+
+    async def run(self) -> None:
+        """Send traces until cancelled."""
+        try:
+            async with Chores(self._failures) as chores:
+                await chores.begin(NAME, self._turn, every=LOOK_SECONDS)
+        finally:
+            await asyncio.to_thread(self._exporter.shutdown)
+
+    async def _turn(self) -> None:
+        """Send the traces of the sessions that have ended since the last turn."""
+        if self._cursor is None:
+            kept = await self._store.position(NAME)
+            self._cursor = await self._store.last_event() if kept is None else kept
+            if kept is None:
+                await self._store.keep_position(NAME, self._cursor)
+        while events := await self._store.events(after=self._cursor, limit=EVENTS_AT_ONCE):
+            settled = [event for event in events if event.at <= time.time() - SETTLED_SECONDS]
+            for event in settled:
+                if event.kind == EventKind.SESSION_DONE:
+                    await self._send(event)
+                self._cursor = event.cursor
+            if settled:
+                await self._store.keep_position(NAME, self._cursor)
+            if len(settled) < len(events):
+                return
+
+    async def _send(self, event: EventView) -> None:
+        assert event.session_id is not None
+        try:
+            spans = await self._spans(event.group_id, event.session_id)
+        except NotFound:  # the group was removed meanwhile
+            return
+        await asyncio.to_thread(self._export, spans)
+
+    async def _spans(self, group_id: str, session_id: str) -> list[TraceSpan]:
+        session, group = await self._reader.session(session_id), await self._store.group(group_id)
+        timelines = [
+            await self._reader.timeline(session_id, attempt, whole_commands=False)
+            for attempt in range(1, session.attempt + 1)
+        ]
+        make = partial(
+            session_trace,
+            session,
+            timelines,
+            agent=group.harness,
+            model=self._model,
+            labels=group.labels,
+            traceparent=group.traceparent,
+        )
+        return await self._reader.offload(make)
+
+    def _export(self, spans: Sequence[TraceSpan]) -> None:
+        """Send spans. Raises ServiceError if the collector accepts no spans now."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        if self._exporter.export(sdk_spans(spans)) is SpanExportResult.SUCCESS:
+            return
+        # A collector that accepts an empty message has refused these spans for good, and would refuse them again.
+        if self._exporter.export([]) is SpanExportResult.SUCCESS:
+            log.warning("the collector refuses trace %s, which is left out", spans[0].trace_id)
+        else:
+            raise ServiceError(
+                "the collector of traces does not accept them",
+                hint="is the setting traces_to the address of OTLP over HTTP, such as http://collector:4318/v1/traces?",
+            )
+
+
+def sdk_spans(spans: Sequence[TraceSpan]) -> list[Any]:
+    """Return the spans as those of OpenTelemetry's SDK."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+    resource = Resource.create({"service.name": "outrider"}, schema_url=SCHEMA)
+    scope = InstrumentationScope("outrider", schema_url=SCHEMA)
+
+    def context(trace_id: str, span_id: str) -> SpanContext:
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=flags)
+
+    made = []
+    for span in spans:
+        client = span.attributes.get("gen_ai.operation.name") == "chat"
+        failed = span.error is not None
+        errors = {"error.type": span.error} if span.error is not None else {}
+        made.append(
+            ReadableSpan(
+                name=span.name,
+                context=context(span.trace_id, span.span_id),
+                parent=None if span.parent_id is None else context(span.trace_id, span.parent_id),
+                resource=resource,
+                attributes={**span.attributes, **errors},
+                links=[Link(context(*link)) for link in span.links],
+                kind=SpanKind.CLIENT if client else SpanKind.INTERNAL,
+                status=Status(StatusCode.ERROR, span.message) if failed else Status(),
+                start_time=span.start,
+                end_time=span.end,
+                instrumentation_scope=scope,
+            )
+        )
+    return made

@@ -1,0 +1,292 @@
+"""Traces: complete, connected and linked, received by OTLP; a collector that fails; a service that is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace import TracerProvider
+
+from outrider.client.client import AsyncClient
+from outrider.errors import InvalidField
+from outrider.lifecycle import SessionState
+from outrider.schemas import AttemptView, SessionView, SpanView, TimelineView
+from outrider.service.trace_spans import session_trace
+from support.service import call, running_service, say
+
+TASK: dict[str, Any] = {
+    "instruction": "do it",
+    "harness": {"agent": "tools"},
+    "runtime": {"kind": "process", "prepare": [{"run": "echo prepared > mark"}]},
+    "evaluator": {"kind": "command", "run": "test -f mark"},
+    "max_attempts": 1,
+    "labels": {"run": "night"},
+}
+
+
+class Collector:
+    """An OTLP receiver: the spans that it has taken, by session."""
+
+    def __init__(self) -> None:
+        self.requests: list[ExportTraceServiceRequest] = []
+        self.status = 200
+        self.refused = ""
+        """The name of a span whose trace is refused for good."""
+
+    @property
+    def spans(self) -> list[Span]:
+        return [
+            span
+            for request in self.requests
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+
+    async def trace(self, *, spans: int = 1) -> list[Span]:
+        """The spans, once there are so many."""
+        await until(lambda: len(self.spans) >= spans)
+        return self.spans
+
+
+@contextmanager
+def collecting() -> Iterator[tuple[Collector, str]]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            request = ExportTraceServiceRequest.FromString(body)
+            status = collector.status
+            names = [s.name for r in request.resource_spans for scope in r.scope_spans for s in scope.spans]
+            if collector.refused in names:
+                status = 400
+            if status == 200 and names:
+                collector.requests.append(request)
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield collector, f"http://127.0.0.1:{server.server_port}/v1/traces"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.05)
+
+
+def attribute(span: Span, name: str) -> Any:
+    for each in span.attributes:
+        if each.key == name:
+            kind = each.value.WhichOneof("value")
+            assert kind is not None
+            return getattr(each.value, kind)
+    return None
+
+
+def connected(spans: list[Span]) -> Span:
+    """The root of a trace whose other spans all have their parent in the trace, and lie within it."""
+    known = {span.span_id for span in spans}
+    assert len(known) == len(spans)
+    assert len({span.trace_id for span in spans}) == 1
+    (root,) = (span for span in spans if not span.parent_span_id)
+    for span in spans:
+        assert span is root or span.parent_span_id in known
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= root.end_time_unix_nano
+    return root
+
+
+@pytest.mark.deep
+async def test_a_rollout_is_a_trace_that_links_to_the_trainers(tmp_path: Path) -> None:
+    tracer = TracerProvider().get_tracer("trainer")
+    with collecting() as (collector, url):
+        replies = [call("echo secret-argument; exit 3"), say("done")]
+        async with running_service(tmp_path=tmp_path, replies=replies, traces_to=url) as (_, service):
+            async with AsyncClient(service) as client:
+                with tracer.start_as_current_span("step") as step:
+                    group = await client.submit({"task": TASK})
+                [done] = await client.wait([group.id])
+                turns = await client.turns(done.sessions[0].id)
+            spans = await collector.trace()
+    session = done.sessions[0]
+    root = connected(spans)
+    assert root.name == "invoke_agent tools"
+    assert attribute(root, "gen_ai.conversation.id") == session.id
+    assert attribute(root, "outrider.reward") == 1.0
+    assert attribute(root, "outrider.label.run") == "night"
+    (link,) = root.links
+    context = step.get_span_context()
+    assert (int.from_bytes(link.trace_id), int.from_bytes(link.span_id)) == (context.trace_id, context.span_id)
+    chats = [span for span in spans if attribute(span, "gen_ai.operation.name") == "chat"]
+    assert [attribute(span, "outrider.turn") for span in chats] == [turn.index for turn in turns] == [0, 1]
+    assert [attribute(span, "gen_ai.usage.output_tokens") for span in chats] == [turn.output_tokens for turn in turns]
+    assert {span.kind for span in chats} == {Span.SPAN_KIND_CLIENT}
+    tools = [span for span in spans if attribute(span, "gen_ai.operation.name") == "execute_tool"]
+    assert [attribute(span, "process.exit.code") for span in tools if span.name == "execute_tool echo"] == [0, 3]
+    names = {span.span_id: span.name for span in spans}
+    assert {names[span.parent_span_id] for span in chats} == {"run"}
+    assert b"secret-argument" not in b"".join(request.SerializeToString() for request in collector.requests)
+    (resource,) = (each for request in collector.requests for each in request.resource_spans)
+    assert [(each.key, each.value.string_value) for each in resource.resource.attributes if each.key == "service.name"]
+
+
+@pytest.mark.deep
+async def test_a_failed_session_has_an_error(tmp_path: Path) -> None:
+    task = TASK | {"runtime": {"kind": "process", "prepare": [{"run": "exit 9"}]}}
+    with collecting() as (collector, url):
+        async with running_service(tmp_path=tmp_path, traces_to=url) as (_, service), AsyncClient(service) as client:
+            group = await client.submit({"task": task})
+            await client.wait([group.id])
+            spans = await collector.trace()
+    root = connected(spans)
+    assert root.status.code == Status.STATUS_CODE_ERROR
+    assert attribute(root, "error.type") == "runtime_failure"
+
+
+@pytest.mark.deep
+async def test_a_collector_that_is_down_gets_the_traces_later_also_from_the_next_service(tmp_path: Path) -> None:
+    with collecting() as (collector, url):
+        collector.status = 503
+        running = running_service(tmp_path=tmp_path, replies=[say("x")], traces_to=url)
+        async with running as (service, address), AsyncClient(address) as client:
+            group = await client.submit({"task": TASK})
+            [done] = await client.wait([group.id])
+            await until(lambda: "traces" in [each.name for each in service.failures.failing()])
+            [_] = await client.wait([(await client.submit({"task": TASK})).id])  # nothing else is held up
+        assert collector.spans == []
+        collector.status = 200
+        async with running_service(tmp_path=tmp_path, replies=[say("x")], traces_to=url):
+            await until(lambda: len({span.trace_id for span in collector.spans}) == 2)
+    roots = [span for span in collector.spans if not span.parent_span_id]
+    assert done.sessions[0].id in [attribute(root, "gen_ai.conversation.id") for root in roots]
+    assert len(roots) == 2
+
+
+@pytest.mark.deep
+async def test_a_trace_that_the_collector_refuses_for_good_is_left_out(tmp_path: Path) -> None:
+    with collecting() as (collector, url):
+        collector.refused = "invoke_agent tools"
+        running = running_service(tmp_path=tmp_path, replies=[say("x")], traces_to=url)
+        async with running as (_, address), AsyncClient(address) as client:
+            await client.wait([(await client.submit({"task": TASK})).id])
+            other = TASK | {"harness": {"command": ["sh", "-c", "curl -s $OPENAI_BASE_URL/models; exit 0"]}}
+            await client.wait([(await client.submit({"task": other})).id])
+            spans = await collector.trace()
+    assert connected(spans).name == "invoke_agent command"
+
+
+async def test_without_the_exporter_the_error_names_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(InvalidField) as raised:
+        async with running_service(tmp_path=tmp_path, traces_to="http://127.0.0.1:9/v1/traces"):
+            raise AssertionError
+    assert raised.value.field == "traces_to"
+    assert "opentelemetry-exporter-otlp-proto-http" in (raised.value.hint or "")
+
+
+def call_span(turn: int, start: float, end: float, branch: str, **data: Any) -> SpanView:
+    about = {
+        "turn": turn,
+        "branch": branch,
+        "dialect": "chat",
+        "engine": "e",
+        "prompt_tokens": 9,
+        "output_tokens": 3,
+        "finish": "stop",
+        **data,
+    }
+    return SpanView(kind="call", name="", start=start, end=end, data=about)
+
+
+def test_subagents_compactions_and_attempts_are_connected() -> None:
+    session = SessionView(
+        id="s-1",
+        group_id="g-1",
+        sample_index=0,
+        state=SessionState.DONE,
+        attempt=2,
+        node="n",
+        created=1.0,
+        updated=20.0,
+        last_error=None,
+        result=None,
+    )
+    attempts = (
+        AttemptView(attempt=1, began=2.0, ended=5.0, node="n", error="lease_expired", message="lost"),
+        AttemptView(attempt=2, began=6.0, ended=20.0, node="n"),
+    )
+
+    def view(attempt: int, *spans: SpanView) -> TimelineView:
+        return TimelineView(
+            session_id="s-1",
+            group_id="g-1",
+            attempt=attempt,
+            state=SessionState.DONE,
+            now=30.0,
+            attempts=attempts,
+            spans=spans,
+        )
+
+    second = view(
+        2,
+        SpanView(kind="stage", name="waiting", start=5.0, end=6.0),
+        SpanView(kind="stage", name="run", start=7.0, end=18.0),
+        call_span(0, 7.5, 8.0, "main"),
+        call_span(1, 8.0, 9.0, "subagent", agent_id="explore"),
+        call_span(2, 8.5, 9.5, "subagent", agent_id="explore"),
+        call_span(3, 10.0, 11.0, "compaction"),
+        call_span(4, 12.0, 18.5, "main"),
+        SpanView(kind="process", name="sh", start=8.0, end=None, data={"pid": 2, "exit_code": None}),
+    )
+    spans = session_trace(
+        session,
+        [view(1), second],
+        agent="claude-code",
+        model="policy",
+        labels={},
+        traceparent="00-" + "0" * 32 + "-1234567890abcdef-01",  # not a trace context
+    )
+    (root,) = (span for span in spans if span.parent_id is None)
+    by_id = {span.span_id: span for span in spans}
+    assert len(by_id) == len(spans)
+    assert root.links == ()
+    assert (root.start, root.end) == (1_000_000_000, 20_000_000_000)
+    assert all(span is root or span.parent_id in by_id for span in spans)
+    assert all(root.start <= span.start <= span.end <= root.end for span in spans)
+    failed = next(span for span in spans if span.name == "attempt 1")
+    assert (failed.error, failed.message) == ("lease_expired", "lost")
+    parents = {
+        span.attributes["outrider.turn"]: by_id[span.parent_id or ""].name
+        for span in spans
+        if span.attributes.get("gen_ai.operation.name") == "chat"
+    }
+    assert parents == {0: "run", 1: "invoke_agent explore", 2: "invoke_agent explore", 3: "run", 4: "run"}
+    again = session_trace(session, [view(1), second], agent="claude-code", model="policy", labels={}, traceparent=None)
+    assert [span.span_id for span in again] == [span.span_id for span in spans]
