@@ -406,6 +406,28 @@ async def test_random_requests_get_no_5xx(tmp_path: Path) -> None:
             assert code < 500, (method, parts, body, reply)
 
 
+async def test_random_timings_get_no_5xx(tmp_path: Path) -> None:
+    numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | BODIES
+    records: list[Any] = []
+
+    @given(st.dictionaries(st.text(), BODIES), numbers, numbers)
+    def collect(more: dict[str, Any], epoch: Any, step: Any) -> None:
+        records.append(more | {"epoch": epoch, "global_step": step})
+
+    collect()
+    async with recipe(tmp_path) as (client, _):
+        kept = {}
+        for record in records:
+            code, reply = await client.ask("POST", "/training/timing", record)
+            assert code in (200, 422), (record, reply)
+            if code == 200:
+                made = json.loads(reply)
+                kept[made["epoch"], made["global_step"]] = record
+        assert kept
+        listed = json.loads((await client.ask("GET", "/training/timing"))[1])
+        assert listed == {"count": len(kept), "timings": [kept[step] for step in sorted(kept)]}
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 1}'])
 async def test_odd_bodies_of_calls(tmp_path: Path, body: bytes) -> None:
     async with recipe(tmp_path) as (client, url):
