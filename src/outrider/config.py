@@ -50,12 +50,14 @@ SANDBOX_VARIABLES = frozenset(
     f"{PREFIX}{name}"
     for name in (
         "API_KEY",
+        "ARTIFACTS",
         "ATTEMPT",
         "BASE_URL",
         "CALL",
         "FAKE_FAIL",
         "GROUP",
         "INSTRUCTION",
+        "LOGS",
         "MODEL",
         "SAMPLE",
         "SESSION",
