@@ -80,10 +80,14 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def make_folders(runtime: Runtime) -> None:
-    """Make the session's folders in a started sandbox. Raises RuntimeFailure."""
+    """Make the session's folders in a started sandbox. A sandbox in which they cannot be made, because the image's user
+    may not write there, has no folders: the agent may need none."""
     folders = folders_in(runtime)
-    # A hidden file makes its folder, and is never collected.
-    await asyncio.gather(*(runtime.write(f"{each}/.keep", b"") for each in (folders.artifacts, folders.logs)))
+    try:  # a hidden file makes its folder, and is never collected
+        for folder in (folders.artifacts, folders.logs):
+            await runtime.write(f"{folder}/.keep", b"")
+    except (RuntimeFailure, OSError) as error:
+        log.warning("a sandbox has no folders for artifacts and logs: %s", error)
 
 
 class ArtifactCollector:
