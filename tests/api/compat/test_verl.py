@@ -221,6 +221,12 @@ async def test_sessions_belong_to_a_tenant(tmp_path: Path) -> None:
         listed = await world.http.get(world.owner.url + "/sessions", headers=headers)
         assert listed.json() == {"count": 0, "sessions": []}, "an admin's list has no ids that its own routes refuse"
         assert await status("alice", "GET", "/sessions/a") == 200
+        as_alice = {"Authorization": f"Bearer {tokens['alice']}"}
+        made = await world.http.post(world.owner.url + "/training/timing", json=TIMES, headers=as_alice)
+        assert made.status_code == 200
+        assert await status(None, "GET", "/training/timing") == 401
+        for name, code in (("alice", 200), ("bob", 404)):
+            assert await status(name, "GET", "/training/timing/0/7") == code
 
 
 @pytest.mark.parametrize("compat", [("verl", "polar"), ("polar", "verl")])
