@@ -50,12 +50,14 @@ SANDBOX_VARIABLES = frozenset(
     f"{PREFIX}{name}"
     for name in (
         "API_KEY",
+        "ARTIFACTS",
         "ATTEMPT",
         "BASE_URL",
         "CALL",
         "FAKE_FAIL",
         "GROUP",
         "INSTRUCTION",
+        "LOGS",
         "MODEL",
         "SAMPLE",
         "SESSION",
@@ -290,6 +292,15 @@ class ProrlConfig(Section):
     """Seconds after which a ProRL client that waits for a job gets a 504; the job continues."""
 
 
+class VerlProxyConfig(Section):
+    """The interface of verl's recipe (`compat = ["verl"]`). The name is not `verl`, because the trainer's bridge reads
+    OUTRIDER_VERL."""
+
+    call_seconds: Annotated[Seconds, Setting("--relay-timeout SECONDS")] = 300.0
+    """Maximum seconds of a model call at a [worker of verl's recipe](compat/verl.md#workers-that-dial-in); a declared
+    engine has an option of its own."""
+
+
 class CallbacksConfig(Section):
     """Callbacks. `allow` has host names, `*.domain`, addresses, and networks such as 10.0.0.0/8. If empty, all
     destinations are permitted except link-local, multicast and cloud metadata addresses, and this machine's own
@@ -350,6 +361,10 @@ class Config(Section):
     token: Annotated[str | None, Field(min_length=1), Setting("--token TOKEN")] = None
     """The operator's own [token](security.md#tokens), with the role of an admin; other users of the machine can see a
     flag, so prefer the variable `OUTRIDER_TOKEN`."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], Setting("--log-level LEVEL")] = (
+        "info"
+    )
+    """The lowest level of the messages in the log: `debug`, `info`, `warning`, `error` or `critical`."""
     advertise: Annotated[tuple[str, ...], Setting("--advertise [NETWORK=]URL")] = ()
     """Addresses under which [agents that run elsewhere](external.md) reach this service, such as
     `https://rollouts.example.com` or `cluster=http://10.0.0.5:8700`; the first is the default. Without any, an agent
@@ -398,6 +413,7 @@ class Config(Section):
     """Address of OTLP over HTTP to which a [trace](timeline.md#opentelemetry) of each session is sent, such as
     `http://collector:4318/v1/traces`."""
     prorl: ProrlConfig = ProrlConfig()
+    verl_proxy: VerlProxyConfig = VerlProxyConfig()
     callbacks: CallbacksConfig = CallbacksConfig()
     retention: RetentionConfig = RetentionConfig()
     _read_from: Path | None = PrivateAttr(default=None)
@@ -420,6 +436,11 @@ class Config(Section):
         frozen = tuple(model.model_copy(update={"engines": ()}) for model in self.frozen)
         secrets = {"token": None, "store": None, "task_key": None, "callbacks": CallbacksConfig()}
         return self.model_copy(update={"engines": (), "frozen": frozen, **secrets})
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
 
     @field_validator("advertise")
     @classmethod
@@ -455,6 +476,14 @@ class Config(Section):
         return not is_local(self.host)
 
 
+RECIPE_VARIABLES = {
+    "PROXY_HOST": "host",
+    "PROXY_PORT": "port",
+    "RELAY_TIMEOUT": "verl_proxy.call_seconds",
+    "LOG_LEVEL": "log_level",
+}
+"""The settings of the variables of verl's recipe, which are read if `compat` has `verl`. OUTRIDER_* variables override
+these variables."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
 """Settings whose flags add to the value from the environment or the file, or else to the default given here."""
 OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near"})
@@ -521,28 +550,51 @@ def load_config(
     Raises InvalidField with the setting's name and the source of its value. (The merge does not use pydantic-settings
     because its errors do not name the source.)
     """
-    # In sorted order OUTRIDER_LANES__RUN comes after OUTRIDER_LANES, and so overrides it. An empty variable counts as
-    # not set, because in shells and compose files a variable is usually unset by making it empty.
-    environment = {
-        name.removeprefix(PREFIX).lower().replace("__", "."): _value(name, text)
-        for name, text in sorted(variables().items())
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower().split("__")[0] in Config.model_fields and text
-    }
-    given = {path: value for path, value in flags.items() if value is not None}
-    sources = [("the environment", _tree(environment)), ("flags", _tree(given))]
+    environment = _own_variables()
+    given = _tree({path: value for path, value in flags.items() if value is not None})
+    in_file = {} if file is None else read(file)
+    named = {path: variable_of(path) for path in environment}
+    if "verl" in _systems(in_file, _tree(environment), given):
+        for name, path in RECIPE_VARIABLES.items():
+            if path not in environment and (text := variables().get(name)):
+                environment[path], named[path] = text, name
+    sources = [("the environment", _tree(environment)), ("flags", given)]
     if file is not None:
-        sources.insert(0, (str(file), read(file)))
+        sources.insert(0, (str(file), in_file))
     merged: dict[str, Any] = {}
     for _, values in sources:
         _merge(merged, values, added=values is sources[-1][1])
     try:
         return Config.model_validate(merged).as_read_from(file)
     except ValidationError as error:
-        raise _refusal(error.errors()[0], sources, environment) from error
+        raise _refusal(error.errors()[0], sources, named) from error
 
 
-def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], environment: Mapping[str, Any]) -> InvalidField:
-    """Return the error for a wrong setting. The error names the source of the value, a variable by its name."""
+def _own_variables() -> dict[str, Any]:
+    """Return the values of the OUTRIDER_* variables that are settings, by path."""
+    # In sorted order OUTRIDER_LANES__RUN comes after OUTRIDER_LANES, and so overrides it. An empty variable counts as
+    # not set, because in shells and compose files a variable is usually unset by making it empty.
+    return {
+        name.removeprefix(PREFIX).lower().replace("__", "."): _value(name, text)
+        for name, text in sorted(variables().items())
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower().split("__")[0] in Config.model_fields and text
+    }
+
+
+def _systems(*sources: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the setting `compat` of the last source that has the setting."""
+    values = [source["compat"] for source in sources if "compat" in source]
+    return values[-1] if values and isinstance(values[-1], list | tuple) else ()
+
+
+def chosen_systems(flags: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the setting `compat` of the flags or the environment."""
+    return _systems(_own_variables(), {"compat": flags["compat"]} if flags.get("compat") else {})
+
+
+def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], named: Mapping[str, str]) -> InvalidField:
+    """Return the error for a wrong setting. The error names the source of the value, a variable by its name. `named`
+    are the names of the variables by path."""
     location = fault["loc"]
     path = ".".join(map(str, location))
     having = [name for name, values in reversed(sources) if _has_value(values, location)]
@@ -552,7 +604,7 @@ def _refusal(fault: ErrorDetails, sources: Sequence[tuple[str, Any]], environmen
     hint = None
     if source == "the environment":
         prefixes = (".".join(map(str, location[:end])) for end in range(len(location), 0, -1))
-        source = variable = variable_of(next(prefix for prefix in prefixes if prefix in environment))
+        source = variable = named[next(prefix for prefix in prefixes if prefix in named)]
         if fault["type"] == "tuple_type":
             hint = f"""write a list as JSON: {variable}='["..."]'"""
     text = fault_text(fault, Config).replace("unknown field", "unknown setting")

@@ -109,6 +109,17 @@ async def test_a_program_here_is_captured(cli: Cli, tmp_path: Path) -> None:
         assert (result["verdict"], result["error"]["code"]) == (None, "agent_failed")
         graded = await cli("capture", "--json", "--reward", "0.5", *words[1:], "3")
         assert (graded.code, graded.document["session"]["result"]["verdict"]["reward"]) == (3, 0.5)
+        folder = tmp_path / "runs/1"
+        writing = (
+            "import os; [open(os.environ[n] + '/x', 'w').write(n) for n in ('OUTRIDER_ARTIFACTS', 'OUTRIDER_LOGS')]"
+        )
+        with_folder = ("capture", "--reward", "0", "--folder", str(folder), *words[1:4], sys.executable, "-c", writing)
+        assert (await cli(*with_folder)).code == 0
+        assert ((folder / "artifacts/x").read_text(), (folder / "logs/x").read_text()) == (
+            "OUTRIDER_ARTIFACTS",
+            "OUTRIDER_LOGS",
+        )
+        assert (await cli(*words[:3], "--folder", str(program / "no"), *words[3:], "0")).code == 2
         missing = await cli("capture", "--url", url, "--", "no-such-program")
         assert (missing.code, "cannot be run" in missing.err) == (2, True)
 

@@ -55,6 +55,8 @@ async def test_every_vendors_variables_point_at_the_session(sandbox: Runtime) ->
         "OUTRIDER_API_KEY=key-1",
         "OUTRIDER_MODEL=policy",
         "OUTRIDER_INSTRUCTION=two\nlines",
+        f"OUTRIDER_ARTIFACTS={sandbox.scratch}/outrider-session/artifacts",
+        f"OUTRIDER_LOGS={sandbox.scratch}/outrider-session/logs",
     ):
         assert f"{line}\n" in outcome.log_tail + "\n"
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from outrider.evaluators.base import Outcome
+from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.lifecycle import StopReason
+from outrider.messages import Message, Role
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.sessions.artifacts import LOG_BYTES, GradingLog
 from outrider.store.artifacts import GRADING_LOG
 
 from .conftest import MakeWorld
+from .program import program
 from .stage import StagedRuntime
 from .world import World, result_of
 
@@ -50,6 +54,56 @@ async def test_what_patterns_match_is_kept(world: MakeWorld, temporary: Path, ki
         ]
         file = w.service.artifacts.file(session.id, "/work/logs/deep/b")
         assert await asyncio.to_thread(file.read_bytes) == b"two\n"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["process", "namespace"])
+async def test_files_in_the_sessions_folders_are_kept(world: MakeWorld, temporary: Path, kind: str) -> None:
+    """The folders exist when the agent starts, and need no pattern."""
+    then = 'cd "$OUTRIDER_ARTIFACTS" && mkdir deep && echo one > deep/a && cd "$OUTRIDER_LOGS" && echo two > log'
+    async with world(http=True) as w:
+        session = await w.run(harness=program(then), runtime={"kind": kind})
+        listed = kept(w, session.id)
+        assert [(Path(each.path).parts[-3:], each.size) for each in listed.artifacts] == [
+            (("artifacts", "deep", "a"), 4),
+            (("outrider-session", "logs", "log"), 4),
+        ]
+        assert listed.left_out == ()
+
+
+async def test_a_session_without_files_has_no_list(world: MakeWorld) -> None:
+    async with world() as w:
+        session = await w.run("ask")
+        assert kept(w, session.id) == ArtifactList(session_id=session.id, attempt=None, artifacts=(), left_out=())
+
+
+class Folders:
+    """An agent and a grader that use the session's folders by their contexts."""
+
+    def __init__(self, options: dict[str, Any]) -> None: ...
+
+    async def init(self, context: HarnessContext) -> None:
+        await context.runtime.read(f"{context.folders.logs}/.keep")
+
+    async def run(self, context: HarnessContext) -> HarnessOutcome:
+        await context.model.chat([Message(role=Role.USER, content="x")])
+        await context.runtime.write(f"{context.folders.artifacts}/a", b"work")
+        return HarnessOutcome()
+
+    @staticmethod
+    async def grade(outcome: Outcome) -> float:
+        return float(await outcome.runtime.read(f"{outcome.folders.artifacts}/a") == b"work")
+
+
+async def test_the_folders_are_in_the_contexts(world: MakeWorld) -> None:
+    agent = f"{__name__}:Folders"
+    async with world() as w:
+        evaluator = {"kind": "callable", "path": f"{agent}.grade"}
+        session = await w.run(harness={"agent": agent}, evaluator=evaluator)
+        verdict = result_of(session).verdict
+        assert verdict is not None
+        assert verdict.reward == 1.0
+        assert kept(w, session.id).artifacts == (artifact("/tmp/outrider-session/artifacts/a", b"work"),)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,14 @@ import asyncio
 import hashlib
 from pathlib import Path
 
+import pytest
+
+from outrider.errors import RuntimeFailure
 from outrider.lab.fakes.memory_runtime.runtime import MemoryRuntime
 from outrider.sandbox.runtimes.base import SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.schemas import Artifact, ArtifactList
-from outrider.sessions.artifacts import ArtifactCollector, ArtifactLimits
+from outrider.sessions.artifacts import ArtifactCollector, ArtifactLimits, make_folders
 from outrider.spec import EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 from outrider.store.artifacts import INDEX, ArtifactStore
 
@@ -45,6 +48,7 @@ async def collected(
     )
     runtime = kind.create(runtime_spec, context)
     await runtime.start()
+    await make_folders(runtime)
     files = {"d/1": b"aaaa", "d/2": b"bbbbbb", "d/3": b"cccc", "e": b"dd", "f1": b"", "f2": b"", "f3": b"", "f4": b""}
     for name, data in files.items():
         await runtime.write(name, data)
@@ -72,6 +76,21 @@ async def test_what_all_may_take_is_what_is_left_for_each(tmp_path: Path) -> Non
 async def test_the_time_is_bounded_too(tmp_path: Path) -> None:
     listed = await collected(tmp_path, ArtifactLimits(seconds=0.1), "*", kind=Hanging)
     assert [left.reason for left in listed.left_out] == ["the files not listed could not be read within 0.1 s"]
+
+
+class Unwritable(MemoryRuntime):
+    """A runtime whose folder for temporary files belongs to somebody else."""
+
+    async def write(self, path: str, data: bytes, *, executable: bool = False) -> None:
+        if path.startswith("/tmp/"):
+            raise RuntimeFailure("permission denied")
+        await super().write(path, data, executable=executable)
+
+
+async def test_a_sandbox_without_folders_is_used_nevertheless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listed = await collected(tmp_path, ArtifactLimits(), "e", kind=Unwritable)
+    assert [file.path for file in listed.artifacts] == ["/work/e"]
+    assert "no folders for artifacts and logs: permission denied" in caplog.text
 
 
 def test_what_is_kept_lies_by_its_digest_and_is_listed_last(tmp_path: Path) -> None:

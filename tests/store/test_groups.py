@@ -217,3 +217,25 @@ async def test_groups_of_a_translator_are_listed_in_pages(store: Store) -> None:
     assert pages == [["g4", "g3"], ["g2", "g1"], ["g0"]]
     assert [row.id for row in await store.translated_groups("operator", "polar", since=102.0, limit=9)] == ["g4"]
     assert await store.translated_groups("operator", "prorl", limit=9) == []
+
+
+async def test_sessions_of_many_groups_are_counted_by_state(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.store.store.MOST_VALUES", 2)
+    for name in ("a", "b", "c", "d"):
+        await submit(store, group_row(name))
+    await start(store, "a.0")
+    await start(store, "c.1")
+    assert await store.states_of(["a", "b", "c", "none"]) == {SessionState.QUEUED: 4, SessionState.INITIALIZING: 2}
+    assert await store.states_of([]) == {}
+
+
+async def test_a_label_is_added_to_a_stored_group(store: Store) -> None:
+    await submit(store, group_row("a"))
+    await submit(store, group_row("b"))
+    await store.add_label("a", "x", "1")
+    await store.add_label("a", "y", "2")
+    await store.add_label("a", "x", "3")
+    assert (await store.group("a")).labels == {"x": "3", "y": "2"}
+    assert (await store.group("b")).labels == {}
+    with pytest.raises(NotFound):
+        await store.add_label("none", "x", "1")

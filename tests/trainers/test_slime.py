@@ -414,6 +414,8 @@ async def test_slimes_fully_asynchronous_loop_repeats_what_failed(tmp_path: Path
         ({"group_rm": True}, "--group-rm is set: the reward is that of the task's evaluator"),
         ({"apply_chat_template": True}, "--apply-chat-template is set"),
         ({"use_rollout_routing_replay": True}, "--use-rollout-routing-replay is set"),
+        ({"polar_rollout_url": "http://x"}, "polar_rollout_url is a setting of Polar's bridge"),
+        ({"polar_new": 1, "polar_fully_async": False}, "polar_new is a setting of Polar's bridge"),
         ({"rollout_top_p": 0.9, "outrider": {"logprobs": False}}, "slime replays the ids that top-p sampling kept"),
         ({"outrider": {"on_failure": "abort"}}, "slime cannot repeat a group with a session of several rows"),
         ({"partial_rollout": True}, "slime cannot hold a group with a session of several rows"),

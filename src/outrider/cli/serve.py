@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from logging import DEBUG, INFO
+from logging import DEBUG, getLevelNamesMapping
 
 from outrider.cli.event_loop import run_service, short_pauses
 from outrider.cli.long_running import StopSignals, start_log
@@ -43,7 +43,8 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
     from outrider.sessions.resources import with_processes
 
     settings = with_processes(settings)
-    start_log(DEBUG if verbose else INFO, token=settings.token)
+    level = DEBUG if verbose else getLevelNamesMapping()[settings.log_level.upper()]
+    start_log(level, token=settings.token)
     run_service(_serve(terminal, settings))
 
 

@@ -18,6 +18,8 @@ from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
 from outrider.environment import variables
 from outrider.errors import InvalidField
+from outrider.harnesses.base import SessionFolders
+from outrider.harnesses.endpoint_variables import folder_environment
 from outrider.schemas import SessionEndpoint
 from outrider.text_files import read_toml_file
 
@@ -156,6 +158,16 @@ def capture(
         CliOption("--reward", metavar="NUMBER", help="The session's reward.", show_default="1 if COMMAND exits with 0"),
     ] = None,
     label: Labels = None,
+    folder: Annotated[
+        Path | None,
+        CliOption(
+            "--folder",
+            metavar="DIR",
+            help="Folder for the program's files: OUTRIDER_ARTIFACTS and OUTRIDER_LOGS are folders below it, which the"
+            " service does not collect.",
+            show_default="neither variable is set",
+        ),
+    ] = None,
 ) -> None:
     """Run a program here as the agent of a session, and show what it did.
 
@@ -169,11 +181,14 @@ def capture(
         outrider capture -- python my_agent.py
 
         outrider capture --reward 0.5 -- claude -p "Fix the test."
+
+        outrider capture --folder runs/1 -- python my_agent.py
     """
+    folders = {} if folder is None else _folders(folder)
     with service.external_session({"labels": _pairs(label or [])}) as session:
         terminal.note(f"session {session.id}: running {words[0]}")
         try:
-            code = subprocess.run(words, env={**variables(), **session.variables}, check=False).returncode
+            code = subprocess.run(words, env={**variables(), **session.variables, **folders}, check=False).returncode
         except OSError as error:
             raise InvalidField(
                 f"{words[0]!r} cannot be run: {error.strerror}", field="COMMAND", hint="give a program after --"
@@ -190,6 +205,19 @@ def capture(
         print_session(terminal.out, record.session, record.turns)
     if code != 0:
         raise Exit(code if 0 < code < 256 else FAILURE)
+
+
+def _folders(folder: Path) -> dict[str, str]:
+    """Make the folders of a program below `folder`, and return their variables. Raises InvalidField."""
+    named = folder_environment(SessionFolders(parent=str(folder.resolve())))
+    try:
+        for path in named.values():
+            Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidField(
+            f"{path} cannot be made: {error.strerror}", field="--folder", hint="name a folder that you may write to"
+        ) from error
+    return named
 
 
 def _state(opened: SessionEndpoint) -> str:

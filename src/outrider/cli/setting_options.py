@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from outrider.cli.command_line import OPTIONS, CliOption
 from outrider.cli.engine_option import KIND_HELP, parse_engine
-from outrider.config import OWN, Config, all_settings, load_config, takes_many
+from outrider.config import OWN, Config, all_settings, chosen_systems, load_config, takes_many
 
 REPEATED = "May be repeated."
 
@@ -21,7 +21,7 @@ ConfigFile = Annotated[
     Path | None,
     CliOption(
         metavar="FILE",
-        help="Settings as TOML, or a topology of Polar as YAML. Flags and OUTRIDER_* variables win over it.",
+        help="Settings as TOML, or as YAML of Polar or of verl's recipe. Flags and variables win over it.",
     ),
 ]
 Verbose = Annotated[bool, CliOption("--verbose", "-v", help="Log more.")]
@@ -62,9 +62,9 @@ def read_settings(options: Mapping[str, Any]) -> Config:
         flags["engines"] = [parse_engine(text) for text in engines]
     file: Path | None = options["config"]
     if file is not None and file.suffix in (".yaml", ".yml"):
-        from outrider.api.compat.polar_topology import read_topology  # late: most services have no such file
+        from outrider.api.compat.yaml_files import yaml_reader  # late: most services have no such file
 
-        return load_config(flags, file=file, read=read_topology)
+        return load_config(flags, file=file, read=yaml_reader(chosen_systems(flags)))
     return load_config(flags, file=file)
 
 

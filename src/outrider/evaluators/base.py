@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol, runtime_checkable
 import msgspec
 
 from outrider.errors import EvaluatorError
-from outrider.harnesses.base import HarnessOutcome, SessionIds
+from outrider.harnesses.base import HarnessOutcome, SessionFolders, SessionIds, folders_in
 from outrider.lifecycle import StopReason
 from outrider.messages import Message
 from outrider.sandbox.runtimes.base import Runtime
@@ -77,7 +77,7 @@ class NothingKept:
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a session to grade. `transcript` is the main branch as messages, with the last reply. `turns` is
     the number of model calls. `calls` are the model calls in the order in which they ended. `ids` are the ids of the
-    attempt.
+    attempt. `folders` are the session's folders in the agent's sandbox; a new sandbox does not have them.
 
     `runtime` is the graded sandbox. For a regraded outcome without kept files, `runtime` is a `NothingKept`. `patch` is
     the agent's change to a repository in the format of `git diff`, if the task carries a diff.
@@ -109,6 +109,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     bucket: str = ""
     off_the_clock: OffTheClock = nullcontext
     log: Callable[[bytes], None] = not_kept
+
+    @property
+    def folders(self) -> SessionFolders:
+        return folders_in(self.runtime)
 
 
 class Evaluator(Protocol):

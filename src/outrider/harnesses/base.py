@@ -37,6 +37,26 @@ class SessionIds(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 1
 
 
+class SessionFolders(msgspec.Struct, frozen=True, kw_only=True):
+    """Folders in the agent's sandbox whose files are kept as artifacts (docs/tasks.md): `artifacts` for the agent's
+    work, `logs` for its logs. Both exist before the agent starts, and are below `parent`."""
+
+    parent: str = ""
+
+    @property
+    def artifacts(self) -> str:
+        return f"{self.parent}/artifacts"
+
+    @property
+    def logs(self) -> str:
+        return f"{self.parent}/logs"
+
+
+def folders_in(runtime: Runtime) -> SessionFolders:
+    """Return the paths of the session's folders in a sandbox."""
+    return SessionFolders(parent=f"{runtime.scratch}/outrider-session")
+
+
 class ModelRefused(RequestError):
     """A frozen model refused a call because of the agent: the session has used up its turns or tokens of the model, or
     the prompt is too long. If an agent does not catch this error, the session is graded, as after a non-zero exit of a
@@ -66,13 +86,17 @@ class ModelClient(Protocol):
 
 
 class HarnessContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a harness for one session."""
+    """The input of a harness for one session. `folders` are the session's folders in the sandbox."""
 
     task: TaskSpec
     runtime: Runtime
     endpoint: ModelEndpoint
     model: ModelClient
     ids: SessionIds = SessionIds()
+
+    @property
+    def folders(self) -> SessionFolders:
+        return folders_in(self.runtime)
 
 
 class HarnessOutcome(msgspec.Struct, frozen=True, kw_only=True):

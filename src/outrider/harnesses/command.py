@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from outrider.errors import LOG_TAIL, HarnessError, InvalidField, RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome, ProgramExit
-from outrider.harnesses.endpoint_variables import endpoint_environment
+from outrider.harnesses.endpoint_variables import endpoint_environment, folder_environment
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.missing_program import find_missing, search_path
 from outrider.harnesses.placeholders import fill, fill_file
@@ -162,7 +162,8 @@ class CommandHarness:
 
     def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
         own = {name: fill(text, words) for name, text in (self._preset.env | self._env).items()}
-        return own | endpoint_environment(context.endpoint, context.task.instruction, context.ids)
+        given = endpoint_environment(context.endpoint, context.task.instruction, context.ids)
+        return own | given | folder_environment(context.folders)
 
 
 def check_instruction(instruction: str) -> None:

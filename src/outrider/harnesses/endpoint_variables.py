@@ -1,12 +1,17 @@
-"""The environment variables of a session: its model endpoint, under the names that the vendors' programs read, and its
-ids.
+"""The environment variables of a session: its model endpoint, under the names that the vendors' programs read, its ids
+and its folders.
 
 Invariant: no task can set these variables.
 """
 
 from __future__ import annotations
 
-from outrider.harnesses.base import ModelEndpoint, SessionIds
+from outrider.harnesses.base import ModelEndpoint, SessionFolders, SessionIds
+
+
+def folder_environment(folders: SessionFolders) -> dict[str, str]:
+    """Return the variables from which agents for Outrider read the folders of their session."""
+    return {"OUTRIDER_ARTIFACTS": folders.artifacts, "OUTRIDER_LOGS": folders.logs}
 
 
 def endpoint_environment(endpoint: ModelEndpoint, instruction: str, ids: SessionIds) -> dict[str, str]:
@@ -32,4 +37,7 @@ def endpoint_environment(endpoint: ModelEndpoint, instruction: str, ids: Session
     }
 
 
-ENDPOINT_VARIABLES = frozenset(endpoint_environment(ModelEndpoint(base_url="", api_key="", model=""), "", SessionIds()))
+ENDPOINT_VARIABLES = frozenset(
+    endpoint_environment(ModelEndpoint(base_url="", api_key="", model=""), "", SessionIds())
+    | folder_environment(SessionFolders())
+)

@@ -1,5 +1,5 @@
-"""Keeps the files of the agent's sandbox that a task names as its artifacts, after the agent's run has ended, and the
-output of the graders.
+"""Keeps the files of the agent's sandbox that a task names as its artifacts, and those in the session's folders, after
+the agent's run has ended, and the output of the graders.
 
 Invariant: keeping files raises nothing but a cancellation. A file that is not kept is listed with the reason, or the
 log has the reason.
@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.errors import RuntimeFailure, ServiceError, storable
+from outrider.harnesses.base import folders_in
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
@@ -78,6 +79,17 @@ class ArtifactLimits(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 120.0
 
 
+async def make_folders(runtime: Runtime) -> None:
+    """Make the session's folders in a started sandbox. A sandbox in which they cannot be made, because the image's user
+    may not write there, has no folders: the agent may need none."""
+    folders = folders_in(runtime)
+    try:  # a hidden file makes its folder, and is never collected
+        for folder in (folders.artifacts, folders.logs):
+            await runtime.write(f"{folder}/.keep", b"")
+    except (RuntimeFailure, OSError) as error:
+        log.warning("a sandbox has no folders for artifacts and logs: %s", error)
+
+
 class ArtifactCollector:
     """Collects the artifacts of a node's sessions into `store`."""
 
@@ -87,9 +99,8 @@ class ArtifactCollector:
         self._reading = asyncio.Semaphore(MAX_FILES_IN_MEMORY)
 
     async def collect(self, runtime: Runtime, task: TaskSpec, session_id: str, attempt: int) -> ArtifactList:
-        """Keep the artifacts of an attempt, and return the list of them. Call this once per attempt."""
-        if not task.artifacts:
-            return ArtifactList(session_id=session_id, attempt=attempt, artifacts=(), left_out=())
+        """Keep the artifacts of an attempt, and return the list of them. Call this once per attempt. The list is stored
+        if the task names artifacts or the list is not empty."""
         collection = ArtifactCollection(runtime, task, self._store, self._limits, session_id, attempt)
         try:
             try:
@@ -99,7 +110,9 @@ class ArtifactCollector:
                             await collection.keep(path)
             except TimeoutError:
                 collection.leave_out("", f"the files not listed could not be read within {self._limits.seconds:g} s")
-            await self._store.keep_index(collection.listed())
+            listed = collection.listed()
+            if task.artifacts or listed.artifacts or listed.left_out:
+                await self._store.keep_index(listed)
         except Exception as error:  # a failure to keep artifacts must not fail the session
             log.warning("the artifacts of session %s attempt %d are not kept: %r", session_id, attempt, error)
         return collection.listed()
@@ -165,6 +178,7 @@ class ArtifactCollection:
 
     def __post_init__(self) -> None:
         self._bytes_left = self.limits.total_bytes
+        self._folders = folders_in(self.runtime).parent
 
     def listed(self) -> ArtifactList:
         return ArtifactList(
@@ -175,15 +189,17 @@ class ArtifactCollection:
         )
 
     async def paths(self) -> AsyncIterator[str]:
-        """Yield the absolute paths in the sandbox that the task's patterns match, each once."""
+        """Yield the absolute paths in the sandbox that the task's patterns match, and those in the session's folders,
+        each once."""
         seen: set[str] = set()
-        for pattern in self.task.artifacts:
+        own = f"{self._folders}/**"
+        for pattern in (*self.task.artifacts, own):
             try:
                 found = await self.runtime.glob(pattern, limit=self.limits.matches)
             except (RuntimeFailure, OSError) as error:
                 self.leave_out(pattern, str(error))
                 continue
-            if not found:
+            if not found and pattern != own:
                 self.leave_out(pattern, "matches nothing")
             for name in found:
                 path = posixpath.normpath(posixpath.join(self.task.runtime.workdir, name))
@@ -198,7 +214,8 @@ class ArtifactCollection:
             path.encode()
             data = await self.runtime.read(path, limit=limit, follow=False)
         except IsADirectoryError:
-            self.leave_out(path, "a folder: a pattern such as `folder/**` names the files in it")
+            if not f"{path}/".startswith(f"{self._folders}/"):
+                self.leave_out(path, "a folder: a pattern such as `folder/**` names the files in it")
             return
         except UnicodeEncodeError:
             self.leave_out(path, "its name is not UTF-8")

@@ -53,7 +53,7 @@ from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
-from outrider.sessions.artifacts import ArtifactCollector, GradingLog
+from outrider.sessions.artifacts import ArtifactCollector, GradingLog, make_folders
 from outrider.sessions.attempt import Attempt, AttemptStore, secrets_of, session_result
 from outrider.sessions.blame import Blame, Cause, End, Facts, Stage, decide, end_of
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
@@ -408,6 +408,7 @@ class Rollout:
     async def _ready(self, sandbox: Sandbox, harness: Harness) -> HarnessContext:
         """Install the harness in the started sandbox."""
         runtime, model = sandbox.runtime, self._node.model.model
+        await make_folders(runtime)
         context = HarnessContext(
             task=self._task,
             runtime=runtime,

@@ -266,6 +266,18 @@ MIGRATIONS: Migrations = (
         "CREATE TABLE positions (reader TEXT PRIMARY KEY, cursor BIGINT NOT NULL)",
         "ALTER TABLE groups ADD COLUMN traceparent TEXT",
     ),
+    (
+        # A row has the times of the phases of a trainer's step, JSON (`training_timings.py`).
+        """CREATE TABLE training_timings (
+            tenant TEXT NOT NULL,
+            epoch BIGINT NOT NULL,
+            step BIGINT NOT NULL,
+            record {blob} NOT NULL,
+            stored DOUBLE PRECISION NOT NULL,
+            PRIMARY KEY (tenant, epoch, step)
+        )""",
+        "CREATE INDEX training_timings_by_age ON training_timings (tenant, stored, epoch, step)",
+    ),
 )
 
 

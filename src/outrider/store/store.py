@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from hmac import compare_digest
@@ -35,6 +36,7 @@ from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
+from outrider.store.training_timings import TrainingTimings
 from outrider.timeline import TimelinePart
 from outrider.trajectory import SessionResult, Turn, without_gaps
 
@@ -50,6 +52,8 @@ MOST_PACES = 1000
 accumulate."""
 MOST_REFUSED = 10_000
 """Maximum number of idempotency keys of a tenant that are refused at a time."""
+MOST_VALUES = 500
+"""Maximum number of values in one statement. Databases limit this number."""
 MOVES_WITH_A_METHOD = frozenset({SessionState.QUEUED, SessionState.INITIALIZING, SessionState.DONE})
 """States that `set_state` refuses: only `requeue`, `recover`, `start_attempt` and `finish` lead to these states."""
 
@@ -122,6 +126,7 @@ class Store:
         self._migrations = migrations
         self.consumers = Consumers(database, clock)
         self.removals = Removals(database)
+        self.training_timings = TrainingTimings(database, clock)
 
     async def __aenter__(self) -> Self:
         """Open the database, and apply new migrations of the schema. Raises ServiceError."""
@@ -401,6 +406,31 @@ class Store:
         sql = f"SELECT {rows.GROUP_COLUMNS} FROM groups WHERE idempotency_key = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (rows.stored_key(tenant, idempotency_key),)))
         return self._group(found[0]) if found else None
+
+    async def add_label(self, group_id: str, name: str, value: str) -> None:
+        """Add a label to a stored group, or replace the label's value. The group's place in the queue is unchanged."""
+
+        async def body(tx: Connection) -> None:
+            group = await self._find_group(tx, group_id)
+            labels = rows.pack_data(group.labels | {name: value})
+            await tx.execute("UPDATE groups SET labels = ? WHERE id = ?", (labels, group_id))
+
+        await self._db.write(body)
+
+    async def states_of(self, group_ids: Sequence[str]) -> dict[SessionState, int]:
+        """Count the sessions of these groups by state, in one read. Unknown groups have none."""
+
+        async def body(tx: Connection) -> Counter[SessionState]:
+            counted: Counter[SessionState] = Counter()
+            for start in range(0, len(group_ids), MOST_VALUES):
+                some = group_ids[start : start + MOST_VALUES]
+                marks = ", ".join("?" * len(some))
+                sql = f"SELECT state, COUNT(*) FROM sessions WHERE state <> ? AND group_id IN ({marks}) GROUP BY state"
+                for state, count in await tx.fetch(sql, (REMOVED, *some)):
+                    counted[SessionState(state)] += count
+            return counted
+
+        return await self._db.read(body)
 
     async def translated_groups(
         self, tenant: str, translator: str, *, since: float = -inf, before: tuple[float, str] | None = None, limit: int

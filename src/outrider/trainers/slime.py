@@ -34,6 +34,7 @@ from outrider.client.sampling import Batch, Choice, DynamicSampler, rewards_of
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.schemas import GroupView
 from outrider.spec import EVALUATION_LABEL
+from outrider.trainers.polar_settings import refuse_polar_settings
 from outrider.trainers.shared_client import FIRST_PATIENCE, run_group, shared_client
 from outrider.trainers.shared_settings import BridgeSettings, group_of, read_settings, refuse_images, task_for
 from outrider.trainers.trajectories import Trajectory, chosen_metrics, trajectories_of
@@ -584,7 +585,9 @@ def _rollout_id(sample: SlimeSample) -> Any:
 
 
 def _settings(args: Any, unsupported: Mapping[str, str]) -> SlimeSettings:
-    """Read the settings. Raises InvalidField for wrong settings, and for an unsupported option of slime that is set."""
+    """Read the settings. Raises InvalidField for wrong settings, and for an unsupported option of slime or a setting of
+    Polar's bridge that is set."""
+    refuse_polar_settings(args)
     for option, why in unsupported.items():
         if getattr(args, option, None):
             raise InvalidField(f"--{option.replace('_', '-')} is set: {why}", field=option)

@@ -26,6 +26,7 @@ from support.service import call, running_service, say
 REPLIES = (f"I look.{call('ls')}", say("It is in a file."), say("Done."))
 GOLDEN = Path(__file__).parent / "golden" / "verl" / "a-session.txt"
 TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object", "properties": {}}}}
+TIMES = {"epoch": 0, "global_step": 7, "phases": {"gen": {"start": 1000.5, "end": 1009.25}, "update_actor": None}}
 QUESTION = {"role": "user", "content": "Where is it?"}
 CHANGING = (
     (re.compile(r"call_[0-9a-f]{12}\w*"), "call_ID"),
@@ -148,7 +149,7 @@ async def test_the_session_ends_without_a_made_up_reward(tmp_path: Path) -> None
         [session] = page["groups"][0]["sessions"]
         result = session["result"]
         assert (result["verdict"], result["stop_reason"], result["turns"]) == (None, "cancelled", 2)
-        assert page["groups"][0]["labels"] == {"verl.session": "one"}
+        assert page["groups"][0]["labels"] == {"verl.session": "one", "verl.deleted": "true"}
         assert url
 
 
@@ -180,7 +181,7 @@ async def test_the_codes_of_the_contract(tmp_path: Path) -> None:
         assert (await client.ask("GET", "/sessions/a"))[0] == 404
         assert (await client.ask("POST", "/sessions/a"))[0] == 409, "an id is used once"
         assert (await client.ask("POST", "/api/v1/runs", {}))[0] == 422, "not multipart"
-        assert (await client.ask("GET", "/training/timing/1/2"))[0] == 400
+        assert (await client.ask("GET", "/training/timing/1/2"))[0] == 404
         assert (await client.ask("POST", "/sessions/a%20b"))[0] == 422
         assert (await client.ask("POST", "/sessions/s"))[0] == 422, "its first chat path is a path of the gateway"
 
@@ -220,6 +221,12 @@ async def test_sessions_belong_to_a_tenant(tmp_path: Path) -> None:
         listed = await world.http.get(world.owner.url + "/sessions", headers=headers)
         assert listed.json() == {"count": 0, "sessions": []}, "an admin's list has no ids that its own routes refuse"
         assert await status("alice", "GET", "/sessions/a") == 200
+        as_alice = {"Authorization": f"Bearer {tokens['alice']}"}
+        made = await world.http.post(world.owner.url + "/training/timing", json=TIMES, headers=as_alice)
+        assert made.status_code == 200
+        assert await status(None, "GET", "/training/timing") == 401
+        for name, code in (("alice", 200), ("bob", 404)):
+            assert await status(name, "GET", "/training/timing/0/7") == code
 
 
 @pytest.mark.parametrize("compat", [("verl", "polar"), ("polar", "verl")])
@@ -290,6 +297,11 @@ async def test_the_wire_is_as_before(tmp_path: Path) -> None:
         ("DELETE", "/sessions/swe-1", None),
         ("GET", "/sessions/swe-1", None),
         ("POST", "/training/timing", {}),
+        ("POST", "/training/timing", TIMES),
+        ("GET", "/training/timing", None),
+        ("GET", "/training/timing/0/7", None),
+        ("GET", "/training/timing/0/8", None),
+        ("GET", "/training/timing/0/x", None),
     ]
     lines = []
     async with recipe(tmp_path) as (client, _):
@@ -303,6 +315,76 @@ async def test_the_wire_is_as_before(tmp_path: Path) -> None:
     if os.environ.get("GOLDEN") == "write":
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
+
+
+async def test_sessions_stay_deleted_and_timings_stay_stored_after_a_restart(tmp_path: Path) -> None:
+    async with recipe(tmp_path) as (client, _):
+        for name in ("one", "two"):
+            await client.status("POST", f"/sessions/{name}", "created")
+            await client.chat(name, [QUESTION])
+        await client.status("DELETE", "/sessions/one", "deleted")
+        assert (await client.ask("POST", "/training/timing", TIMES))[0] == 200
+    async with recipe(tmp_path) as (client, _):
+        assert (await client.ask("GET", "/sessions/one"))[0] == 404
+        assert (await client.ask("DELETE", "/sessions/one"))[0] == 404
+        assert (await client.ask("POST", "/one/v1/chat/completions", {"model": "m", "messages": [QUESTION]}))[0] == 404
+        assert (await client.ask("POST", "/sessions/one"))[0] == 409, "an id is used once"
+        assert [each["session_id"] for each in json.loads((await client.ask("GET", "/sessions"))[1])["sessions"]] == [
+            "two"
+        ]
+        assert json.loads((await client.ask("GET", "/training/timing/0/7"))[1]) == TIMES
+        [group] = json.loads((await client.ask("GET", "/v1/results?after=0&wait=10"))[1])["groups"]
+        assert group["labels"] == {"verl.session": "one", "verl.deleted": "true"}
+
+
+async def test_timings_are_stored_by_step(tmp_path: Path) -> None:
+    async with recipe(tmp_path) as (client, _):
+
+        async def post(record: Any) -> tuple[int, Any]:
+            code, reply = await client.ask("POST", "/training/timing", record)
+            return code, json.loads(reply)
+
+        for step in (2, 1):
+            code, reply = await post(TIMES | {"global_step": step})
+            assert (code, reply) == (200, {"status": "recorded", "epoch": 0, "global_step": step})
+        changed = {"epoch": 0, "global_step": 1, "gen": {"start": 1e9, "end": None}, "note": "é"}
+        assert (await post(changed))[0] == 200
+        listed = json.loads((await client.ask("GET", "/training/timing"))[1])
+        assert listed == {"count": 2, "timings": [changed, TIMES | {"global_step": 2}]}
+        assert json.loads((await client.ask("GET", "/verl/training/timing/0/1"))[1]) == changed
+        for wrong, field in (
+            ({"global_step": 1}, "epoch"),
+            ({"epoch": 0}, "global_step"),
+            ({"epoch": True, "global_step": 1}, "epoch"),
+            ({"epoch": 0, "global_step": 1.5}, "global_step"),
+            ({"epoch": 0, "global_step": 10**18}, "global_step"),
+            ({"epoch": 0, "global_step": 1, "text": "x" * 9000}, "body"),
+            ([], "body"),
+        ):
+            code, reply = await post(wrong)
+            assert code == 422
+            assert reply["detail"].startswith(f"{field}: ")
+        assert (await client.ask("GET", f"/training/timing/{'9' * 5000}/1"))[0] == 422
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", 422),
+        (b"{", 422),
+        (b"[" * 7000, 422),
+        (b'{"epoch": 0, "global_step": NaN}', 422),
+        (b'{"epoch": 0, "global_step": ' + b"9" * 5000 + b"}", 422),
+        (b'{"epoch": 0, "global_step": 1, "t": ' + b"9" * 300 + b"}", 200),
+        (b'{"epoch": 0, "global_step": 1, "t": "\xff"}', 422),
+    ],
+)
+async def test_odd_timings(tmp_path: Path, body: bytes, code: int) -> None:
+    async with recipe(tmp_path) as (client, url):
+        async with client.http.post(f"{url}/training/timing", data=body) as reply:
+            assert reply.status == code
+        stored = (await client.ask("GET", "/training/timing"))[1]
+        assert stored == (b'{"count":1,"timings":[' + body + b"]}" if code == 200 else b'{"count":0,"timings":[]}')
 
 
 PARTS = st.sampled_from(
@@ -328,6 +410,28 @@ async def test_random_requests_get_no_5xx(tmp_path: Path) -> None:
         for method, parts, body in requests:
             code, reply = await client.ask(method, "/" + "/".join(parts), body)
             assert code < 500, (method, parts, body, reply)
+
+
+async def test_random_timings_get_no_5xx(tmp_path: Path) -> None:
+    numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | BODIES
+    records: list[Any] = []
+
+    @given(st.dictionaries(st.text(), BODIES), numbers, numbers)
+    def collect(more: dict[str, Any], epoch: Any, step: Any) -> None:
+        records.append(more | {"epoch": epoch, "global_step": step})
+
+    collect()
+    async with recipe(tmp_path) as (client, _):
+        kept = {}
+        for record in records:
+            code, reply = await client.ask("POST", "/training/timing", record)
+            assert code in (200, 422), (record, reply)
+            if code == 200:
+                made = json.loads(reply)
+                kept[made["epoch"], made["global_step"]] = record
+        assert kept
+        listed = json.loads((await client.ask("GET", "/training/timing"))[1])
+        assert listed == {"count": len(kept), "timings": [kept[step] for step in sorted(kept)]}
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 1}'])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from outrider.config import VerlProxyConfig
 from outrider.engines.adapters.verl_workers import CompletionResponse, VerlWorker, VerlWorkersEngine
 from outrider.engines.base import ChatRequest, EngineOptions, SamplingParams
 from outrider.errors import EngineError
@@ -238,6 +239,21 @@ async def test_a_late_hello(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     async with proxy(tmp_path) as (_, _, url), connect(address(url)) as socket:
         await socket.wait_closed()
         assert socket.close_code == 4000
+
+
+@pytest.mark.deep
+async def test_a_call_ends_after_the_setting(tmp_path: Path) -> None:
+    settings = VerlProxyConfig(call_seconds=0.1)
+    async with (
+        proxy(tmp_path, verl_proxy=settings) as (_, client, url),
+        worker(url, answers=False),
+    ):
+        await serving(client)
+        await client.status("POST", "/sessions/a", "created")
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        code, reply = await client.ask("POST", "/a/v1/chat/completions", body)
+        assert code == 503
+        assert b"did not answer in 0.1 s" in reply
 
 
 async def test_pings(tmp_path: Path) -> None:

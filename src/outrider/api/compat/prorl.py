@@ -167,9 +167,7 @@ class ProrlServer:
         """Count the unfinished jobs of the tenant, by stage."""
         await self._check_running(caller)
         jobs = await self._jobs(caller)
-        states: Counter[SessionState] = Counter()
-        for job in jobs:
-            states.update(session.state for session in await self._service.store.sessions(job.id))
+        states = Counter(await self._service.store.states_of([job.id for job in jobs]))
         return {
             "status": "running",
             "pending_jobs": len(jobs),

@@ -8,7 +8,6 @@ made by its creation only, never by a call for an unknown id.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -21,11 +20,12 @@ from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
 from outrider.api.compat.harbor_runs import SESSION_ID, BoundRuns, HarborRuns
 from outrider.api.compat.routes import CompatRoute, CompatSocket
+from outrider.api.compat.verl_timings import timing_routes
 from outrider.api.compat.verl_workers import ENGINE, serve_worker
 from outrider.api.control_replies import long_reply
 from outrider.api.gateway import PREFIX, Gateway
 from outrider.engines.adapters.verl_workers import VerlWorkersEngine
-from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, RequestError, renamed_field
+from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, renamed_field
 from outrider.messages import Message, Role
 from outrider.service.principals import Principal
 from outrider.service.service import Service
@@ -36,24 +36,17 @@ from outrider.trajectory import Turn, WorkerReport, unpack_ids, unpack_logprobs
 
 LABEL = "verl.session"
 """Label of a session's group, with the id that the client has chosen."""
+DELETED_LABEL = "verl.deleted"
+"""Label of the group of a session that the client has deleted."""
 TAKEN = {PREFIX.strip("/"): "the model gateway"}
 """Ids that no session has, because `/ID/v1/chat/completions` belongs to another part of the service, by id."""
 SESSION_SECONDS = 86_400.0
 """Maximum seconds of a session. The recipe closes its sessions itself; a client that dies must not hold one for
 ever."""
 LIMITS = Limits(session_seconds=SESSION_SECONDS, turns=100_000, response_tokens=1 << 30)
-MOST_DELETED = 10_000
-"""Maximum number of deleted sessions that are remembered. The record of an older one can be read again."""
 MOST_LISTED = 100
 MOST_PAGES = 100
 """Maximum number of pages of MOST_LISTED external groups, the newest, among which sessions are searched for a list."""
-REFUSED = {
-    "/training/timing": "the timings of a trainer's phases are not stored here: log them with the trainer's metrics",
-    "/training/timing/{epoch}/{global_step}": "the timings of a trainer's phases are not stored here",
-}
-"""Routes of the recipe that are refused, with the reason."""
-
-
 SOCKETS = (CompatSocket("/ws/worker", "admin", serve_worker),)
 
 
@@ -70,11 +63,8 @@ def routes(service: Service) -> list[CompatRoute]:
         CompatRoute("POST", "/{sid}/v1/chat/completions", "submit", verl.chat),
         CompatRoute("POST", "/v1/chat/completions/{sid}", "submit", verl.chat),
         *HarborRuns(service, verl.bound, verl.session).routes(),
-        *(CompatRoute(method, path, "submit", verl.refuse(why)) for path, why in REFUSED.items() for method in METHODS),
+        *timing_routes(service),
     ]
-
-
-METHODS = ("GET", "POST")
 
 
 class VerlProxy:
@@ -85,8 +75,6 @@ class VerlProxy:
         self._service = service
         self._gateway = Gateway(service.external)
         self._taken = TAKEN | {name: f"the interface of {name}" for name in service.config.compat if name != "verl"}
-        self._deleted: OrderedDict[str, None] = OrderedDict()
-        """Ids of our sessions that were deleted, oldest first."""
 
     async def health(self, request: Request, caller: Principal) -> Any:
         if not any(engine.ok for engine in self._service.pool.status()):
@@ -105,8 +93,8 @@ class VerlProxy:
                 field="session_id",
                 hint="choose another id",
             )
-        known = await self._find(sid, caller)
-        if known is not None:
+        if (group := await self._group(sid, caller)) is not None:
+            [known] = await self._service.store.sessions(group.id)
             if known.over:
                 raise Conflict(f"session {sid!r} was closed", hint="use another id for another trajectory")
             if await self.bound.turns(known, caller):
@@ -153,9 +141,7 @@ class VerlProxy:
         session = await self.session(sid, caller)
         await self._service.cancel_session(session.id, caller)
         await self.bound.end(session, caller)
-        self._deleted[session.id] = None
-        while len(self._deleted) > MOST_DELETED:
-            self._deleted.popitem(last=False)
+        await self._service.store.add_label(session.group_id, DELETED_LABEL, "true")
         return {"session_id": sid, "status": "deleted"}
 
     async def sessions(self, request: Request, caller: Principal) -> Any:
@@ -168,7 +154,9 @@ class VerlProxy:
             except NotFound:  # the group `before` was removed meanwhile: the list ends here
                 break
             for group in page:
-                if len(found) < MOST_LISTED and (sid := group.labels.get(LABEL)) is not None:
+                if DELETED_LABEL in group.labels or len(found) == MOST_LISTED:
+                    continue
+                if (sid := group.labels.get(LABEL)) is not None:
                     found += await self._listed(sid, group, caller)
             if len(found) == MOST_LISTED or len(page) < MOST_LISTED:
                 break
@@ -176,13 +164,12 @@ class VerlProxy:
         return {"count": len(found), "sessions": found}
 
     async def _listed(self, sid: str, group: GroupRow, caller: Principal) -> list[dict[str, Any]]:
-        """Return the entry of a session in the list. Returns none for a deleted or removed session."""
+        """Return the entry of a session in the list. Returns none for a removed session."""
         with suppress(NotFound):  # the group was removed meanwhile
             [session] = await self._service.store.sessions(group.id)
-            if session.id not in self._deleted:
-                turns = await self.bound.turns(session, caller)
-                used = await self._service.reader.offload(partial(used_turns, turns))
-                return [{"session_id": sid, "turns": len(used), "completed": session.over}]
+            turns = await self.bound.turns(session, caller)
+            used = await self._service.reader.offload(partial(used_turns, turns))
+            return [{"session_id": sid, "turns": len(used), "completed": session.over}]
         return []
 
     async def chat(self, request: Request, caller: Principal) -> Response:
@@ -192,26 +179,18 @@ class VerlProxy:
         key = self._service.store.session_key(session.id)
         return GatewayCall(self._gateway, f"/s/{key}/v1/chat/completions", None)
 
-    def refuse(self, why: str) -> Any:
-        async def refusing(request: Request, caller: Principal) -> Response:
-            raise RequestError(why)
-
-        return refusing
-
-    async def _find(self, sid: str, caller: Principal) -> SessionRow | None:
-        """Return the session with an id, None if there is none. Another group with the key of the session is no session
-        of the recipe."""
+    async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
+        """Return the group of the session with an id, None if there is none. Another group with the key of the session
+        is no session of the recipe."""
         group = await self._service.store.keyed_group(caller.tenant, _key(sid))
-        if group is None or group.labels.get(LABEL) != sid:
-            return None
-        return (await self._service.store.sessions(group.id))[0]
+        return None if group is None or group.labels.get(LABEL) != sid else group
 
     async def session(self, sid: str, caller: Principal) -> SessionRow:
-        """Return the session with an id. Raises NotFound."""
-        session = await self._find(sid, caller)
-        if session is None or session.id in self._deleted:
+        """Return the session with an id. Raises NotFound, also for a deleted session."""
+        group = await self._group(sid, caller)
+        if group is None or DELETED_LABEL in group.labels:
             raise NotFound(f"no session {sid!r}", hint="create it first: POST /sessions/{session_id}")
-        return session
+        return (await self._service.store.sessions(group.id))[0]
 
 
 def _sid(request: Request) -> str:

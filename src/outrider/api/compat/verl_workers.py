@@ -104,7 +104,8 @@ async def _engine(service: Service) -> VerlWorkersEngine:
     """Return the engine, which is added if there is none."""
     try:
         if service.pool.engine(ENGINE) is None:
-            await shielded(lambda: service.attach_engine(EngineSpec(kind=ENGINE, name=ENGINE)))
+            options = {"call_seconds": service.config.verl_proxy.call_seconds}
+            await shielded(lambda: service.attach_engine(EngineSpec(kind=ENGINE, name=ENGINE, options=options)))
     except OutriderError as error:
         if service.pool.engine(ENGINE) is None:  # otherwise another worker has added the engine meanwhile
             raise _Refused(NOT_SERVED, error.message) from error

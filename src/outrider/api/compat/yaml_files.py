@@ -1,0 +1,35 @@
+"""Chooses the reader of a YAML file of another system, which is read as the settings of a service."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.api.compat.polar_topology import read_topology
+from outrider.api.compat.verl_settings import FIELD, MOST, read_recipe
+from outrider.errors import InvalidField
+from outrider.text_files import read_text_file
+
+RECIPE, TOPOLOGY = (re.compile(f"^{name}:", re.MULTILINE) for name in ("proxy_server", "gateway"))
+"""Lines of the files."""
+
+
+def yaml_reader(systems: Sequence[Any]) -> Callable[[Path], dict[str, Any]]:
+    """Return the reader of a YAML file. `systems` are those that flags and environment choose. A configuration of
+    verl's recipe is read only if the systems have `verl`; a topology of Polar chooses `polar` itself."""
+
+    def read(path: Path) -> dict[str, Any]:
+        text = read_text_file(path, field=FIELD, limit=MOST, what="YAML file")
+        if "verl" in systems:
+            return read_topology(path) if TOPOLOGY.search(text) and not RECIPE.search(text) else read_recipe(path)
+        if RECIPE.search(text):
+            raise InvalidField(
+                f"{path} is a configuration of verl's recipe, whose interface is not served",
+                field="compat",
+                hint="add --compat verl",
+            )
+        return read_topology(path)
+
+    return read

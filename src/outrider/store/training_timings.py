@@ -1,0 +1,48 @@
+"""Stores the times of a trainer's phases: one record for each step of each epoch. The records of a tenant are its own.
+
+Invariant: a tenant has at most MOST_TIMINGS records. The records that were stored first make room for new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outrider.store.database import Connection, Database
+
+MOST_TIMINGS = 5_000
+"""Maximum number of stored records of one tenant."""
+
+
+class TrainingTimings:
+    """The timings in a store. The store opens and closes the database. Every method raises ServiceError when the
+    database fails. Records are JSON objects, as bytes."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._db = database
+        self._clock = clock
+
+    async def keep(self, tenant: str, epoch: int, step: int, record: bytes) -> None:
+        """Store the record of a step. An earlier record of the same step is replaced, and keeps its place."""
+        put = """INSERT INTO training_timings (tenant, epoch, step, record, stored) VALUES (?, ?, ?, ?, ?)
+            ON CONFLICT (tenant, epoch, step) DO UPDATE SET record = excluded.record"""
+        drop = "DELETE FROM training_timings WHERE tenant = ? AND epoch = ? AND step = ?"
+        oldest = """SELECT epoch, step FROM training_timings WHERE tenant = ?
+            ORDER BY stored DESC, epoch DESC, step DESC LIMIT ? OFFSET ?"""
+
+        async def body(tx: Connection) -> None:
+            await tx.execute(put, (tenant, epoch, step, record, self._clock()))
+            for old in await tx.fetch(oldest, (tenant, MOST_TIMINGS, MOST_TIMINGS)):
+                await tx.execute(drop, (tenant, *old))
+
+        await self._db.write(body)
+
+    async def find(self, tenant: str, epoch: int, step: int) -> bytes | None:
+        """Return the record of a step, None if there is none."""
+        sql = "SELECT record FROM training_timings WHERE tenant = ? AND epoch = ? AND step = ?"
+        found = await self._db.read(lambda tx: tx.fetch(sql, (tenant, epoch, step)))
+        return bytes(found[0][0]) if found else None
+
+    async def all(self, tenant: str) -> list[bytes]:
+        """Return the tenant's records, in the order of epoch and step."""
+        sql = "SELECT record FROM training_timings WHERE tenant = ? ORDER BY epoch, step"
+        return [bytes(row[0]) for row in await self._db.read(lambda tx: tx.fetch(sql, (tenant,)))]
