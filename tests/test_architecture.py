@@ -34,6 +34,7 @@ LAYERS = (
         "callbacks",
         "text_files",
         "printable",
+        "logs",
         "concurrency",
     ),
     ("tokens", "dialects", "wire", "sandbox"),

@@ -17,9 +17,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.long_running import LogFormatter
 from outrider.cli.terminal import Terminal
 from outrider.errors import Boundary, ErrorRecord
+from outrider.logs import LogFormatter
 from outrider.printable import indented, printable, printable_json
 
 HOSTILE = {

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from outrider.api.control_replies import error_reply
-from outrider.cli.long_running import LogFormatter
 from outrider.errors import EngineUnavailable
+from outrider.logs import LogFormatter
 from outrider.redaction import redacted, secrets_in, without_keys
 
 KEY = "outrider_s_" + "Ab3-_" * 6 + "xy"

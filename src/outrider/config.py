@@ -365,6 +365,8 @@ class Config(Section):
         "info"
     )
     """The lowest level of the messages in the log: `debug`, `info`, `warning`, `error` or `critical`."""
+    log_format: Annotated[Literal["text", "json"], Setting("--log-format FORMAT")] = "text"
+    """The form of the log's lines: `text`, or `json` with [fields](timeline.md#the-log) for programs."""
     advertise: Annotated[tuple[str, ...], Setting("--advertise [NETWORK=]URL")] = ()
     """Addresses under which [agents that run elsewhere](external.md) reach this service, such as
     `https://rollouts.example.com` or `cluster=http://10.0.0.5:8700`; the first is the default. Without any, an agent
@@ -486,7 +488,7 @@ RECIPE_VARIABLES = {
 these variables."""
 ADDED = {"plugins.allow": PluginsConfig().allow}
 """Settings whose flags add to the value from the environment or the file, or else to the default given here."""
-OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near"})
+OWN = frozenset({"lanes", "sandboxes", "files", "data", "processes", "stop_seconds", "near", "log_format"})
 """Settings and sections that a machine sets for itself when it joins a service. All other settings come from the
 service."""
 

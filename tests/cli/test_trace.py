@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def checked(text: str) -> list[dict[str, Any]]:
     for row, spans in rows.items():
         assert row in named
         spans.sort()
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)), row
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans)), row
     return events
 
 

@@ -31,6 +31,7 @@ from outrider.dialects.base import (
     without_declaration,
 )
 from outrider.errors import NotFound, OutriderError, Unauthorized
+from outrider.logs import SESSION
 from outrider.messages import Delta
 from outrider.sessions.calls.call import Step
 from outrider.sessions.calls.limits import LARGE, Body, BodyCapacity, TooMuchAtOnce
@@ -95,7 +96,11 @@ class Gateway:
                 if models.under_way > self._calls:
                     raise TooMuchAtOnce(f"this session has {self._calls} calls under way: one more cannot be taken yet")
                 claim(scope, key, keep=True)
-                await self._serve(routed, call, models, scope, receive, reply)
+                outside = SESSION.set(models.logged)
+                try:
+                    await self._serve(routed, call, models, scope, receive, reply)
+                finally:
+                    SESSION.reset(outside)
             finally:
                 models.under_way -= 1
         except OutriderError as error:

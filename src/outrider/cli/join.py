@@ -83,7 +83,7 @@ def join(
     if ray is None and ray_resource is not None:
         raise InvalidField("is of a Ray cluster", field="ray_resource", hint="give --ray, too")
     token, ca = (token or environment("OUTRIDER_TOKEN") or "").strip() or None, ca or environment("OUTRIDER_CA")
-    start_log(DEBUG if verbose else INFO, token=token)
+    start_log(DEBUG if verbose else INFO, token=token, as_json=settings.log_format == "json")
 
     async def stay_joined() -> None:
         signals = StopSignals()

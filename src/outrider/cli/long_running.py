@@ -6,32 +6,18 @@ import asyncio
 import logging
 import signal
 
-from outrider.printable import indented
-from outrider.redaction import SHORTEST, redacted
+from outrider.logs import JsonLogFormatter, LogFormatter
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def start_log(level: int, *, token: str | None = None, process: str = "") -> None:
+def start_log(level: int, *, token: str | None = None, process: str = "", as_json: bool = False) -> None:
+    """Write the log to standard error, with the name of the `process` in each line."""
     log = logging.StreamHandler()
-    log.setFormatter(LogFormatter(token, process=process))
+    log.setFormatter((JsonLogFormatter if as_json else LogFormatter)(token, process=process))
     logging.basicConfig(level=level, handlers=[log])
     if level > logging.DEBUG:  # each server of a service says when it starts and ends
         logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
-
-
-class LogFormatter(logging.Formatter):
-    """Formats log records, tracebacks included, without secrets and control characters. All lines of a record but the
-    first are indented, so that a message with an agent's text cannot look like two messages. `process` is the name of
-    the process, which is in each record."""
-
-    def __init__(self, token: str | None = None, *, process: str = "") -> None:
-        named = f"{process.replace('%', '%%')} " if process else ""
-        super().__init__(f"%(asctime)s %(levelname)-7s {named}%(name)s: %(message)s")
-        self._secrets = [token] if token and len(token) >= SHORTEST else []
-
-    def format(self, record: logging.LogRecord) -> str:
-        return indented(redacted(super().format(record), self._secrets))
 
 
 class StopSignals:

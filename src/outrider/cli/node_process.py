@@ -69,13 +69,13 @@ async def _serve(end: socket.socket) -> None:
     told = TO_PROCESS.decode(await pipe.receive())
     if isinstance(told, NodeSetup):
         sys.path[:] = told.path
-        start_log(told.level, process=told.name)
+        start_log(told.level, process=told.name, as_json=told.json_log)
         with suppress(OutriderError):  # the error has been sent to the service
             await _work(told, pipe)
     else:
         assert isinstance(told, Join)
         sys.path[:] = told.own.path
-        start_log(told.own.level, process=told.own.name)
+        start_log(told.own.level, process=told.own.name, as_json=told.own.json_log)
         await _join(told, Starter(pipe))
 
 

@@ -44,7 +44,7 @@ def serve(terminal: Terminal, settings: Config, verbose: Verbose = False) -> Non
 
     settings = with_processes(settings)
     level = DEBUG if verbose else getLevelNamesMapping()[settings.log_level.upper()]
-    start_log(level, token=settings.token)
+    start_log(level, token=settings.token, as_json=settings.log_format == "json")
     run_service(_serve(terminal, settings))
 
 

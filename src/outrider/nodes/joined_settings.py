@@ -71,7 +71,13 @@ async def merged_settings(told: NodeSetup, own: NodeSetup) -> AsyncIterator[Node
         }
         config = service.model_copy(update=changes)
         yield msgspec.structs.replace(
-            told, config=config.model_dump_json().encode(), path=own.path, level=own.level, file=own.file, folders={}
+            told,
+            config=config.model_dump_json().encode(),
+            path=own.path,
+            level=own.level,
+            json_log=own.json_log,
+            file=own.file,
+            folders={},
         )
 
 

@@ -49,15 +49,17 @@ ModelName = Name | None
 
 class NodeSetup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     """The service's first message: the node's settings. `config` is the JSON of the settings, without secrets; `path`
-    is Python's module search path; `capacity` is the machine's capacity for all its nodes; `level` is the log level.
-    `file` is the path of the settings file on the node's machine, "" for none. `folders` is for a node on another
-    machine: the contents of the service's folders that the settings name, as bytes by folder and file name."""
+    is Python's module search path; `capacity` is the machine's capacity for all its nodes; `level` is the log level;
+    `json_log`: the log's lines are JSON. `file` is the path of the settings file on the node's machine, "" for
+    none. `folders` is for a node on another machine: the contents of the service's folders that the settings name,
+    as bytes by folder and file name."""
 
     name: str
     config: bytes
     path: tuple[str, ...] = ()
     capacity: Capacity
     level: int
+    json_log: bool = False
     file: str = ""
     folders: dict[str, dict[str, bytes]] = {}
 

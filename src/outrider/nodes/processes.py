@@ -107,6 +107,7 @@ def setup_of(config: Config, name: str, number: int, capacity: Capacity) -> Node
         path=tuple(sys.path),
         capacity=capacity,
         level=logging.getLogger().level,
+        json_log=config.log_format == "json",
         file="" if config.read_from is None else str(config.read_from.absolute()),
     )
 

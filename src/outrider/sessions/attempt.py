@@ -14,6 +14,7 @@ import msgspec
 from outrider.errors import ErrorRecord
 from outrider.harnesses.base import SessionIds
 from outrider.lifecycle import SessionState, StopReason
+from outrider.logs import LoggedSession
 from outrider.redaction import redacted, secrets_in
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats
@@ -56,6 +57,14 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
             session_id=session.id,
             sample_index=session.sample_index,
             attempt=session.attempt,
+        )
+
+    @property
+    def logged(self) -> LoggedSession:
+        """The attempt as lines of the log name it."""
+        session = self.session
+        return LoggedSession(
+            group=session.group_id, session=session.id, attempt=session.attempt, secrets=secrets_of(self.task)
         )
 
     @property

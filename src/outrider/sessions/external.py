@@ -406,7 +406,7 @@ class _LiveSession:
 
         self._policy = conversation(self._backend, None)
         others = {each.backend.model: conversation(each.backend, each) for each in self._frozen}
-        self._all = SessionModels(self._policy, others)
+        self._all = SessionModels(self._policy, others, logged=self.attempt.logged)
         self.models: SessionModels | None = self._all
 
     async def resume(self) -> None:

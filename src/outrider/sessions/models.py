@@ -14,6 +14,7 @@ import msgspec
 from outrider.dialects.base import Completion, ModelRequest, RequestedSampling
 from outrider.errors import ContextOverflow, EngineUnavailable, NotFound, OutriderError
 from outrider.harnesses.base import ModelRefused
+from outrider.logs import LoggedSession
 from outrider.messages import Message, ParsedMessages, ToolSpec
 from outrider.sessions.calls.limits import Bodies, LimitReached
 
@@ -26,8 +27,12 @@ class SessionModels:
     the bytes of the request bodies of all unfinished calls. `under_way` is the number of unfinished calls, counted by
     the gateway."""
 
-    def __init__(self, policy: Conversation, frozen: Mapping[str, Conversation] = {}) -> None:
+    def __init__(
+        self, policy: Conversation, frozen: Mapping[str, Conversation] = {}, *, logged: LoggedSession | None = None
+    ) -> None:
+        """`logged`: the session that is named in the log's lines about calls."""
         self.policy = policy
+        self.logged = logged
         self.bodies = Bodies(policy.backend.intake)
         self.under_way = 0
         self.frozen = frozen

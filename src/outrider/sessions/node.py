@@ -24,6 +24,7 @@ from outrider.config import Config
 from outrider.errors import OutriderError, Unauthorized, record_of
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
+from outrider.logs import logged_for
 from outrider.plugins import resolve
 from outrider.redaction import KEY_PREFIX
 from outrider.sandbox.host_paths import HostPaths
@@ -192,6 +193,10 @@ class LocalNode:
         key = f"{KEY_PREFIX}s_{secrets.token_urlsafe(24)}"
         task = with_default_runtime(attempt.task, self._config.sandboxes.default_kind)
         attempt = msgspec.structs.replace(attempt, task=task)
+        with logged_for(attempt.logged):
+            return await self._run(attempt, key)
+
+    async def _run(self, attempt: Attempt, key: str) -> SessionResult:
         try:
             rollout = Rollout(attempt, key, self._services)
             self._models[key] = rollout.models

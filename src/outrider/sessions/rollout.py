@@ -54,7 +54,7 @@ from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect,
 from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector, GradingLog, make_folders
-from outrider.sessions.attempt import Attempt, AttemptStore, secrets_of, session_result
+from outrider.sessions.attempt import Attempt, AttemptStore, session_result
 from outrider.sessions.blame import Blame, Cause, End, Facts, Stage, decide, end_of
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LimitReached
@@ -153,7 +153,8 @@ class Rollout:
         self._stalled_seconds: Callable[[], float] = lambda: node.stalled_seconds() + overdue.seconds()
         """Returns the total seconds, up to now, that no clock of the session counts."""
         self._budget = Budget(attempt.task.limits.session_seconds, self._stalled_seconds)
-        self._timeline = Timeline(attempt.session.id, attempt.session.attempt, secrets=secrets_of(attempt.task))
+        logged = attempt.logged
+        self._timeline = Timeline(attempt.session.id, attempt.session.attempt, secrets=logged.secrets)
         self._stopwatch = Stopwatch(self._timeline)
         self._cutoff = Cutoff()
         self._artifacts = ArtifactList(
@@ -195,6 +196,7 @@ class Rollout:
                 )
                 for model in node.frozen
             },
+            logged=logged,
         )
 
     async def run(self) -> SessionResult:

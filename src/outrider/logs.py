@@ -1,0 +1,103 @@
+"""The lines of the log: as text for people or as JSON for programs, each with the session that it belongs to.
+
+Invariant: no line has a secret that this module can know: keys and tokens of Outrider, the given token, the secrets of
+the session's task, and values in the usual places of secrets.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+
+from outrider.errors import storable
+from outrider.printable import indented, printable
+from outrider.redaction import SHORTEST, redacted
+
+
+class LoggedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """The attempt for which a program works. `secrets` are texts that no line may have."""
+
+    group: str
+    session: str
+    attempt: int
+    secrets: Sequence[str] = ()
+
+
+SESSION: ContextVar[LoggedSession | None] = ContextVar("session of the log", default=None)
+"""The session to which the lines of the current task belong. `logged_for` sets it; model calls set it directly, because
+each function counts there."""
+
+
+@contextmanager
+def logged_for(session: LoggedSession | None) -> Iterator[None]:
+    """Add the session to all lines that the block logs, also in tasks and threads that the block starts."""
+    reset = SESSION.set(session)
+    try:
+        yield
+    finally:
+        SESSION.reset(reset)
+
+
+class LogFormatter(logging.Formatter):
+    """Formats log records, tracebacks included, without secrets and control characters. All lines of a record but the
+    first are indented, so that a message with an agent's text cannot look like two messages. `process` is the name of
+    the process, which is in each record. Records of a session have its id and attempt, unless the message names it."""
+
+    def __init__(self, token: str | None = None, *, process: str = "") -> None:
+        named = f"{process.replace('%', '%%')} " if process else ""
+        super().__init__(f"%(asctime)s %(levelname)-7s {named}%(name)s: %(message)s")
+        self._secrets = _long_enough(token)
+
+    def format(self, record: logging.LogRecord) -> str:
+        session = SESSION.get()
+        text = super().format(record)
+        if session is not None and session.session not in text:
+            first, newline, rest = text.partition("\n")
+            text = f"{first} [{session.session}, attempt {session.attempt}]{newline}{rest}"
+        return indented(redacted(text, _secrets_of(session, self._secrets)))
+
+
+class JsonLogFormatter(logging.Formatter):
+    """Formats each log record as one line with a JSON object: `at` (seconds since the epoch), `time` (UTC), `level`,
+    `logger`, `message`, and where they apply `process`, `group`, `session`, `attempt` and `traceback`."""
+
+    def __init__(self, token: str | None = None, *, process: str = "") -> None:
+        super().__init__()
+        self._process = process
+        self._secrets = _long_enough(token)
+
+    def format(self, record: logging.LogRecord) -> str:
+        session = SESSION.get()
+        secrets = _secrets_of(session, self._secrets)
+
+        def clean(text: str) -> str:
+            return printable(redacted(storable(text), secrets))
+
+        line: dict[str, Any] = {
+            "at": record.created,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": clean(record.getMessage()),
+        }
+        if self._process:
+            line["process"] = self._process
+        if session is not None:
+            line |= {"group": session.group, "session": session.session, "attempt": session.attempt}
+        if record.exc_info and record.exc_info[0] is not None:
+            line["traceback"] = clean(self.formatException(record.exc_info))
+        return msgspec.json.encode(line).decode()
+
+
+def _long_enough(token: str | None) -> list[str]:
+    return [token] if token and len(token) >= SHORTEST else []
+
+
+def _secrets_of(session: LoggedSession | None, others: Sequence[str]) -> list[str]:
+    return [*(() if session is None else session.secrets), *others]
