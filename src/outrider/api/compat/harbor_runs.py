@@ -1,15 +1,13 @@
 """Harbor's run API: a run is a group of one session, made of an uploaded task folder.
 
 A run's id is its group's id, so that a run outlives its caller's connection and the service process. A run whose model
-proxy is a session of the recipe's proxy (`verl.py`) is bound to that session: the session's record has the turns of the
-run. Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
+proxy is a session of the recipe's proxy (`verl.py`) is bound to that session (`verl_runs.py`). Invariants: a run is
+stored before its id is returned; a run without a verdict has no rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from outrider.api.compat.harbor_archive import ARCHIVE, METADATA, parts_of, unpa
 from outrider.api.compat.harbor_request import SYSTEM, UNGRADED_LABEL, HarborRunRequest, harbor_fields, run_group
 from outrider.api.compat.polar_results import path_to, prompt_of
 from outrider.api.compat.routes import CompatRoute
+from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
 from outrider.api.control_bodies import release_body, whole_body
 from outrider.errors import Conflict, NotFound, RequestError, renamed_field
 from outrider.lifecycle import GroupState, SessionState, StopReason
@@ -33,13 +32,11 @@ from outrider.redaction import redacted
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import StoredGroupSpec
-from outrider.store.rows import GroupRow, SessionRow
+from outrider.store.rows import SessionRow
 from outrider.tokens.branches.classify import used_turns
 from outrider.trajectory import LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
 from outrider.wire.http_server import while_connected
 
-SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
-"""The ids of sessions that clients of the recipe's proxy may choose."""
 RUNS = "/api/v1/runs"
 KEY_HEADER = "Idempotency-Key"
 """Optional header of a submission. The same request with the same key gives the same run."""
@@ -47,8 +44,6 @@ MOST_UNPACKED = 2
 """Maximum number of archives that are unpacked at once."""
 LOOK_SECONDS = 3600.0
 """Seconds of one wait for a run, after which the wait is repeated."""
-RESET_SECONDS = 2 * 86_400.0
-"""Seconds for which a reset is remembered: longer than a session of the recipe lives."""
 TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
 UNGRADED: Mapping[StopReason, str] = {
     StopReason.CANCELLED: "cancelled: the run was cancelled",
@@ -62,77 +57,6 @@ STEP_METRIC = "step"
 
 RunObject = dict[str, Any]
 """An object of Harbor's format. Columns of numbers may be numpy arrays: orjson makes lists of them."""
-
-
-class BoundRuns:
-    """The runs of the sessions of the recipe's proxy.
-
-    A session has at most one current run. The runs of a session have the numbers 1, 2, ... in their idempotency keys. A
-    reset refuses the next free number, so that earlier runs no longer belong to the session, also after a restart.
-    """
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def current(self, session: SessionRow, caller: Principal) -> GroupRow | None:
-        """Return the run of a session, None if there is none since the last reset."""
-        run, _ = await self._look(session, caller)
-        return run
-
-    async def next_key(self, session: SessionRow, caller: Principal) -> str:
-        """Return the key for a run of the session: the key of its current run, so that a repeated request is
-        recognised, or a new one."""
-        run, free = await self._look(session, caller)
-        return _bound_key(session, free if run is None else free - 1)
-
-    async def _look(self, session: SessionRow, caller: Principal) -> tuple[GroupRow | None, int]:
-        """Return the current run, and the first number that is not used."""
-        store, run, number = self._service.store, None, 1
-        while True:
-            key = _bound_key(session, number)
-            found = await store.keyed_group(caller.tenant, key)
-            if found is None and not await store.is_refused(caller.tenant, key):
-                return run, number
-            run, number = found, number + 1
-
-    async def turns(self, session: SessionRow, caller: Principal) -> list[Turn]:
-        """Return the turns of a session: those of its run, or its own."""
-        run = await self.current(session, caller)
-        if run is not None:
-            [session] = await self._service.store.sessions(run.id)
-        return await self._service.store.turns(session.id)
-
-    async def check_free(self, session: SessionRow, caller: Principal) -> None:
-        """Raise Conflict if the calls of a session are those of a run."""
-        run = await self.current(session, caller)
-        if run is not None:
-            raise Conflict(
-                f"the calls of this session are those of run {run.id}",
-                hint="reset the session before another agent uses it",
-            )
-
-    async def end(self, session: SessionRow, caller: Principal) -> None:
-        """Cancel the session's run, if the run has not ended."""
-        run = await self.current(session, caller)
-        if run is not None and run.state is GroupState.ACTIVE:
-            await self._service.cancel(run.id, caller)
-
-    async def drop(self, session: SessionRow, caller: Principal) -> None:
-        """Cancel the session's run, and let the session have no run."""
-        until = time.time() + RESET_SECONDS
-        while True:
-            run, free = await self._look(session, caller)
-            if run is None:
-                return
-            later = await self._service.store.refuse_key(caller.tenant, _bound_key(session, free), until=until)
-            if run.state is GroupState.ACTIVE:
-                await self._service.cancel(run.id, caller)
-            if later is None:  # otherwise a run was submitted meanwhile
-                return
-
-
-def _bound_key(session: SessionRow, number: int) -> str:
-    return f"{SYSTEM}-run:{session.id}:{number}"
 
 
 class HarborRuns:

@@ -18,8 +18,9 @@ from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
-from outrider.api.compat.harbor_runs import SESSION_ID, BoundRuns, HarborRuns
+from outrider.api.compat.harbor_runs import HarborRuns
 from outrider.api.compat.routes import CompatRoute, CompatSocket
+from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
 from outrider.api.compat.verl_timings import timing_routes
 from outrider.api.compat.verl_workers import ENGINE, serve_worker
 from outrider.api.control_replies import long_reply
