@@ -22,7 +22,6 @@ from starlette.responses import Response
 from outrider.api.access import CREATED
 from outrider.api.compat.harbor_archive import ARCHIVE, METADATA, parts_of, unpack_task
 from outrider.api.compat.harbor_request import SYSTEM, UNGRADED_LABEL, HarborRunRequest, harbor_fields, run_group
-from outrider.api.compat.polar_results import path_to, prompt_of
 from outrider.api.compat.routes import CompatRoute
 from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
 from outrider.api.control_bodies import release_body, whole_body
@@ -34,7 +33,16 @@ from outrider.service.service import Service
 from outrider.spec import StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.tokens.branches.classify import used_turns
-from outrider.trajectory import LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
+from outrider.trajectory import (
+    LogprobKind,
+    SessionResult,
+    TokenMode,
+    Turn,
+    path_to,
+    prompt_of,
+    unpack_ids,
+    unpack_logprobs,
+)
 from outrider.wire.http_server import while_connected
 
 RUNS = "/api/v1/runs"

@@ -38,6 +38,8 @@ from outrider.trajectory import (
     StageSeconds,
     Turn,
     VersionSpan,
+    path_to,
+    prompt_of,
     unpack_ids,
     unpack_logprobs,
 )
@@ -324,20 +326,6 @@ def _about(kind: str, label: str, depth: int, path: Sequence[Turn]) -> PolarObje
         "logprob_kind": path[-1].logprob_kind.value,
         "altered": [turn.index for turn in path if turn.altered],
     }
-
-
-def path_to(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns from the root to `turn`."""
-    path = [turn]
-    while (parent := path[-1].parent) is not None:
-        path.append(turns[parent])
-    return path[::-1]
-
-
-def prompt_of(path: Sequence[Turn]) -> bytes:
-    """Return the packed ids of the prompt of the path's last turn."""
-    before = [ids for turn in path[:-1] for ids in (turn.prompt_delta, turn.output_ids)]
-    return b"".join((*before, path[-1].prompt_delta))
 
 
 def messages_before(path: Sequence[Turn]) -> list[PolarObject]:

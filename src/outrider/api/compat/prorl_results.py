@@ -25,6 +25,7 @@ from outrider.trajectory import (
     StageSeconds,
     TokenMode,
     Turn,
+    path_to,
     unpack_ids,
     unpack_logprobs,
 )
@@ -97,11 +98,7 @@ def main_path(turns: Sequence[Turn]) -> list[Turn]:
         ),
         None,
     )
-    path: list[Turn] = []
-    while leaf is not None:
-        path.append(leaf)
-        leaf = None if leaf.parent is None else turns[leaf.parent]
-    return path[::-1]
+    return [] if leaf is None else path_to(leaf, turns)
 
 
 def critical_error(result: SessionResult) -> str | None:
