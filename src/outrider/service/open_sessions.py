@@ -6,11 +6,10 @@ is `sessions/external.py`. Invariant: a completion is stored before it is acknow
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import InvalidField, renamed_fields
 from outrider.lifecycle import SessionState
 from outrider.schemas import GroupView, SessionList, SessionView, reply_of
 from outrider.service.admission import stored_group
@@ -27,6 +26,8 @@ GROUPS_READ = 100
 """Number of groups that are read at once for a page of sessions."""
 MOST_GROUPS = 2_000
 """Maximum number of groups that are read for one page, so that a rare label does not read the whole history."""
+FIELDS = (("task.harness.external.", ""), ("task.", ""))
+"""Prefixes of the fields of a group's task, which a `SessionSpec` has without the prefix."""
 
 Submit = Callable[[GroupSpec, Principal], Awaitable[GroupView]]
 """See `Service.submit`."""
@@ -54,7 +55,7 @@ class OpenSessions:
         """Open a session, or find the session that was opened with the same idempotency key. Raises the errors of
         `Service.submit`, and InvalidField for a session whose agent is not external."""
         if spec.group_id is None:
-            with _fields_of_session():
+            with renamed_fields(FIELDS):
                 group = await self._submit(spec.group(), caller)
             session, instruction = await self._store.session(group.sessions[0].id), spec.instruction
         else:
@@ -134,18 +135,6 @@ class OpenSessions:
                 after = None
                 break
         return SessionList(sessions=tuple(found), after=after)
-
-
-@contextmanager
-def _fields_of_session() -> Iterator[None]:
-    """Within the block, an error about a field of a group's task names the field of a `SessionSpec`."""
-    try:
-        yield
-    except OutriderError as error:
-        if error.field is None or not error.field.startswith("task."):
-            raise
-        field = error.field.removeprefix("task.").removeprefix("harness.external.")
-        raise error.replace(field=field) from error.__cause__
 
 
 def _not_external(session_id: str) -> InvalidField:

@@ -23,6 +23,7 @@ from pydantic import Field, ValidationError
 
 from outrider.config import AgentServiceConfig
 from outrider.errors import InvalidField
+from outrider.faults import first_fault
 from outrider.sessions.agent_service_calls import TRANSIENT, NotConnected, RemoteRunFailed, ServiceCalls
 from outrider.spec import (
     REPORTED,
@@ -35,8 +36,6 @@ from outrider.spec import (
     Spec,
     TaskSpec,
     Text,
-    complaints,
-    fault_text,
 )
 
 SUBMIT_SECONDS = 600.0
@@ -108,11 +107,7 @@ def harbor_options(remote: RemoteSpec) -> HarborRemoteOptions:
     try:
         return HarborRemoteOptions.model_validate(remote.options)
     except ValidationError as error:
-        first = complaints(error)[0]
-        field = ".".join((FIELD, *map(str, first["loc"])))
-        raise InvalidField(
-            fault_text(first), field=field, hint="docs/external.md has the options of a Harbor run server"
-        ) from error
+        raise first_fault(error, below=FIELD, hint="docs/external.md has the options of a Harbor run server") from error
 
 
 def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:

@@ -7,15 +7,16 @@ environment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
 from outrider.api.compat.harbor_archive import ARCHIVE
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import InvalidField, OutriderError, renamed_fields
+from outrider.faults import first_fault
 from outrider.spec import (
     EnvName,
     EnvValue,
@@ -23,8 +24,6 @@ from outrider.spec import (
     Seconds,
     Spec,
     StoredGroupSpec,
-    complaints,
-    fault_text,
     without_nul,
 )
 from outrider.tasks.harbor.schema import NETWORK_HINT, NO_NETWORK
@@ -158,17 +157,8 @@ FIELDS = (
 """Fields of a group, and the fields of the request from which they are made. The first row that fits counts."""
 
 
-@contextmanager
-def harbor_fields() -> Iterator[None]:
-    """Within the block, an error about a field of a group names the field of the request."""
-    try:
-        yield
-    except OutriderError as error:
-        for ours, theirs in FIELDS:
-            if error.field == ours or (error.field or "").startswith(f"{ours}."):
-                rest = "" if theirs == ARCHIVE else str(error.field)[len(ours) :]
-                raise error.replace(field=theirs + rest) from error.__cause__
-        raise
+harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
+"""Makes a block within which an error about a field of a group names the field of the request."""
 
 
 def run_group(
@@ -203,9 +193,8 @@ def run_group(
     try:
         return StoredGroupSpec.model_validate(group)
     except ValidationError as error:
-        first = complaints(error)[0]
         with harbor_fields():
-            raise InvalidField(fault_text(first), field=".".join(map(str, first["loc"]))) from error
+            raise first_fault(error) from error
 
 
 def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:

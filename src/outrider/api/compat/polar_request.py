@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import posixpath
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from outrider.api.compat.polar_evaluators import PolarEvaluator, evaluator_of
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import InvalidField, renamed_fields
+from outrider.faults import first_fault
 from outrider.spec import (
     MAX_GROUP,
     MAX_TEXT,
@@ -33,8 +34,6 @@ from outrider.spec import (
     StoredGroupSpec,
     TargetPath,
     Text,
-    complaints,
-    fault_text,
     without_nul,
 )
 
@@ -342,16 +341,8 @@ FIELDS = (
 """Fields of a group, and Polar's fields from which they are made. The first row that fits counts."""
 
 
-@contextmanager
-def polar_fields() -> Iterator[None]:
-    """Within the block, an error about a field of a group names the field of Polar's request."""
-    try:
-        yield
-    except OutriderError as error:
-        for ours, theirs in FIELDS:
-            if error.field == ours or (error.field or "").startswith(f"{ours}."):
-                raise error.replace(field=theirs + str(error.field)[len(ours) :]) from error.__cause__
-        raise
+polar_fields = partial(renamed_fields, FIELDS)
+"""Makes a block within which an error about a field of a group names the field of Polar's request."""
 
 
 def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
@@ -408,9 +399,8 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
     try:
         return StoredGroupSpec.model_validate(group)
     except ValidationError as error:
-        first = complaints(error)[0]
         with polar_fields():
-            raise InvalidField(fault_text(first), field=".".join(map(str, first["loc"]))) from error
+            raise first_fault(error) from error
 
 
 def _harness(asked: PolarTaskRequest) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from outrider.errors import InvalidField
-from outrider.spec import Name, Spec, Text, complaints, fault_text
+from outrider.faults import first_fault
+from outrider.spec import Name, Spec, Text
 from outrider.text_files import read_text_file
 
 MOST = 1 << 20
@@ -106,10 +107,8 @@ def read_topology(path: Path) -> dict[str, Any]:
     try:
         return settings_of(PolarTopology.model_validate(value))
     except ValidationError as error:
-        first = complaints(error)[0]
-        raise InvalidField(
-            f"{path}: {fault_text(first, PolarTopology)}", field=".".join(map(str, first["loc"])) or FIELD
-        ) from error
+        fault = first_fault(error, PolarTopology)
+        raise InvalidField(f"{path}: {fault.message}", field=fault.field or FIELD) from error
 
 
 def settings_of(topology: PolarTopology) -> dict[str, Any]:

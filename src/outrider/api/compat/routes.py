@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from outrider.api.access import caller_in, check
 from outrider.api.control_replies import error_headers
-from outrider.errors import OutriderError, record_of
+from outrider.errors import OutriderError, error_text, record_of
 from outrider.redaction import redacted
 from outrider.service.principals import Principal
 from outrider.service.service import Service
@@ -121,8 +121,7 @@ def compat_reply(value: Any, *, status: int = 200) -> Response:
 def detail(error: BaseException, *, status: int | None = None) -> Response:
     """Return the reply to an error. `status` replaces the status of the error's class."""
     record = record_of(error)
-    text = record.message if record.field is None else f"{record.field}: {record.message}"
-    text = redacted(f"{text} ({record.hint})" if record.hint else text)
+    text = redacted(f"{record.field}: {error_text(record)}" if record.field is not None else error_text(record))
     own = error.http_status if isinstance(error, OutriderError) else 500
     reply = compat_reply({"detail": text}, status=own if status is None else status)
     reply.headers.update(error_headers(error, reply.status_code))

@@ -34,7 +34,7 @@ from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHeal
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pool.checks import max_characters, too_long
-from outrider.errors import EngineError, EngineUnavailable, InvalidField
+from outrider.errors import EngineError, EngineUnavailable, InvalidField, error_text
 from outrider.messages import Message, Part, Role, Text, ToolCall, images_in
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
@@ -161,7 +161,7 @@ class OpenAIEngine:
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
-            return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
+            return EngineHealth(ok=False, detail=error_text(error))
         self._context = card.max_model_len
         return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self.versions.served)
 
