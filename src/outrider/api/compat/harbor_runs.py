@@ -8,7 +8,7 @@ stored before its id is returned; a run without a verdict has no rewards.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.api.access import CREATED
+from outrider.api.compat.endings import ending_of, why_ungraded
 from outrider.api.compat.harbor_archive import ARCHIVE, METADATA, parts_of, unpack_task
 from outrider.api.compat.harbor_request import SYSTEM, UNGRADED_LABEL, HarborRunRequest, harbor_fields, run_group
 from outrider.api.compat.routes import CompatRoute
@@ -27,7 +28,6 @@ from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
 from outrider.api.control_bodies import release_body, whole_body
 from outrider.errors import Conflict, NotFound, RequestError, renamed_field
 from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.redaction import redacted
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import StoredGroupSpec
@@ -52,14 +52,6 @@ MOST_UNPACKED = 2
 """Maximum number of archives that are unpacked at once."""
 LOOK_SECONDS = 3600.0
 """Seconds of one wait for a run, after which the wait is repeated."""
-TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
-UNGRADED: Mapping[StopReason, str] = {
-    StopReason.CANCELLED: "cancelled: the run was cancelled",
-    StopReason.EARLY_STOP: "early_stop: the run was ended early",
-    StopReason.EXPIRED: "expired: the run waited too long for its start",
-    StopReason.SESSION_TIMEOUT: "session_timeout: the time of the run was over before it was graded",
-}
-"""Errors of runs that ended without a verdict and without a failure."""
 STEP_METRIC = "step"
 """The beginning of the names of the metrics that belong to one step of a task (`sessions/step_verdicts.py`)."""
 
@@ -215,13 +207,7 @@ def status_of(session: SessionRow, *, graded: bool) -> RunObject:
     result = session.result
     if result is None:
         return {"status": "pending" if session.state is SessionState.QUEUED else "running"}
-    return {"status": _ending(result), "rewards": rewards_of(result, graded=graded), "error": error_of_run(result)}
-
-
-def _ending(result: SessionResult) -> str:
-    if result.stop_reason in TIMEOUTS:
-        return "timeout"
-    return "failed" if result.verdict is None else "completed"
+    return {"status": ending_of(result), "rewards": rewards_of(result, graded=graded), "error": error_of_run(result)}
 
 
 def rewards_of(result: SessionResult, *, graded: bool) -> dict[str, float] | None:
@@ -242,12 +228,7 @@ def error_of_run(result: SessionResult) -> str | None:
     """Return the reason why a run has no rewards, or that the agent's time was over; else None."""
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"
-    if result.verdict is not None:
-        return None
-    if (error := result.error) is not None:
-        hint = f" ({error.hint})" if error.hint else ""
-        return redacted(f"{error.boundary.value}/{error.code}: {error.message}{hint}")
-    return UNGRADED.get(result.stop_reason, f"{result.stop_reason.value}: no verdict")
+    return why_ungraded(result, run="run")
 
 
 def _encoded_response(run_id: str, session: SessionRow, turns: Sequence[Turn], graded: bool) -> bytes:

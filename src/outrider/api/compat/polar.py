@@ -43,6 +43,7 @@ from outrider.api.compat.polar_request import (
     session_key_of,
 )
 from outrider.api.compat.polar_results import (
+    ENDINGS,
     STATES,
     PolarObject,
     PolarReader,
@@ -77,7 +78,7 @@ OPEN_SECONDS = 5.0
 PROXY_SESSION = "_proxy_session_id"
 """The field of a model call's body that names the session."""
 TASK_STATUSES = ("running", "completed", "failed", "cancelling", "cancelled")
-KNOWN_SESSION_STATUSES = (*STATES.values(), "COMPLETED", "ERROR", "TIMEOUT")
+KNOWN_SESSION_STATUSES = (*STATES.values(), *ENDINGS.values())
 MOST_LISTED = 1000
 """Maximum number of tasks or sessions in a list."""
 MOST_SEARCHED = 10_000

@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from outrider.api.compat.endings import Ending, ending_of, why_ungraded
 from outrider.api.compat.polar_request import (
     BUILDER_LABEL,
     HARNESS_LABEL,
@@ -22,10 +23,8 @@ from outrider.api.compat.polar_request import (
     TASK_LABEL,
     UNGRADED_LABEL,
 )
-from outrider.errors import ErrorRecord
-from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.lifecycle import GroupState, SessionState
 from outrider.messages import Image, Message, Text
-from outrider.redaction import redacted
 from outrider.service.admission import stored_group
 from outrider.service.service import Service
 from outrider.store.rows import GroupRow, SessionRow
@@ -55,14 +54,8 @@ STATES: Mapping[SessionState, str] = {
     SessionState.EVALUATING: "EVALUATING",
 }
 """The status of a session that is not done."""
-TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
-UNGRADED: Mapping[StopReason, str] = {
-    StopReason.CANCELLED: "cancelled: the session was cancelled",
-    StopReason.EARLY_STOP: "early_stop: enough other sessions of the task are usable",
-    StopReason.EXPIRED: "expired: the session waited too long for its start",
-    StopReason.SESSION_TIMEOUT: "session_timeout: timeout_seconds were over before the session was graded",
-}
-"""Errors of sessions that ended without a verdict and without a failure."""
+ENDINGS: Mapping[Ending, str] = {"completed": "COMPLETED", "failed": "ERROR", "timeout": "TIMEOUT"}
+"""The status of a session that is done."""
 
 
 def encoded(value: Any) -> bytes:
@@ -83,21 +76,12 @@ def status_of_session(row: SessionRow) -> str:
 
 
 def status_of_result(result: SessionResult) -> str:
-    if result.stop_reason in TIMEOUTS:
-        return "TIMEOUT"
-    return "ERROR" if result.verdict is None else "COMPLETED"
+    return ENDINGS[ending_of(result)]
 
 
 def error_of(result: SessionResult) -> str | None:
     """Return the reason why a session has no reward, or None."""
-    if result.verdict is not None:
-        return None
-    return UNGRADED.get(result.stop_reason, "error: no verdict") if result.error is None else in_words(result.error)
-
-
-def in_words(error: ErrorRecord) -> str:
-    hint = f" ({error.hint})" if error.hint else ""
-    return redacted(f"{error.boundary.value}/{error.code}: {error.message}{hint}")
+    return why_ungraded(result, run="session")
 
 
 def timing_of(seconds: StageSeconds) -> PolarObject:
