@@ -54,11 +54,11 @@ from outrider.api.compat.polar_results import (
     status_of_task,
     task_id_of,
 )
-from outrider.api.compat.routes import CompatRoute, Handler, compat_reply, detail
+from outrider.api.compat.routes import CompatRoute, compat_reply, detail
 from outrider.api.control_bodies import whole_body
-from outrider.api.control_replies import RETRY_AFTER, long_reply
+from outrider.api.control_replies import long_reply
 from outrider.api.gateway import Gateway
-from outrider.errors import Busy, Conflict, InvalidField, NotFound, OutriderError, RequestError, renamed_field
+from outrider.errors import Conflict, InvalidField, NotFound, RequestError, renamed_field
 from outrider.lifecycle import SessionState
 from outrider.schemas import LaneStats, NodeStats
 from outrider.service.principals import Principal
@@ -107,7 +107,7 @@ def routes(service: Service) -> list[CompatRoute]:
     service.translate_callbacks(SYSTEM, polar.reader.callback)
     server = [
         CompatRoute("GET", "/health", "read", polar.health),
-        CompatRoute("POST", "/rollout/task/submit", "submit", _with_statuses(polar.submit, SUBMIT_STATUSES)),
+        CompatRoute("POST", "/rollout/task/submit", "submit", polar.submit, SUBMIT_STATUSES),
         CompatRoute("GET", "/rollout/task/{task_id}", "read", polar.task),
         CompatRoute("DELETE", "/rollout/task/{task_id}", "submit", polar.cancel),
         CompatRoute("GET", "/rollout/status", "read", polar.status),
@@ -126,7 +126,7 @@ def routes(service: Service) -> list[CompatRoute]:
         CompatRoute("POST", "/admin/inference/pause", "admin", polar.pause),
         CompatRoute("POST", "/admin/inference/resume", "admin", polar.resume),
         CompatRoute("GET", "/sessions", "read", polar.sessions),
-        CompatRoute("POST", "/sessions", "submit", _with_statuses(polar.make_session, SESSION_STATUSES)),
+        CompatRoute("POST", "/sessions", "submit", polar.make_session, SESSION_STATUSES),
         CompatRoute("GET", "/sessions/{session_id}", "read", polar.session),
         CompatRoute("GET", "/sessions/{session_id}/completions", "read", polar.completions),
         CompatRoute("DELETE", "/sessions/{session_id}", "submit", polar.cancel_session),
@@ -585,19 +585,6 @@ def _found(row: GroupRow | None, task_id: str) -> GroupRow:
     if row is None:
         raise _no_task(task_id)
     return row
-
-
-def _with_statuses(handler: Handler, statuses: dict[int, int]) -> Handler:
-    async def respond(request: Request, caller: Principal) -> Any:
-        try:
-            return await handler(request, caller)
-        except OutriderError as error:
-            reply = detail(error, status=statuses.get(error.http_status))
-            if isinstance(error, Busy) or error.http_status == Busy.http_status:
-                reply.headers["Retry-After"] = f"{getattr(error, 'retry_after', RETRY_AFTER):.0f}"
-            return reply
-
-    return respond
 
 
 def _id_of(row: GroupRow, session: SessionRow) -> str:

@@ -12,7 +12,6 @@ import hashlib
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -35,7 +34,7 @@ from outrider.api.compat.prorl_request import (
     group_of,
 )
 from outrider.api.compat.prorl_results import result_record, unreadable_record
-from outrider.api.compat.routes import CompatRoute, Handler, detail
+from outrider.api.compat.routes import CompatRoute, detail
 from outrider.api.control_bodies import release_body, whole_body
 from outrider.engines.adapters.prorl import kind_of_server
 from outrider.errors import (
@@ -67,33 +66,22 @@ MOST_JOBS = 100_000
 """Maximum number of unfinished groups that are looked through for jobs."""
 LOOK_SECONDS = 3600.0
 """Seconds of one wait for a job, after which the wait is repeated."""
-STATUSES = {500: 500, 501: 503, 502: 503}
-"""Statuses of ProRL's interface for statuses of errors that the interface does not have: 503 for an engine, a runtime
-or a program that is not available."""
+STATUSES = {501: 503, 502: 503}
+"""503 for an engine, a runtime or a program that is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:
     """Return ProRL's routes. Raises InvalidField for a wrong handler in the settings."""
     server = ProrlServer(service)
     return [
-        CompatRoute("POST", "/start", "submit", _in_contract(server.start)),
-        CompatRoute("POST", "/stop", "submit", _in_contract(server.stop)),
-        CompatRoute("POST", "/process", "submit", _in_contract(server.process)),
-        CompatRoute("POST", "/cancel", "submit", _in_contract(server.cancel)),
-        CompatRoute("GET", "/status", "read", _in_contract(server.status)),
-        CompatRoute("POST", "/add_llm_server", "admin", _in_contract(server.add_llm_server)),
-        CompatRoute("POST", "/clear_llm_server", "admin", _in_contract(server.clear_llm_server)),
+        CompatRoute("POST", "/start", "submit", server.start, STATUSES),
+        CompatRoute("POST", "/stop", "submit", server.stop, STATUSES),
+        CompatRoute("POST", "/process", "submit", server.process, STATUSES),
+        CompatRoute("POST", "/cancel", "submit", server.cancel, STATUSES),
+        CompatRoute("GET", "/status", "read", server.status, STATUSES),
+        CompatRoute("POST", "/add_llm_server", "admin", server.add_llm_server, STATUSES),
+        CompatRoute("POST", "/clear_llm_server", "admin", server.clear_llm_server, STATUSES),
     ]
-
-
-def _in_contract(handler: Callable[[Request, Principal], Awaitable[Any]]) -> Handler:
-    async def respond(request: Request, caller: Principal) -> Any:
-        try:
-            return await handler(request, caller)
-        except OutriderError as error:
-            return detail(error, status=STATUSES.get(error.http_status))
-
-    return respond
 
 
 class ProrlServer:

@@ -8,8 +8,9 @@ caller with the route's role.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,12 +35,14 @@ Handler = Callable[[Request, Principal], Awaitable[Any]]
 
 
 class CompatRoute(NamedTuple):
-    """A route of another system. `path` begins with a slash, in Starlette's form."""
+    """A route of another system. `path` begins with a slash, in Starlette's form. `statuses` are the system's statuses
+    by the status of an error's class, for errors whose status the system's clients do not know."""
 
     method: str
     path: str
     role: Role
     handler: Handler
+    statuses: Mapping[int, int] = MappingProxyType({})
 
 
 def compat_routes(service: Service, names: Sequence[str]) -> Iterator[Route]:
@@ -105,7 +108,7 @@ def _endpoint(route: CompatRoute, called: str) -> Callable[[Request], Awaitable[
             check(called, route.role, caller)
             reply = await route.handler(request, caller)
         except OutriderError as error:
-            return detail(error)
+            return detail(error, status=route.statuses.get(error.http_status))
         except Exception as error:  # a bug: the reply has the form that the system's clients read
             log.exception("%s failed", called)
             return detail(error)
@@ -119,10 +122,10 @@ def compat_reply(value: Any, *, status: int = 200) -> Response:
 
 
 def detail(error: BaseException, *, status: int | None = None) -> Response:
-    """Return the reply to an error. `status` replaces the status of the error's class."""
+    """Return the reply to an error. `status` replaces the status of the error's class, but not its headers."""
     record = record_of(error)
     text = redacted(f"{record.field}: {error_text(record)}" if record.field is not None else error_text(record))
     own = error.http_status if isinstance(error, OutriderError) else 500
     reply = compat_reply({"detail": text}, status=own if status is None else status)
-    reply.headers.update(error_headers(error, reply.status_code))
+    reply.headers.update(error_headers(error, own))
     return reply
