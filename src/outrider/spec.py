@@ -64,8 +64,10 @@ Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 EnvValue = Annotated[Text, AfterValidator(without_nul)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
 TargetPath = Annotated[Name, AfterValidator(checked_target)]
-Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
-Pause = Annotated[float, Field(ge=0, le=7 * 86400, allow_inf_nan=False)]
+MAX_SECONDS = 7 * 86_400
+"""Maximum of a limit and of a pause."""
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
+Pause = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class Spec(BaseModel):

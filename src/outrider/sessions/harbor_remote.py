@@ -90,7 +90,7 @@ class HarborRemoteOptions(Spec):
     reward: Name | None = None
 
 
-class HarborRunState(msgspec.Struct, frozen=True, kw_only=True):
+class HarborRemoteState(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a status and of a result that are read."""
 
     status: str
@@ -129,7 +129,7 @@ def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:
         )
 
 
-class HarborRun:
+class HarborRemoteRun:
     """One run of a Harbor run server. `name` is our id of the run, and `known` the server's id, if the run was started
     before. `keep` stores the server's id. `base_url` is that of the session."""
 
@@ -230,14 +230,14 @@ class HarborRun:
             "llm_proxy_url": f"{self._base_url}/v1",
         }
 
-    async def _look(self, path: str) -> HarborRunState:
+    async def _look(self, path: str) -> HarborRemoteState:
         """Ask for a status or a result until the server replies. Raises RemoteRunUnclear."""
         try:
             return self._read(await self._calls.ask("GET", path, again_on=NOT_YET))
         except RemoteRunFailed as error:
             raise RemoteRunUnclear(error.message, hint=error.hint, log_tail=error.log_tail) from error
 
-    async def _ended(self, run: str, state: HarborRunState) -> HarborRunState:
+    async def _ended(self, run: str, state: HarborRemoteState) -> HarborRemoteState:
         """Return the result of a run that has ended, or its status if the result cannot be read."""
         try:
             content = await self._calls.ask("GET", f"/async/{run}/result")
@@ -246,13 +246,13 @@ class HarborRun:
             return state
         return result if result.status == state.status else state
 
-    def _read(self, content: bytes) -> HarborRunState:
+    def _read(self, content: bytes) -> HarborRemoteState:
         try:
-            return msgspec.json.decode(content, type=HarborRunState)
+            return msgspec.json.decode(content, type=HarborRemoteState)
         except (msgspec.DecodeError, ValueError) as error:
             raise RemoteRunFailed(f"the state that agent service {self._service.name!r} gave: {error}") from error
 
-    def _report(self, state: HarborRunState) -> ReportSpec:
+    def _report(self, state: HarborRemoteState) -> ReportSpec:
         said = state.error or f"the run ended as {state.status}"
         if state.status == "failed":
             raise RemoteRunFailed(f"agent service {self._service.name!r}: {said}")

@@ -13,18 +13,16 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 
 from outrider.config import AgentServiceConfig
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import OutriderError
 from outrider.harnesses.base import SessionIds
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sessions.agent_service_calls import RemoteRunFailed, ServiceCalls
-from outrider.sessions.harbor_remote import check_harbor_task
-from outrider.spec import RemoteSpec, ReportSpec, TaskSpec, Upload, Write
+from outrider.spec import ReportSpec, TaskSpec, Upload, Write
 
 FILES_SECONDS = 600.0
 CANCEL_SECONDS = 10.0
@@ -54,26 +52,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["running", "completed", "failed"]
     report: Annotated[dict[str, object], msgspec.Meta(description="fields of a report")] = {}
     error: str = ""
-
-
-class AgentServices:
-    """The agent services in the settings, by name."""
-
-    def __init__(self, services: Sequence[AgentServiceConfig] = ()) -> None:
-        self._services = {service.name: service for service in services}
-
-    def named(self, name: str, *, field: str = "task.harness.remote.service") -> AgentServiceConfig:
-        """Return the service with this name. Raises InvalidField for an unknown name, with all known names."""
-        if name not in self._services:
-            known = ", ".join(sorted(self._services)) or "none"
-            hint = f"the operator's setting agents has: {known}"
-            raise InvalidField(f"there is no agent service {name!r}", field=field, hint=hint)
-        return self._services[name]
-
-    def check(self, task: TaskSpec, remote: RemoteSpec) -> None:
-        """Raise InvalidField for a task that its agent service cannot run."""
-        if self.named(remote.service).kind == "harbor":
-            check_harbor_task(task, remote)
 
 
 class RemoteRun:

@@ -18,6 +18,7 @@ from outrider.api.compat.harbor_archive import ARCHIVE
 from outrider.errors import InvalidField, OutriderError, renamed_fields
 from outrider.faults import first_fault
 from outrider.spec import (
+    MAX_SECONDS,
     EnvName,
     EnvValue,
     Name,
@@ -31,13 +32,11 @@ from outrider.tasks.harbor.tasks import AGENT_SECONDS, PREPARING_SECONDS, SESSIO
 
 SYSTEM = "harbor"
 """The name of the system in the store."""
-JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, SESSION_LABEL, UNGRADED_LABEL = (
+JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of a run's group. A group with SESSION_LABEL is the run of a session of the verl recipe's proxy. A group with
+"""Labels of a run's group. A group with BOUND_LABEL is the run of a session of the verl recipe's proxy. A group with
 UNGRADED_LABEL is a run without a verifier."""
-MOST_SECONDS = 7 * 86_400.0
-"""Maximum seconds of a limit of ours."""
 
 RunText = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(without_nul)]
 ProxyUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(without_nul)]
@@ -185,7 +184,7 @@ def run_group(
         TASK_LABEL: asked.task_id,
         AGENT_LABEL: asked.agent.called,
         MODEL_LABEL: asked.agent.model_name or "",
-        **({} if session is None else {SESSION_LABEL: session}),
+        **({} if session is None else {BOUND_LABEL: session}),
         **({UNGRADED_LABEL: "true"} if asked.verifier.disable else {}),
     }
     request = asked.model_dump(mode="json", include={"job_id", "task_id"})
@@ -248,7 +247,7 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
     def seconds(own: float, override: float | None, most: float | None) -> float:
         limit = own if override is None else override
-        return min(MOST_SECONDS, (limit if most is None else min(limit, most)) * times)
+        return min(MAX_SECONDS, (limit if most is None else min(limit, most)) * times)
 
     limits = task.setdefault("limits", {})
     steps = task.get("then", [])
@@ -258,7 +257,7 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
     for step in steps:
         step["agent_seconds"] = seconds(step["agent_seconds"], agent.override_timeout_sec, agent.max_timeout_sec)
     whole = limits["agent_seconds"] + sum(step["agent_seconds"] for step in steps)
-    limits["session_seconds"] = min(MOST_SECONDS, max(SESSION_SECONDS, whole + PREPARING_SECONDS))
+    limits["session_seconds"] = min(MAX_SECONDS, max(SESSION_SECONDS, whole + PREPARING_SECONDS))
     if agent.override_setup_timeout_sec is not None:
         limits["prepare_seconds"] = seconds(agent.override_setup_timeout_sec, None, None)
     if turns is not None:

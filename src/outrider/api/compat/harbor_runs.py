@@ -59,7 +59,7 @@ RunObject = dict[str, Any]
 """An object of Harbor's format. Columns of numbers may be numpy arrays: orjson makes lists of them."""
 
 
-class HarborRuns:
+class HarborRunApi:
     """The handlers of the run API. Runs are those of the caller's tenant. `find` returns a session of the recipe's
     proxy by the id that its client has chosen, and raises NotFound."""
 

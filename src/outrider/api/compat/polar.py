@@ -27,9 +27,9 @@ from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
 from outrider.api.compat.polar_events import last_event_of, polar_events
 from outrider.api.compat.polar_request import (
+    ALONE_LABEL,
     HARNESS_LABEL,
     MODEL_LABEL,
-    SESSION_LABEL,
     SYSTEM,
     PolarDispatchRequest,
     PolarSessionRequest,
@@ -220,7 +220,7 @@ class PolarApi:
         rows = await self._service.store.translated_groups(caller.tenant, SYSTEM, limit=MOST_LISTED)
         counts = await self._service.store.counts(tenant=caller.tenant)
         return {
-            "tasks": {task_id_of(row): status_of_task(row) for row in rows if SESSION_LABEL not in row.labels},
+            "tasks": {task_id_of(row): status_of_task(row) for row in rows if ALONE_LABEL not in row.labels},
             "pipeline": {"pending_sessions": counts.get(SessionState.QUEUED, 0)},
             "nodes": {"nodes": self._nodes(request)},
         }
@@ -230,7 +230,7 @@ class PolarApi:
         rows = await self._rows(
             caller,
             lambda row: (
-                SESSION_LABEL not in row.labels
+                ALONE_LABEL not in row.labels
                 and (wanted is None or status_of_task(row) == wanted)
                 and (harness is None or row.labels.get(HARNESS_LABEL) == harness)
             ),
@@ -521,7 +521,7 @@ class PolarApi:
                 with suppress(NotFound):
                     row, session = await self._found_session(name, caller)
                     if row.harness == EXTERNAL:
-                        return self._service.store.session_key(session.id)
+                        return self._service.store.credential_of(session.id)
         return None
 
     async def refuse(self, request: Request, caller: Principal) -> PolarObject:
@@ -589,7 +589,7 @@ def _found(row: GroupRow | None, task_id: str) -> GroupRow:
 
 def _id_of(row: GroupRow, session: SessionRow) -> str:
     """Return the id under which a client sees a session."""
-    return row.labels.get(SESSION_LABEL, session.id)
+    return row.labels.get(ALONE_LABEL, session.id)
 
 
 def _field_of(body: bytes, name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 from starlette.requests import Request
 
-from outrider.api.compat.polar_request import SESSION_LABEL, SYSTEM
+from outrider.api.compat.polar_request import ALONE_LABEL, SYSTEM
 from outrider.api.compat.polar_results import STATES, PolarObject, status_of_session, status_of_task, task_id_of
 from outrider.errors import InvalidField, NotFound
 from outrider.lifecycle import SessionState
@@ -102,7 +102,7 @@ class _TaskNames:
             except NotFound:
                 return None
             own = row.translator == SYSTEM
-            self._known[group_id] = _Named(task_id_of(row), row.labels.get(SESSION_LABEL)) if own else None
+            self._known[group_id] = _Named(task_id_of(row), row.labels.get(ALONE_LABEL)) if own else None
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[group_id]

@@ -21,6 +21,7 @@ from outrider.errors import InvalidField, renamed_fields
 from outrider.faults import first_fault
 from outrider.spec import (
     MAX_GROUP,
+    MAX_SECONDS,
     MAX_TEXT,
     RUNTIME,
     AbsolutePath,
@@ -41,10 +42,10 @@ SYSTEM = "polar"
 """The name of the system in the settings, in the store, and in paths."""
 OWN_METADATA = "outrider"
 """The entry of a result's metadata with facts that Polar's format has no field for. Requests may not use it."""
-TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, SESSION_LABEL, UNGRADED_LABEL = (
+TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id", "ungraded")
 )
-"""Labels of a group, which lists show without reading the stored request. A group with SESSION_LABEL is a session that
+"""Labels of a group, which lists show without reading the stored request. A group with ALONE_LABEL is a session that
 was made alone. A group with UNGRADED_LABEL has no evaluator, so its lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
 """The folder of a session in its sandbox, where Polar has /polar/session: the root folder of a sandbox may be
@@ -56,8 +57,6 @@ MOST_PREPARE_SECONDS = 3600.0
 
 MANUAL_SECONDS = 86_400.0
 """Maximum seconds of a session whose agent the client starts itself."""
-MOST_SECONDS = 7 * 86_400.0
-"""Maximum seconds of a limit of ours."""
 
 TaskId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+=,~-]{1,200}$")]
 SessionId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
@@ -276,7 +275,7 @@ def manual_group(session_id: str, task_id: str) -> StoredGroupSpec:
 
 def _alone(group: StoredGroupSpec, session_id: str) -> StoredGroupSpec:
     assert group.translated is not None
-    labels = {**group.task.labels, SESSION_LABEL: session_id}
+    labels = {**group.task.labels, ALONE_LABEL: session_id}
     request = {**group.translated.request, "session_id": session_id}
     return group.model_copy(
         update={
@@ -536,10 +535,10 @@ def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
     """Return the limit of the agent's run. A limit below `seconds` ends the run, and the work is graded. Otherwise the
     session's own limit ends the session without a grade, and the run's limit is set so high that the two never end
     together."""
-    given = metadata.get("agent_timeout", MOST_SECONDS)
+    given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")
-    return float(given) if given < seconds else MOST_SECONDS
+    return float(given) if given < seconds else MAX_SECONDS
 
 
 def _whole(value: Any, field: str, *, least: int) -> int:

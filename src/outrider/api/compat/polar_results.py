@@ -15,11 +15,11 @@ import orjson
 
 from outrider.api.compat.endings import Ending, ending_of, why_ungraded
 from outrider.api.compat.polar_request import (
+    ALONE_LABEL,
     BUILDER_LABEL,
     HARNESS_LABEL,
     MODEL_LABEL,
     OWN_METADATA,
-    SESSION_LABEL,
     TASK_LABEL,
     UNGRADED_LABEL,
 )
@@ -113,7 +113,7 @@ class PolarReader:
     async def callback(self, row: GroupRow) -> bytes:
         """Return the body of a callback in JSON: the TaskResult of a task, or the SessionResult of a session that was
         made alone."""
-        alone = SESSION_LABEL in row.labels
+        alone = ALONE_LABEL in row.labels
         result = (await self._results(row))[0] if alone else await self.task_result(row)
         return await self._service.reader.offload(partial(encoded, result))
 

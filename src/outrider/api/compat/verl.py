@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
-from outrider.api.compat.harbor_runs import HarborRuns
+from outrider.api.compat.harbor_runs import HarborRunApi
 from outrider.api.compat.routes import CompatRoute, CompatSocket
 from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
 from outrider.api.compat.verl_timings import timing_routes
@@ -63,7 +63,7 @@ def routes(service: Service) -> list[CompatRoute]:
         CompatRoute("POST", "/sessions/{sid}/reset", "submit", verl.reset),
         CompatRoute("POST", "/{sid}/v1/chat/completions", "submit", verl.chat),
         CompatRoute("POST", "/v1/chat/completions/{sid}", "submit", verl.chat),
-        *HarborRuns(service, verl.bound, verl.session).routes(),
+        *HarborRunApi(service, verl.bound, verl.session).routes(),
         *timing_routes(service),
     ]
 
@@ -103,7 +103,7 @@ class VerlProxy:
             return {"session_id": sid, "status": "created"}
         spec = SessionSpec(labels={LABEL: sid}, idempotency_key=_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS)
         with renamed_field("idempotency_key", "session_id"):
-            session = (await self._service.open_sessions.open(spec, caller)).session
+            session = (await self._service.session_control.open(spec, caller)).session
         request.scope[CREATED].update(group_id=session.group_id, session_id=session.id)
         return {"session_id": sid, "status": "created"}
 
@@ -134,7 +134,7 @@ class VerlProxy:
         if session.over:
             raise NotFound(f"session {sid!r} was closed")
         await self.bound.drop(session, caller)
-        await self._service.open_sessions.reset(session.id, caller)
+        await self._service.session_control.reset(session.id, caller)
         return {"session_id": sid, "status": "reset"}
 
     async def delete(self, request: Request, caller: Principal) -> Any:
@@ -177,8 +177,8 @@ class VerlProxy:
         """Pass a call to the model gateway, which streams, records and refuses it as any other."""
         session = await self.session(_sid(request), caller)
         await self.bound.check_free(session, caller)
-        key = self._service.store.session_key(session.id)
-        return GatewayCall(self._gateway, f"/s/{key}/v1/chat/completions", None)
+        credential = self._service.store.credential_of(session.id)
+        return GatewayCall(self._gateway, f"/s/{credential}/v1/chat/completions", None)
 
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
         """Return the group of the session with an id, None if there is none. Another group with the key of the session

@@ -37,14 +37,14 @@ class OpenedSession(NamedTuple):
     """A session, its credential, whether the session takes calls now, and the instruction of its task."""
 
     session: SessionView
-    key: str
+    credential: str
     running: bool
     instruction: str
 
 
-class OpenSessions:
-    """The service's operations on sessions. For a `caller` who is not an admin, sessions of other tenants are unknown.
-    Every method raises NotFound for an unknown session."""
+class SessionControl:
+    """The operations of the control API on sessions. For a `caller` who is not an admin, sessions of other tenants are
+    unknown. Every method raises NotFound for an unknown session."""
 
     def __init__(self, store: Store, host: ExternalSessions, submit: Submit) -> None:
         self._store = store
@@ -62,7 +62,8 @@ class OpenSessions:
             session, instruction = await self._of_group(spec.group_id, spec.sample_index, caller)
         running = session.state is not SessionState.DONE and await self._host.running(session.id, OPEN_SECONDS)
         session = await self._store.session(session.id)
-        return OpenedSession(reply_of(SessionView, session), self._store.session_key(session.id), running, instruction)
+        credential = self._store.credential_of(session.id)
+        return OpenedSession(reply_of(SessionView, session), credential, running, instruction)
 
     async def _of_group(self, group_id: str, sample_index: int, caller: Principal) -> tuple[SessionRow, str]:
         """Return a session of a group, and the task's instruction."""
