@@ -110,7 +110,7 @@ class HarborRunRequest(Spec):
 PROXY_KWARGS = ("model_base_url", "api_base")
 """Settings of agents that name the model proxy."""
 WITHOUT_EFFECT = ("api_key", "session_id")
-"""Settings of agents without effect: an agent has the key of its session."""
+"""Settings of agents without effect: an agent has the credential of its session."""
 AGENTS: Mapping[str, str] = {
     "claude-code": "claude-code",
     "codex": "codex",
@@ -161,7 +161,7 @@ harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
 
 
 def run_group(
-    asked: HarborRunRequest, folder: Path, *, session: str | None = None, key: str | None = None
+    asked: HarborRunRequest, folder: Path, *, session: str | None = None, idempotency_key: str | None = None
 ) -> StoredGroupSpec:
     """Return the group that runs the task in an unpacked folder. `session` is the id of the recipe's session whose
     turns are those of the run. Blocks. Raises InvalidField with the request's field for a request or a folder that
@@ -188,7 +188,7 @@ def run_group(
         **({UNGRADED_LABEL: "true"} if asked.verifier.disable else {}),
     }
     request = asked.model_dump(mode="json", include={"job_id", "task_id"})
-    group = {"task": task, "idempotency_key": key, "translated": {"system": SYSTEM, "request": request}}
+    group = {"task": task, "idempotency_key": idempotency_key, "translated": {"system": SYSTEM, "request": request}}
     try:
         return StoredGroupSpec.model_validate(group)
     except ValidationError as error:
@@ -292,8 +292,8 @@ def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
     env = _env(given.pop("env", None), "environment_overrides.env")
     resources = {}
     for name, ours in RESOURCES.items():
-        for key in (name, f"override_{name}"):
-            if (value := given.pop(key, None)) is not None:
+        for override in (name, f"override_{name}"):
+            if (value := given.pop(override, None)) is not None:
                 resources[ours] = value
     kwargs = dict(asked.environment_kwargs or {})
     for name in ENV_KWARGS:

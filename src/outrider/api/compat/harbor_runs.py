@@ -25,9 +25,10 @@ from outrider.api.compat.harbor_archive import ARCHIVE, METADATA, parts_of, unpa
 from outrider.api.compat.harbor_request import SYSTEM, UNGRADED_LABEL, HarborRunRequest, harbor_fields, run_group
 from outrider.api.compat.routes import CompatRoute
 from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
+from outrider.api.compat.waiting import done_group
 from outrider.api.control_bodies import release_body, whole_body
 from outrider.errors import Conflict, NotFound, RequestError, renamed_field
-from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.lifecycle import SessionState, StopReason
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import StoredGroupSpec
@@ -43,15 +44,12 @@ from outrider.trajectory import (
     unpack_ids,
     unpack_logprobs,
 )
-from outrider.wire.http_server import while_connected
 
 RUNS = "/api/v1/runs"
-KEY_HEADER = "Idempotency-Key"
+IDEMPOTENCY_HEADER = "Idempotency-Key"
 """Optional header of a submission. The same request with the same key gives the same run."""
 MOST_UNPACKED = 2
 """Maximum number of archives that are unpacked at once."""
-LOOK_SECONDS = 3600.0
-"""Seconds of one wait for a run, after which the wait is repeated."""
 STEP_METRIC = "step"
 """The beginning of the names of the metrics that belong to one step of a task (`sessions/step_verdicts.py`)."""
 
@@ -84,14 +82,7 @@ class HarborRunApi:
         """Run a task, and reply with the result. If the caller leaves, the run continues."""
         group_id = await self._submitted(request, caller)
         release_body(request)
-
-        async def wait() -> None:
-            while True:
-                view = await self._service.group(group_id, wait=LOOK_SECONDS, samples=False, caller=caller)
-                if view.state is GroupState.DONE:
-                    return
-
-        await while_connected(request.scope, wait())
+        await done_group(self._service, request, group_id, caller)
         return await self._response(group_id, caller)
 
     async def begin(self, request: Request, caller: Principal) -> RunObject:
@@ -130,21 +121,21 @@ class HarborRunApi:
         parts = await asyncio.to_thread(parts_of, request.headers.get("content-type", ""), body)
         del body
         asked = await self._service.parse(HarborRunRequest, parts[METADATA], caller)
-        key = request.headers.get(KEY_HEADER)
-        key = None if key is None else f"{SYSTEM}-key:{key}"
+        idempotency_key = request.headers.get(IDEMPOTENCY_HEADER)
+        idempotency_key = None if idempotency_key is None else f"{SYSTEM}-key:{idempotency_key}"
         sid = None
         if (proxy := asked.proxy) is not None:
             sid = _session_in(proxy)
             session = await self._bindable(sid, caller)
-            key = await self._bound.next_key(session, caller)
+            idempotency_key = await self._bound.next_idempotency_key(session, caller)
 
         def translated() -> StoredGroupSpec:
             with TemporaryDirectory(prefix="outrider-run-") as place:
                 into = Path(place).resolve() / "task"
                 into.mkdir()
-                return run_group(asked, unpack_task(parts[ARCHIVE], into), session=sid, key=key)
+                return run_group(asked, unpack_task(parts[ARCHIVE], into), session=sid, idempotency_key=idempotency_key)
 
-        field = "llm_proxy_url" if sid is not None else KEY_HEADER
+        field = "llm_proxy_url" if sid is not None else IDEMPOTENCY_HEADER
         try:
             with renamed_field("idempotency_key", field), harbor_fields():
                 async with self._unpacking:

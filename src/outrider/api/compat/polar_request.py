@@ -59,7 +59,8 @@ MANUAL_SECONDS = 86_400.0
 """Maximum seconds of a session whose agent the client starts itself."""
 
 TaskId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+=,~-]{1,200}$")]
-SessionId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+SESSION_PATTERN = "[A-Za-z0-9._-]{1,128}"
+SessionId = Annotated[str, StringConstraints(pattern=f"^{SESSION_PATTERN}$")]
 
 
 class PolarExec(Spec):
@@ -240,12 +241,12 @@ class PolarSessionRequest(Spec):
     session_id: SessionId | None = None
 
 
-def key_of(task_id: str) -> str:
+def task_idempotency_key(task_id: str) -> str:
     """Return the idempotency key of a task's group."""
     return f"{SYSTEM}:{task_id}"
 
 
-def session_key_of(session_id: str) -> str:
+def session_idempotency_key(session_id: str) -> str:
     """Return the idempotency key of the group of a session that was made alone."""
     return f"{SYSTEM}-session:{session_id}"
 
@@ -280,7 +281,7 @@ def _alone(group: StoredGroupSpec, session_id: str) -> StoredGroupSpec:
     return group.model_copy(
         update={
             "task": group.task.model_copy(update={"labels": labels}),
-            "idempotency_key": session_key_of(session_id),
+            "idempotency_key": session_idempotency_key(session_id),
             "translated": group.translated.model_copy(update={"request": request}),
         }
     )
@@ -386,7 +387,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
         "n": asked.num_samples,
         "min_usable": asked.early_stop_min_usable_sessions,
         "priority": asked.dispatch_priority,
-        "idempotency_key": key_of(asked.task_id),
+        "idempotency_key": task_idempotency_key(asked.task_id),
         "callback_url": None if asked.callback_url is None else str(asked.callback_url),
         "translated": {
             "system": SYSTEM,

@@ -7,11 +7,12 @@ reward; nothing trains in the traces of a session without a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import orjson
+from starlette.responses import Response
 
 from outrider.api.compat.endings import Ending, ending_of, why_ungraded
 from outrider.api.compat.polar_request import (
@@ -20,12 +21,15 @@ from outrider.api.compat.polar_request import (
     HARNESS_LABEL,
     MODEL_LABEL,
     OWN_METADATA,
+    SYSTEM,
     TASK_LABEL,
     UNGRADED_LABEL,
 )
+from outrider.api.control_replies import long_reply
 from outrider.lifecycle import GroupState, SessionState
 from outrider.messages import Image, Message, Text
 from outrider.service.admission import stored_group
+from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.store.rows import GroupRow, SessionRow
 from outrider.tokens.samples import POLICY, build_samples, model_calls
@@ -56,6 +60,10 @@ STATES: Mapping[SessionState, str] = {
 """The status of a session that is not done."""
 ENDINGS: Mapping[Ending, str] = {"completed": "COMPLETED", "failed": "ERROR", "timeout": "TIMEOUT"}
 """The status of a session that is done."""
+MOST_LISTED = 1000
+"""Maximum number of tasks or sessions in a list."""
+MOST_SEARCHED = 10_000
+"""Maximum number of tasks, the newest, among which a filter searches."""
 
 
 def encoded(value: Any) -> bytes:
@@ -144,6 +152,26 @@ class PolarReader:
             result_of(each, trajectory, request)
             for each, trajectory in zip([each for each in rows if each.result], trajectories, strict=True)
         ]
+
+    async def newest(
+        self, caller: Principal, wanted: Callable[[GroupRow], bool], *, limit: int, since: float = -1e15
+    ) -> list[GroupRow]:
+        """Return the newest tasks of the caller that are `wanted`."""
+        found: list[GroupRow] = []
+        before: tuple[float, str] | None = None
+        for _ in range(MOST_SEARCHED // MOST_LISTED):
+            page = await self._service.store.translated_groups(
+                caller.tenant, SYSTEM, since=since, before=before, limit=MOST_LISTED
+            )
+            found += filter(wanted, page)
+            if len(found) >= limit or len(page) < MOST_LISTED:
+                break
+            before = page[-1].created, page[-1].id
+        return found[:limit]
+
+    async def reply(self, value: Any) -> Response:
+        """Return the reply with a value that may be large and may have numpy arrays."""
+        return long_reply([await self._service.reader.offload(partial(encoded, value))])
 
     async def summary(self, row: GroupRow) -> PolarObject:
         """Return a task as in the list of tasks. Means are over the sessions that have ended."""

@@ -101,7 +101,9 @@ class VerlProxy:
             if await self.bound.turns(known, caller):
                 raise Conflict(f"session {sid!r} exists, and has turns", hint="reset it, or use another id")
             return {"session_id": sid, "status": "created"}
-        spec = SessionSpec(labels={LABEL: sid}, idempotency_key=_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS)
+        spec = SessionSpec(
+            labels={LABEL: sid}, idempotency_key=_idempotency_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS
+        )
         with renamed_field("idempotency_key", "session_id"):
             session = (await self._service.session_control.open(spec, caller)).session
         request.scope[CREATED].update(group_id=session.group_id, session_id=session.id)
@@ -183,7 +185,7 @@ class VerlProxy:
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
         """Return the group of the session with an id, None if there is none. Another group with the key of the session
         is no session of the recipe."""
-        group = await self._service.store.keyed_group(caller.tenant, _key(sid))
+        group = await self._service.store.keyed_group(caller.tenant, _idempotency_key(sid))
         return None if group is None or group.labels.get(LABEL) != sid else group
 
     async def session(self, sid: str, caller: Principal) -> SessionRow:
@@ -203,7 +205,7 @@ def _sid(request: Request) -> str:
     return sid
 
 
-def _key(sid: str) -> str:
+def _idempotency_key(sid: str) -> str:
     return f"verl:{sid}"
 
 

@@ -37,19 +37,19 @@ class BoundRuns:
         run, _ = await self._look(session, caller)
         return run
 
-    async def next_key(self, session: SessionRow, caller: Principal) -> str:
-        """Return the key for a run of the session: the key of its current run, so that a repeated request is
+    async def next_idempotency_key(self, session: SessionRow, caller: Principal) -> str:
+        """Return the idempotency key for a run of the session: that of its current run, so that a repeated request is
         recognised, or a new one."""
         run, free = await self._look(session, caller)
-        return _bound_key(session, free if run is None else free - 1)
+        return _idempotency_key(session, free if run is None else free - 1)
 
     async def _look(self, session: SessionRow, caller: Principal) -> tuple[GroupRow | None, int]:
         """Return the current run, and the first number that is not used."""
         store, run, number = self._service.store, None, 1
         while True:
-            key = _bound_key(session, number)
-            found = await store.keyed_group(caller.tenant, key)
-            if found is None and not await store.is_refused(caller.tenant, key):
+            idempotency_key = _idempotency_key(session, number)
+            found = await store.keyed_group(caller.tenant, idempotency_key)
+            if found is None and not await store.is_refused(caller.tenant, idempotency_key):
                 return run, number
             run, number = found, number + 1
 
@@ -82,12 +82,12 @@ class BoundRuns:
             run, free = await self._look(session, caller)
             if run is None:
                 return
-            later = await self._service.store.refuse_key(caller.tenant, _bound_key(session, free), until=until)
+            later = await self._service.store.refuse_key(caller.tenant, _idempotency_key(session, free), until=until)
             if run.state is GroupState.ACTIVE:
                 await self._service.cancel(run.id, caller)
             if later is None:  # otherwise a run was submitted meanwhile
                 return
 
 
-def _bound_key(session: SessionRow, number: int) -> str:
+def _idempotency_key(session: SessionRow, number: int) -> str:
     return f"{SYSTEM}-run:{session.id}:{number}"

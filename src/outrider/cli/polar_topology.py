@@ -21,6 +21,8 @@ from outrider.text_files import read_text_file
 MOST = 1 << 20
 """Maximum bytes of a topology file."""
 FIELD = "config"
+KINDS = ("docker", "apptainer")
+"""Kinds of sandboxes that a topology may name."""
 
 Workers = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -167,6 +169,3 @@ def _default_kind(nodes: Sequence[_GatewayNode]) -> str | None:
                 hint="name the image and the rest in each task's runtime",
             )
     return None if nodes[0].default_runtime is None else str(nodes[0].default_runtime["backend"])
-
-
-KINDS = ("docker", "apptainer")
