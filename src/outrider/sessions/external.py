@@ -37,7 +37,6 @@ from outrider.errors import (
     Unauthorized,
     record_of,
 )
-from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.lifecycle import SessionState, StopReason
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.rootfs.store import RootImage
@@ -52,10 +51,10 @@ from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, o
 from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.models import SessionModels
 from outrider.sessions.remote_runs import archive_of
+from outrider.sessions.reports import check_report, verdict_of
 from outrider.sessions.rollout import HARMFUL_SECONDS
 from outrider.spec import REPORTED, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
 from outrider.store.rows import SessionRow
-from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, SessionResult, StageSeconds, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
@@ -500,31 +499,3 @@ class _LiveSession:
             answer=answer,
         )
         return await self._backend.offload.run(build)  # counting the tokens of a long session takes a while
-
-
-def verdict_of(report: ReportSpec) -> Verdict:
-    """Return the verdict in a report. The report has a reward."""
-    assert report.reward is not None
-    return Verdict(
-        reward=report.reward, metrics=report.metrics, reason=report.reason, turns=report.turns, rows=report.rows
-    )
-
-
-def check_report(report: ReportSpec, task: TaskSpec, turns: Sequence[Turn]) -> None:
-    """Raise InvalidField for a report that does not fit the session's task and `turns`."""
-    if report.error is not None:
-        return
-    if task.evaluator.kind != REPORTED:
-        if report.reward is not None:
-            raise InvalidField(
-                f"the evaluator of the task, {task.evaluator.kind!r}, decides the reward",
-                field="reward",
-                hint="leave reward out; an answer for the evaluator is in `answer`",
-            )
-        return
-    if report.reward is None:
-        raise InvalidField("the reward is missing: the evaluator of the task is 'reported'", field="reward")
-    try:
-        check_indexes(read_verdict(verdict_of(report)), model_calls(turns, policy_of(task.branches)))
-    except ValueError as error:
-        raise InvalidField(f"the verdict does not fit the session: {error}", field="reward") from error

@@ -37,6 +37,8 @@ JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
 )
 """Labels of a run's group. A group with BOUND_LABEL is the run of a session of the verl recipe's proxy. A group with
 UNGRADED_LABEL is a run without a verifier."""
+PROXY_KWARGS = ("model_base_url", "api_base")
+"""Settings of agents that name the model proxy."""
 
 RunText = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(without_nul)]
 ProxyUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(without_nul)]
@@ -107,8 +109,6 @@ class HarborRunRequest(Spec):
         return found
 
 
-PROXY_KWARGS = ("model_base_url", "api_base")
-"""Settings of agents that name the model proxy."""
 WITHOUT_EFFECT = ("api_key", "session_id")
 """Settings of agents without effect: an agent has the credential of its session."""
 AGENTS: Mapping[str, str] = {

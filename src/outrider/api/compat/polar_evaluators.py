@@ -24,6 +24,12 @@ APPLY_SECONDS, TEST_SECONDS = 60.0, 1200.0
 HARBOR_SECONDS = 120.0
 STARTING_SECONDS = 300.0
 """Seconds of a grading beside those of the tests: restoring the tests' files, and judging the log."""
+REPOSITORY_KEYS = frozenset({"repo_dir", "patch_command", "apply_timeout", "test_timeout", "exclude_patterns"})
+COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
+"""Columns of SWE-bench's rows whose names differ from those of our options."""
+OPTIONS = frozenset(
+    ("instance_id", "fail_to_pass", "pass_to_pass", "test_patch", "test_command", "eval_script", "log_parser", "repo")
+) | {"version", "eval_type", "pytest"}
 
 
 class PolarEvaluator(Spec):
@@ -175,12 +181,6 @@ def _seconds(config: Mapping[str, Any], name: str, usual: float) -> float:
     return float(value)
 
 
-REPOSITORY_KEYS = frozenset({"repo_dir", "patch_command", "apply_timeout", "test_timeout", "exclude_patterns"})
-COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
-"""Columns of SWE-bench's rows whose names differ from those of our options."""
-OPTIONS = frozenset(
-    ("instance_id", "fail_to_pass", "pass_to_pass", "test_patch", "test_command", "eval_script", "log_parser", "repo")
-) | {"version", "eval_type", "pytest"}
 STRATEGIES = {
     "session_completed": Strategy(frozenset(), _completed),
     "test_on_output": Strategy(REPOSITORY_KEYS | {"test_command", "expected_output_json"}, _test_on_output),
