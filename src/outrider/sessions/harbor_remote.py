@@ -54,7 +54,7 @@ class RemoteRunUnclear(RemoteRunFailed):
     retryable = False
 
 
-class HarborRemoteAgent(Spec):
+class HarborRunAgent(Spec):
     """The agent of a run, in Harbor's words."""
 
     name: Name | None = None
@@ -66,8 +66,8 @@ class HarborRemoteAgent(Spec):
     kwargs: Annotated[dict[Name, Any], Field(max_length=256)] = Field(default_factory=dict)
 
 
-class HarborRemoteVerifier(Spec):
-    """The verifier of a run, in Harbor's words."""
+class HarborRunVerifier(Spec):
+    """The limits of a run's verifier, in Harbor's words. With `disable`, the run is not graded, and has no rewards."""
 
     override_timeout_sec: Seconds | None = None
     max_timeout_sec: Seconds | None = None
@@ -79,12 +79,12 @@ class HarborRemoteOptions(Spec):
     name of the value that is the session's reward. There is no `max_retries`: the turns of a failed try would stay in
     the session. The task's `max_attempts` counts in its place."""
 
-    agent: HarborRemoteAgent
+    agent: HarborRunAgent
     job_id: Name | None = None
     task_id: Name | None = None
     task_path: Text | None = None
     timeout_multiplier: Annotated[float, Field(ge=0.1, le=1000)] | None = None
-    verifier: HarborRemoteVerifier | None = None
+    verifier: HarborRunVerifier | None = None
     environment_overrides: dict[Name, Any] | None = None
     environment_kwargs: dict[Name, Any] | None = None
     reward: Name | None = None
@@ -233,7 +233,7 @@ class HarborRemoteRun:
     async def _look(self, path: str) -> HarborRemoteState:
         """Ask for a status or a result until the server replies. Raises RemoteRunUnclear."""
         try:
-            return self._read(await self._calls.ask("GET", path, again_on=NOT_YET))
+            return self._calls.state(await self._calls.ask("GET", path, again_on=NOT_YET), HarborRemoteState)
         except RemoteRunFailed as error:
             raise RemoteRunUnclear(error.message, hint=error.hint, log_tail=error.log_tail) from error
 
@@ -241,16 +241,10 @@ class HarborRemoteRun:
         """Return the result of a run that has ended, or its status if the result cannot be read."""
         try:
             content = await self._calls.ask("GET", f"/async/{run}/result")
-            result = self._read(content)
+            result = self._calls.state(content, HarborRemoteState)
         except RemoteRunFailed:
             return state
         return result if result.status == state.status else state
-
-    def _read(self, content: bytes) -> HarborRemoteState:
-        try:
-            return msgspec.json.decode(content, type=HarborRemoteState)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise RemoteRunFailed(f"the state that agent service {self._service.name!r} gave: {error}") from error
 
     def _report(self, state: HarborRemoteState) -> ReportSpec:
         said = state.error or f"the run ended as {state.status}"

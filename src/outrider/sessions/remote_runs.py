@@ -71,7 +71,7 @@ class RemoteRun:
                 await calls.ask("PUT", "/files", archive, "application/gzip", seconds=FILES_SECONDS)
             await calls.ask("PUT", "", msgspec.json.encode(self._request), "application/json")
             while True:
-                state = self._state(await calls.ask("GET", ""))
+                state = calls.state(await calls.ask("GET", ""), RunState)
                 if state.status == "failed":
                     raise RemoteRunFailed(f"agent service {self._service.name!r}: {state.error or 'the run failed'}")
                 if state.status == "completed":
@@ -85,12 +85,6 @@ class RemoteRun:
                 await calls.once("DELETE", "", seconds=CANCEL_SECONDS)
         except (OutriderError, OSError):  # TimeoutError is an OSError
             return
-
-    def _state(self, content: bytes) -> RunState:
-        try:
-            return msgspec.json.decode(content, type=RunState)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise RemoteRunFailed(f"the state that agent service {self._service.name!r} gave: {error}") from error
 
     def _report(self, state: RunState) -> ReportSpec:
         try:

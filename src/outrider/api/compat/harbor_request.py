@@ -17,12 +17,12 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 from outrider.api.compat.harbor_archive import ARCHIVE
 from outrider.errors import InvalidField, OutriderError, renamed_fields
 from outrider.faults import first_fault
+from outrider.sessions.harbor_remote import HarborRunAgent, HarborRunVerifier
 from outrider.spec import (
     MAX_SECONDS,
     EnvName,
     EnvValue,
     Name,
-    Seconds,
     Spec,
     StoredGroupSpec,
     without_nul,
@@ -44,20 +44,16 @@ RunText = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterV
 ProxyUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(without_nul)]
 
 
-class HarborRunAgent(Spec):
+class HarborServedAgent(HarborRunAgent):
     """The agent: by `name`, or `import_path` with an agent class of Outrider as `module:Class`."""
 
     name: RunText | None = None
     import_path: RunText | None = None
     model_name: RunText | None = None
-    override_timeout_sec: Seconds | None = None
-    override_setup_timeout_sec: Seconds | None = None
-    max_timeout_sec: Seconds | None = None
     llm_proxy_url: ProxyUrl | None = None
-    kwargs: Annotated[dict[Name, Any], Field(max_length=256)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _one_kind(self) -> HarborRunAgent:
+    def _one_kind(self) -> HarborServedAgent:
         if (self.name is None) == (self.import_path is None):
             raise ValueError("give exactly one of name and import_path")
         return self
@@ -67,21 +63,13 @@ class HarborRunAgent(Spec):
         return self.name or self.import_path or ""
 
 
-class HarborRunVerifier(Spec):
-    """The limits of the verifier. With `disable`, the run is not graded, and has no rewards."""
-
-    override_timeout_sec: Seconds | None = None
-    max_timeout_sec: Seconds | None = None
-    disable: bool = False
-
-
 class HarborRunRequest(Spec):
     """The part `metadata` of a run's request. `task_path` has no effect: the archive has the task."""
 
     job_id: RunText
     task_id: RunText
     task_path: Annotated[str, StringConstraints(max_length=4096)]
-    agent: HarborRunAgent
+    agent: HarborServedAgent
     timeout_multiplier: Annotated[float, Field(ge=0.1, le=1000)] = 1
     max_retries: Annotated[int, Field(ge=0, le=10)] = 0
     verifier: HarborRunVerifier = HarborRunVerifier()
@@ -216,7 +204,7 @@ def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
         ) from error
 
 
-def _harness(agent: HarborRunAgent) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+def _harness(agent: HarborServedAgent) -> tuple[dict[str, Any], dict[str, Any], int | None]:
     """Return the harness, the sampling and the limit of turns that the agent's settings determine."""
     settings = {name: each for name, each in agent.kwargs.items() if name not in (*PROXY_KWARGS, *WITHOUT_EFFECT)}
     sampling = {name: settings.pop(name) for name in SAMPLING if settings.get(name) is not None}

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from outrider.errors import InvalidField
 from outrider.evaluators.checks.expected_statuses import COLOUR, STATUSES, name_of_test
-from outrider.spec import EnvName, EnvValue, Name, Spec
+from outrider.spec import Environment, Name, Spec
 
 CONFIG = "evaluator.config"
 REPOSITORY = "/testbed"
@@ -37,7 +37,7 @@ class PolarEvaluator(Spec):
 
     strategy: Name
     config: Annotated[dict[str, Any], Field(max_length=256)] = Field(default_factory=dict)
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     refresh_runtime: bool = False
 
 

@@ -26,8 +26,8 @@ from outrider.spec import (
     RUNTIME,
     AbsolutePath,
     CallbackUrl,
-    EnvName,
-    EnvValue,
+    Command,
+    Environment,
     Name,
     Pause,
     Seconds,
@@ -68,9 +68,9 @@ class PolarExec(Spec):
     after `retry_backoff_seconds`."""
 
     type: Literal["exec"]
-    command: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
+    command: Command
     cwd: TargetPath | None = None
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] | None = None
+    env: Environment | None = None
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 1
     retry_backoff_seconds: Annotated[Pause, Field(le=60)] = 0
 
@@ -111,7 +111,7 @@ class PolarRuntime(Spec):
     image: Name | None = None
     prepare: Annotated[list[PrepareAction], Field(max_length=1024, fail_fast=True)] = Field(default_factory=list)
     eval_prepare: Annotated[list[PrepareAction], Field(max_length=1024, fail_fast=True)] | None = None
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     network: Name = "host"
     workdir: AbsolutePath | None = None
     direct_exec_init_command: Text | None = None
@@ -138,9 +138,9 @@ class PolarMcpServer(Spec):
 class PolarShell(Spec):
     """The command of the harness `shell`, run by `bash -lc`."""
 
-    command: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
+    command: Command
     cwd: TargetPath | None = None
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
 
 
 class PolarAgent(Spec):
@@ -150,7 +150,7 @@ class PolarAgent(Spec):
     import_path: Name | None = None
     model_name: Name | None = None
     settings: Annotated[dict[Name, Any], Field(max_length=256)] = Field(default_factory=dict)
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     mcp_servers: Annotated[list[PolarMcpServer], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
     skills_path: Text | None = None
     custom_shell: PolarShell | None = None

@@ -26,6 +26,7 @@ from outrider.api.compat.polar_request import (
     UNGRADED_LABEL,
 )
 from outrider.api.control_replies import long_reply
+from outrider.dialects.chat.reply import message_object
 from outrider.lifecycle import GroupState, SessionState
 from outrider.messages import Image, Message, Text
 from outrider.service.admission import stored_group
@@ -359,20 +360,11 @@ def finish_reason(turn: Turn) -> str:
 def chat_message(message: Message) -> PolarObject:
     """Return a message in the form of Chat Completions. The bytes of an image are not in traces: its part has the
     address, or the digest under which the image is stored."""
-    found: PolarObject = {"role": message.role.value, "content": message.content}
+    found = message_object(message)
     if any(isinstance(part, Image) for part in message.parts):
         found["content"] = [_part(part) for part in message.parts]
     if message.reasoning is not None:
         found["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        found["name"] = message.name
     return found
 
 
