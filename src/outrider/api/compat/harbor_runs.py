@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -101,7 +100,11 @@ class HarborRunApi:
         if session.result is None:
             raise NotFound(f"run {run_id} has not ended", hint=f"ask for its status: GET {RUNS}/async/{run_id}/status")
         turns = await self._service.store.turns(session.id, session.result.attempt)
-        made = partial(_encoded_response, run_id, session, turns, graded)
+
+        def made() -> bytes:
+            response = run_response(run_id, session, turns, graded=graded)
+            return orjson.dumps(response, option=orjson.OPT_SERIALIZE_NUMPY)
+
         return Response(await self._service.reader.offload(made), media_type="application/json")
 
     async def _run(self, run_id: str, caller: Principal) -> tuple[SessionRow, bool]:
@@ -220,10 +223,6 @@ def error_of_run(result: SessionResult) -> str | None:
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"
     return why_ungraded(result, run="run")
-
-
-def _encoded_response(run_id: str, session: SessionRow, turns: Sequence[Turn], graded: bool) -> bytes:
-    return orjson.dumps(run_response(run_id, session, turns, graded=graded), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def run_response(run_id: str, session: SessionRow, turns: Sequence[Turn], *, graded: bool) -> RunObject:

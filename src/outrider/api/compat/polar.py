@@ -18,8 +18,7 @@ from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.polar_events import event_stream
-from outrider.api.compat.polar_gateway import PolarGateway
-from outrider.api.compat.polar_nodes import nodes_of
+from outrider.api.compat.polar_gateway import PolarGateway, nodes_of
 from outrider.api.compat.polar_query import boolean_of, choice_of, limit_of, number_of
 from outrider.api.compat.polar_request import (
     ALONE_LABEL,

@@ -24,7 +24,6 @@ from starlette.responses import Response
 from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
 from outrider.api.compat.polar_events import event_stream
-from outrider.api.compat.polar_nodes import METRICS, nodes_of, url_of
 from outrider.api.compat.polar_query import choice_of, limit_of, number_of
 from outrider.api.compat.polar_request import (
     ALONE_LABEL,
@@ -54,6 +53,7 @@ from outrider.api.control_bodies import whole_body
 from outrider.api.control_replies import long_reply
 from outrider.api.gateway import Gateway
 from outrider.errors import Conflict, InvalidField, NotFound, RequestError, renamed_field
+from outrider.schemas import LaneStats, NodeStats
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.sessions.external import EXTERNAL
@@ -74,6 +74,15 @@ PAUSE_SECONDS = 300.0
 MOST_PAUSE_SECONDS = 3600.0
 TOO_LATE = 504
 """The status of a pause whose generations did not end in time."""
+METRICS = (
+    "init_queue_depth",
+    "init_inflight",
+    "ready_depth",
+    "run_inflight",
+    "postrun_queue_depth",
+    "postrun_inflight",
+)
+"""Polar's names for the work of the lanes of a node."""
 VENDOR_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
@@ -141,7 +150,7 @@ class PolarGateway:
         body = {
             "status": "ok" if able else "no_engine",
             "node_id": SYSTEM,
-            "gateway_url": url_of(request),
+            "gateway_url": _url_of(request),
             "inference": self._inference(),
             "metrics": {name: sum(node["metrics"][name] for node in nodes) for name in METRICS},
             "active_status_counts": active,
@@ -360,6 +369,36 @@ class PolarGateway:
                     if row.harness == EXTERNAL:
                         return self._service.store.credential_of(session.id)
         return None
+
+
+def nodes_of(service: Service, request: Request) -> list[PolarObject]:
+    """Return the nodes, with the address at which the client has called."""
+    return [_node(node, _url_of(request)) for node in service.nodes().nodes]
+
+
+def _url_of(request: Request) -> str:
+    """Return the address at which the client has called."""
+    return f"{request.url.scheme}://{request.url.netloc}"
+
+
+def _node(node: NodeStats, url: str) -> PolarObject:
+    none = LaneStats(name="", size=0, in_use=0, waiting=0, served=0, waited_seconds=0.0)
+    lanes = {lane.name: lane for lane in node.lanes}
+    init, ready, run, grading = (lanes.get(name, none) for name in ("init", "ready", "run", "eval"))
+    depths = (init.waiting + ready.waiting, init.in_use, run.waiting, run.in_use, grading.waiting, grading.in_use)
+    return {
+        "node_id": node.name,
+        "gateway_url": url,
+        "max_init_workers": max(1, init.size),
+        "max_run_workers": max(1, run.size),
+        "max_postrun_workers": max(1, grading.size),
+        "heartbeat_interval_seconds": 30,
+        "metrics": dict(zip(METRICS, depths, strict=True)),
+        "dispatch_reservations": 0,
+        "healthy": True,
+        "draining": node.drained,
+        "last_heartbeat": time.time(),
+    }
 
 
 def _id_of(row: GroupRow, session: SessionRow) -> str:

@@ -74,7 +74,7 @@ class PolarExec(Spec):
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 1
     retry_backoff_seconds: Annotated[Pause, Field(le=60)] = 0
 
-    def step(self, seconds: float) -> dict[str, Any]:
+    def step(self, seconds: float, files: Path | None, field: str) -> dict[str, Any]:
         enter = "" if self.cwd is None else f"cd {shlex.quote(self.cwd)} || exit 1\n"
         step = {"run": f"{enter}{self.command}", "seconds": seconds, "env": self.env or {}}
         return {**step, "attempts": self.max_attempts, "pause_seconds": self.retry_backoff_seconds}
@@ -87,7 +87,7 @@ class PolarUpload(Spec):
     source: Annotated[Name, AfterValidator(without_nul)]
     target: TargetPath
 
-    def step(self, files: Path | None, field: str) -> dict[str, Any]:
+    def step(self, seconds: float, files: Path | None, field: str) -> dict[str, Any]:
         source = PurePosixPath(posixpath.normpath(self.source))
         if source.is_absolute() and files is not None and source.is_relative_to(files):
             source = source.relative_to(files)
@@ -485,7 +485,7 @@ def _runtime(asked: PolarRuntime, seconds: float, files: Path | None) -> dict[st
         "kind": kind,
         "image": asked.image,
         "env": asked.env,
-        "prepare": [_step(each, seconds, files, f"runtime.prepare.{at}") for at, each in enumerate(asked.prepare)],
+        "prepare": [each.step(seconds, files, f"runtime.prepare.{at}") for at, each in enumerate(asked.prepare)],
         "mounts": [_mount(each, at) for at, each in enumerate(_volumes(asked.kwargs.get("volumes")))],
         "resources": {
             name: value
@@ -499,10 +499,6 @@ def _runtime(asked: PolarRuntime, seconds: float, files: Path | None) -> dict[st
         },
     }
     return runtime if asked.workdir is None else {**runtime, "workdir": asked.workdir}
-
-
-def _step(action: PolarExec | PolarUpload, seconds: float, files: Path | None, field: str) -> dict[str, Any]:
-    return action.step(seconds) if isinstance(action, PolarExec) else action.step(files, field)
 
 
 def _volumes(given: Any) -> list[Any]:

@@ -149,10 +149,8 @@ class PolarReader:
         build = partial(trajectory_of, request=request)
         # Sessions without turns are built here, too: their trajectories say why they have no traces.
         trajectories = await self._service.reader.built(results, build)
-        return [
-            result_of(each, trajectory, request)
-            for each, trajectory in zip([each for each in rows if each.result], trajectories, strict=True)
-        ]
+        done = [each for each in rows if each.result]
+        return [result_of(each, trajectory, request) for each, trajectory in zip(done, trajectories, strict=True)]
 
     async def newest(
         self, caller: Principal, wanted: Callable[[GroupRow], bool], *, limit: int, since: float = -1e15
