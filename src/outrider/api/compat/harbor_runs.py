@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,7 +21,7 @@ from outrider.api.access import CREATED
 from outrider.api.compat.endings import ending_of, why_ungraded
 from outrider.api.compat.harbor_archive import ARCHIVE, METADATA, parts_of, unpack_task
 from outrider.api.compat.harbor_request import SYSTEM, UNGRADED_LABEL, HarborRunRequest, harbor_fields, run_group
-from outrider.api.compat.routes import CompatRoute
+from outrider.api.compat.routes import CompatRoute, large_reply
 from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
 from outrider.api.compat.waiting import done_group
 from outrider.api.control_bodies import release_body, whole_body
@@ -101,11 +100,7 @@ class HarborRunApi:
             raise NotFound(f"run {run_id} has not ended", hint=f"ask for its status: GET {RUNS}/async/{run_id}/status")
         turns = await self._service.store.turns(session.id, session.result.attempt)
 
-        def made() -> bytes:
-            response = run_response(run_id, session, turns, graded=graded)
-            return orjson.dumps(response, option=orjson.OPT_SERIALIZE_NUMPY)
-
-        return Response(await self._service.reader.offload(made), media_type="application/json")
+        return await large_reply(self._service, lambda: run_response(run_id, session, turns, graded=graded))
 
     async def _run(self, run_id: str, caller: Principal) -> tuple[SessionRow, bool]:
         """Return a run's session, and whether the run is graded. Raises NotFound."""

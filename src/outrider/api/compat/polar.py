@@ -38,7 +38,7 @@ from outrider.api.compat.polar_results import (
     status_of_task,
     task_id_of,
 )
-from outrider.api.compat.routes import CompatRoute, compat_reply
+from outrider.api.compat.routes import CompatRoute, compat_reply, large_reply
 from outrider.api.control_bodies import whole_body
 from outrider.errors import Conflict, NotFound, RequestError, renamed_field
 from outrider.lifecycle import SessionState
@@ -134,7 +134,8 @@ class PolarServer:
         return row if row is not None and row.translator == SYSTEM else None
 
     async def _task_status(self, row: GroupRow) -> Response:
-        return await self._reader.reply(await self._reader.task_status(row))
+        status = await self._reader.task_status(row)
+        return await large_reply(self._service, lambda: status)
 
     async def status(self, request: Request, caller: Principal) -> PolarObject:
         rows = await self._service.store.translated_groups(caller.tenant, SYSTEM, limit=MOST_LISTED)

@@ -44,13 +44,11 @@ from outrider.api.compat.polar_results import (
     PolarObject,
     PolarReader,
     completion_of,
-    encoded,
     status_of_session,
     task_id_of,
 )
-from outrider.api.compat.routes import CompatRoute, compat_reply, detail
+from outrider.api.compat.routes import CompatRoute, compat_reply, detail, large_reply
 from outrider.api.control_bodies import whole_body
-from outrider.api.control_replies import long_reply
 from outrider.api.gateway import Gateway
 from outrider.errors import Conflict, InvalidField, NotFound, RequestError, renamed_field
 from outrider.schemas import LaneStats, NodeStats
@@ -233,16 +231,12 @@ class PolarGateway:
         now = time.time()
         turns = await self._turns(session)
         return {
-            "session_id": _id_of(row, session),
-            "task_id": task_id_of(row),
-            "status": status_of_session(session),
+            **_session_object(row, session, turns),
             "age_seconds": max(0.0, now - session.created),
             "idle_seconds": max(0.0, now - max([session.updated, *(turn.timings.finished for turn in turns[-1:])])),
-            "completion_count": len(turns),
             "model_requested": row.labels.get(MODEL_LABEL) or None,
             "model_used": self._service.config.model.name,
             "api_type": turns[-1].dialect if turns else None,
-            "created_at": session.created,
             "node_id": session.node,
         }
 
@@ -251,30 +245,21 @@ class PolarGateway:
 
     async def session(self, request: Request, caller: Principal) -> Response:
         row, session = await self._session(request, caller)
-        turns = await self._turns(session)
-        shown: PolarObject = {
-            "session_id": _id_of(row, session),
-            "task_id": task_id_of(row),
-            "created_at": session.created,
-            "completion_count": len(turns),
-            "status": status_of_session(session),
-        }
+        shown = _session_object(row, session, await self._turns(session))
         if session.result is not None:
             shown["result"] = await self._reader.session_result(row, session)
-        return await self._reader.reply(shown)
+        return await large_reply(self._service, lambda: shown)
 
     async def completions(self, request: Request, caller: Principal) -> Response:
         row, session = await self._session(request, caller)
         turns = await self._turns(session)
         model = self._service.config.model.name
 
-        def made() -> bytes:
+        def shown() -> PolarObject:
             records = [completion_of(turn, turns, model) for turn in turns]
-            return encoded(
-                {"session_id": _id_of(row, session), "completions": records, "node_id": session.node or SYSTEM}
-            )
+            return {"session_id": _id_of(row, session), "completions": records, "node_id": session.node or SYSTEM}
 
-        return long_reply([await self._service.reader.offload(made)])
+        return await large_reply(self._service, shown)
 
     async def cancel_session(self, request: Request, caller: Principal) -> PolarObject:
         """Cancel one session. Its model calls are kept until the task is removed."""
@@ -316,14 +301,7 @@ class PolarGateway:
         spec = manual_group(session_id, manual.task_id or session_id)
         row, session = await self._made(request, caller, spec, session_id)
         await self._service.external.running(session.id, OPEN_SECONDS)
-        session = await self._service.store.session(session.id)
-        return {
-            "session_id": session_id,
-            "task_id": task_id_of(row),
-            "created_at": session.created,
-            "completion_count": 0,
-            "status": status_of_session(session),
-        }
+        return _session_object(row, await self._service.store.session(session.id), ())
 
     async def _made(
         self, request: Request, caller: Principal, spec: StoredGroupSpec, session_id: str
@@ -404,6 +382,16 @@ def _node(node: NodeStats, url: str) -> PolarObject:
 def _id_of(row: GroupRow, session: SessionRow) -> str:
     """Return the id under which a client sees a session."""
     return row.labels.get(ALONE_LABEL, session.id)
+
+
+def _session_object(row: GroupRow, session: SessionRow, turns: Sequence[Turn]) -> PolarObject:
+    return {
+        "session_id": _id_of(row, session),
+        "task_id": task_id_of(row),
+        "created_at": session.created,
+        "completion_count": len(turns),
+        "status": status_of_session(session),
+    }
 
 
 def _field_of(body: bytes, name: str) -> Any:

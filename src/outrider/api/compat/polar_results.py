@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import orjson
-from starlette.responses import Response
-
 from outrider.api.compat.endings import Ending, ending_of, why_ungraded
 from outrider.api.compat.polar_request import (
     ALONE_LABEL,
@@ -25,7 +22,7 @@ from outrider.api.compat.polar_request import (
     TASK_LABEL,
     UNGRADED_LABEL,
 )
-from outrider.api.control_replies import long_reply
+from outrider.api.compat.routes import encoded
 from outrider.dialects.chat.reply import message_object
 from outrider.lifecycle import GroupState, SessionState
 from outrider.messages import Image, Message, Text
@@ -65,10 +62,6 @@ MOST_LISTED = 1000
 """Maximum number of tasks or sessions in a list."""
 MOST_SEARCHED = 10_000
 """Maximum number of tasks, the newest, among which a filter searches."""
-
-
-def encoded(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def status_of_task(row: GroupRow) -> str:
@@ -167,10 +160,6 @@ class PolarReader:
                 break
             before = page[-1].created, page[-1].id
         return found[:limit]
-
-    async def reply(self, value: Any) -> Response:
-        """Return the reply with a value that may be large and may have numpy arrays."""
-        return long_reply([await self._service.reader.offload(partial(encoded, value))])
 
     async def summary(self, row: GroupRow) -> PolarObject:
         """Return a task as in the list of tasks. Means are over the sessions that have ended."""

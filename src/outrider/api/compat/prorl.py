@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,7 +32,7 @@ from outrider.api.compat.prorl_request import (
     group_of,
 )
 from outrider.api.compat.prorl_results import result_record, unreadable_record
-from outrider.api.compat.routes import CompatRoute, detail
+from outrider.api.compat.routes import CompatRoute, detail, large_reply
 from outrider.api.compat.waiting import done_group
 from outrider.api.control_bodies import release_body, whole_body
 from outrider.engines.adapters.prorl import kind_of_server
@@ -128,7 +127,7 @@ class ProrlServer:
                 status=504,
             )
         record = await self._record(asked, done)
-        return Response(await asyncio.to_thread(msgspec.json.encode, record), media_type="application/json")
+        return await large_reply(self._service, lambda: record)
 
     async def cancel(self, request: Request, caller: Principal) -> dict[str, str]:
         """Cancel a job in any stage. The job's caller gets its result. Raises NotFound for an unknown job."""

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+import orjson
 from fastapi import WebSocket
 from fastapi.routing import APIWebSocketRoute
 from starlette.requests import Request
@@ -21,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from outrider.api.access import caller_in, check
-from outrider.api.control_replies import error_headers
+from outrider.api.control_replies import error_headers, long_reply
 from outrider.errors import OutriderError, error_text, record_of
 from outrider.redaction import redacted
 from outrider.service.principals import Principal
@@ -119,6 +120,17 @@ def _endpoint(route: CompatRoute, called: str) -> Callable[[Request], Awaitable[
 
 def compat_reply(value: Any, *, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+async def large_reply(service: Service, value: Callable[[], Any]) -> Response:
+    """Return the reply with a value that may be large. The value is made and encoded in the thread for long
+    computations."""
+    return long_reply([await service.reader.offload(lambda: encoded(value()))])
+
+
+def encoded(value: Any) -> bytes:
+    """Return a value in JSON. Numpy arrays become lists."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def detail(error: BaseException, *, status: int | None = None) -> Response:
