@@ -130,7 +130,10 @@ async def large_reply(service: Service, value: Callable[[], Any]) -> Response:
 
 def encoded(value: Any) -> bytes:
     """Return a value in JSON. Numpy arrays become lists."""
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # an integer beyond 64 bits, in the arguments of a tool call or in the schema of a tool
+        return msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
 
 
 def detail(error: BaseException, *, status: int | None = None) -> Response:
