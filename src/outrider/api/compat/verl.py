@@ -12,19 +12,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
 from outrider.api.compat.harbor_runs import HarborRunApi
-from outrider.api.compat.routes import CompatRoute, CompatSocket
+from outrider.api.compat.routes import CompatRoute, CompatSocket, large_reply
 from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
 from outrider.api.compat.verl_timings import timing_routes
 from outrider.api.compat.verl_workers import ENGINE, serve_worker
-from outrider.api.control_replies import long_reply
 from outrider.api.gateway import PREFIX, Gateway
+from outrider.dialects.chat.reply import message_object, tool_call_object
 from outrider.engines.adapters.verl_workers import VerlWorkersEngine
 from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, renamed_field
 from outrider.messages import Message, Role
@@ -117,10 +116,10 @@ class VerlProxy:
         turns = await self.bound.turns(session, caller)
         common = {"created_at": session.created, "completed": session.over}
 
-        def made() -> bytes:
-            return msgspec.json.encode({"session_id": sid, "turns": [*map(_turn, used_turns(turns))], **common})
+        def record() -> dict[str, Any]:
+            return {"session_id": sid, "turns": [*map(_turn, used_turns(turns))], **common}
 
-        return long_reply([await self._service.reader.offload(made)])
+        return await large_reply(self._service, record)
 
     async def complete(self, request: Request, caller: Principal) -> Any:
         """Close the session, so that its record is final. Repeating the request changes nothing."""
@@ -213,10 +212,10 @@ def _turn(turn: Turn) -> dict[str, Any]:
     """Return a turn in the recipe's form. Its messages are those that the request added. The ids of a reply whose
     worker has not sent the prompt's ids come from the worker's report."""
     reply = turn.reply or Message(role=Role.ASSISTANT)
-    calls = _calls(reply)
+    calls = [*map(tool_call_object, reply.tool_calls)]
     report = turn.report or WorkerReport()
     return {
-        "request_messages": [_message(message) for message in turn.messages],
+        "request_messages": [*map(message_object, turn.messages)],
         "completion_text": reply.content,
         "completion_token_ids": unpack_ids(turn.output_ids or report.output_ids).tolist(),
         "completion_logprobs": unpack_logprobs(turn.logprobs or report.logprobs).tolist(),
@@ -228,21 +227,3 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "worker_id": report.worker_id,
         "rank_info": report.rank_info,
     }
-
-
-def _message(message: Message) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": message.role.value, "content": message.content}
-    if message.tool_calls:
-        made["tool_calls"] = _calls(message)
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        made["name"] = message.name
-    return made
-
-
-def _calls(message: Message) -> list[dict[str, Any]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
