@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from outrider import Client
 from outrider.client.sampling import Batch, DynamicSampler, SamplerState, group_advantages, rewards_of
 from outrider.lab.demo.task import group_spec, make_task
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 
 SAMPLES = 8
 

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from outrider import Client
 from outrider.lab.demo.task import group_spec, make_task
 from outrider.trainers.trl import Rollouts, ServiceLogprobs, service_reward, steps_dataset
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 
 SAMPLES = 8
 

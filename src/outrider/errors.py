@@ -37,8 +37,8 @@ into an error of the class that the record's `code` names, if this version has t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import StrEnum
 from typing import Any, ClassVar, Self, overload
 
@@ -162,17 +162,25 @@ class OutriderError(Exception):
         )
 
 
-@contextmanager
-def renamed_field(old: str, new: str) -> Iterator[None]:
+def renamed_field(old: str, new: str) -> AbstractContextManager[None]:
     """Within the block, an error about the field `old`, or about a field below `old`, names the field `new` instead. So
     the check of a part of a request works wherever in the request the part is."""
+    return renamed_fields(((old, new),))
+
+
+@contextmanager
+def renamed_fields(names: Iterable[tuple[str, str]], *, whole: Collection[str] = ()) -> Iterator[None]:
+    """Do the same as `renamed_field` for pairs of an old and a new name, of which the first that fits counts. An error
+    about a field below a new name in `whole` names the new name alone."""
     try:
         yield
     except OutriderError as error:
-        field = error.field
-        if field is None or not re.match(rf"{re.escape(old)}\b", field):
-            raise
-        raise error.replace(field=new + field.removeprefix(old)) from error.__cause__
+        field = error.field or ""
+        for old, new in names:
+            if re.match(rf"{re.escape(old)}\b", field):
+                named = new if new in whole else new + field.removeprefix(old)
+                raise error.replace(field=named) from error.__cause__
+        raise
 
 
 class RequestError(OutriderError):
@@ -346,6 +354,11 @@ def lacks_means(error: BaseException) -> bool:
     return isinstance(error, OSError | MemoryError | ServiceError) or (
         isinstance(error, RuntimeError) and str(error) == NO_THREAD
     )
+
+
+def error_text(error: OutriderError | ErrorRecord) -> str:
+    """Return the error's message, followed by the error's hint if there is one. The text can be encoded as UTF-8."""
+    return storable(f"{error.message} ({error.hint})" if error.hint else error.message)
 
 
 def described(error: BaseException) -> str:

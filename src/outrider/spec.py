@@ -63,9 +63,13 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT)]
 EnvValue = Annotated[Text, AfterValidator(without_nul)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
+Environment = Annotated[dict[EnvName, EnvValue], Field(max_length=1024)]
+Command = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
 TargetPath = Annotated[Name, AfterValidator(checked_target)]
-Seconds = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
-Pause = Annotated[float, Field(ge=0, le=7 * 86400, allow_inf_nan=False)]
+MAX_SECONDS = 7 * 86_400
+"""Maximum of a limit and of a pause."""
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
+Pause = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
 
 
 class Spec(BaseModel):
@@ -118,9 +122,9 @@ class Run(Spec):
     Without `pause_seconds`, the wait is random and grows.
     """
 
-    run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
+    run: Command
     seconds: Seconds = 300
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
+    env: Environment = {}
     attempts: Annotated[int, Field(ge=1, le=100)] = 1
     pause_seconds: Pause | None = None
     grace_seconds: Pause = 0
@@ -171,7 +175,7 @@ class Collect(Spec):
     """A shell command that runs in the agent's sandbox when the agent has ended, before anything of the sandbox is kept
     or graded. The session continues if the command fails, or takes longer than `seconds` and is killed."""
 
-    run: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
+    run: Command
     seconds: Seconds = 60
 
 
@@ -241,7 +245,7 @@ class RuntimeSpec(Spec):
     lifetime_seconds: Seconds = 86_400
     resources: Resources = Resources()
     mounts: Annotated[list[Mount], Field(max_length=64, fail_fast=True)] = []
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = {}
+    env: Environment = {}
     prepare: Annotated[list[PrepareStep], Field(max_length=1024, fail_fast=True)] = []
 
     @property

@@ -219,6 +219,20 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     report: WorkerReport | None = None
 
 
+def path_to(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns from the root to `turn`. `turns[i].index` must be `i`."""
+    path = [turn]
+    while (parent := path[-1].parent) is not None:
+        path.append(turns[parent])
+    return path[::-1]
+
+
+def prompt_of(path: Sequence[Turn]) -> bytes:
+    """Return the packed ids of the prompt of the path's last turn."""
+    before = [ids for turn in path[:-1] for ids in (turn.prompt_delta, turn.output_ids)]
+    return b"".join((*before, path[-1].prompt_delta))
+
+
 def without_gaps(turns: Sequence[Turn]) -> list[Turn]:
     """Return the turns, numbered from 0 in the order of their index. The parent of each turn is among the turns.
     `forked_from` is None if the turn that it names is missing."""

@@ -223,7 +223,8 @@ async def test_the_next_service_follows_the_run(tmp_path: Path) -> None:
             await until(lambda: server.looks.get("run-0", 0) > 1)
         async with on_engine(tmp_path, engine, agents=declared(url)) as world:
             worlds.append(world)
-            await until(lambda: world.service.scheduler._open_external)
+            [session] = await world.service.store.sessions(group)
+            assert await world.service.external.running(session.id, 20)
             go_on.set()
             done = await world.owner.done(group)
         assert len(server.runs) == 1

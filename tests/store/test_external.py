@@ -127,12 +127,12 @@ async def test_external_sessions_wait_in_a_line_of_their_own(store: Store) -> No
 
 
 async def test_keys_belong_to_one_session_and_one_service(store: Store) -> None:
-    key = store.session_key("s-1-0")
-    assert store.session_of_key(key) == "s-1-0"
-    assert key == store.session_key("s-1-0")
+    key = store.credential_of("s-1-0")
+    assert store.session_of_credential(key) == "s-1-0"
+    assert key == store.credential_of("s-1-0")
     assert key not in redacted(f"POST /s/{key}/v1/chat")
     mac = key[-32:]
-    assert store.session_key("s-1-1")[-32:] != mac
+    assert store.credential_of("s-1-1")[-32:] != mac
     for wrong in (
         key[:-1],
         f"{key}x",
@@ -142,5 +142,5 @@ async def test_keys_belong_to_one_session_and_one_service(store: Store) -> None:
         f"outrider_x_s-1-0_{'A' * 32}",
         mac,
     ):
-        assert store.session_of_key(wrong) is None
+        assert store.session_of_credential(wrong) is None
     assert TaskKey.new().mark("x") != TaskKey.new().mark("x")

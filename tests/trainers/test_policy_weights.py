@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import InvalidField, ServiceError
-from outrider.trainers.weights import WEIGHTS, PolicyWeights
+from outrider.trainers.weight_publishing import WEIGHTS, PolicyWeights
 from support.later import torch
 
 

@@ -28,12 +28,12 @@ async def open_session(
 ) -> SessionEndpoint:
     """Open a session for an agent that runs elsewhere, and get its credential and addresses. Opening it again, by its
     idempotency key or its place in its group, gives the same credential."""
-    session, key, running, instruction = await service.open_sessions.open(spec, caller)
+    session, credential, running, instruction = await service.session_control.open(spec, caller)
     created(group_id=session.group_id, session_id=session.id)
     urls = service.config.advertised_urls or {"default": f"{request.url.scheme}://{request.url.netloc}"}
-    bases = {network: f"{url}/s/{key}" for network, url in urls.items()}
+    bases = {network: f"{url}/s/{credential}" for network, url in urls.items()}
     base = next(iter(bases.values()))
-    endpoint = ModelEndpoint(base_url=base, api_key=key, model=service.model)
+    endpoint = ModelEndpoint(base_url=base, api_key=credential, model=service.model)
     ids = SessionIds(
         group_id=session.group_id,
         session_id=session.id,
@@ -44,7 +44,7 @@ async def open_session(
     return SessionEndpoint(
         session=session,
         running=running,
-        key=key,
+        key=credential,
         model=service.model,
         base_url=base,
         base_urls=bases,
@@ -74,7 +74,7 @@ async def sessions(
     for name, equals, _ in pairs:
         if not equals or not name:
             raise InvalidField("a label is NAME=VALUE", field="label")
-    return await service.open_sessions.page(
+    return await service.session_control.page(
         after=after,
         limit=limit,
         state=wanted,
@@ -91,10 +91,10 @@ async def complete(
 ) -> SessionView:
     """Complete a session whose agent runs elsewhere: end its run, and grade it. The report is stored before the reply
     is sent. Repeating the request with the same report changes nothing."""
-    return await service.open_sessions.complete(session_id, spec, caller)
+    return await service.session_control.complete(session_id, spec, caller)
 
 
 @ROUTES.post("/{session_id}/reset", "submit", SessionView, errors=(Conflict,))
 async def reset(service: Serving, caller: Caller, session_id: str) -> SessionView:
     """Drop the turns of a session whose agent runs elsewhere, so that its agent can start over."""
-    return await service.open_sessions.reset(session_id, caller)
+    return await service.session_control.reset(session_id, caller)

@@ -62,7 +62,7 @@ def read_settings(options: Mapping[str, Any]) -> Config:
         flags["engines"] = [parse_engine(text) for text in engines]
     file: Path | None = options["config"]
     if file is not None and file.suffix in (".yaml", ".yml"):
-        from outrider.api.compat.yaml_files import yaml_reader  # late: most services have no such file
+        from outrider.cli.yaml_files import yaml_reader  # late: most services have no such file
 
         return load_config(flags, file=file, read=yaml_reader(chosen_systems(flags)))
     return load_config(flags, file=file)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from outrider.constraint import Constraint, ToolChoice
-from outrider.errors import NotFound, OutriderError, RequestError, storable
+from outrider.errors import NotFound, OutriderError, RequestError
 from outrider.messages import Delta, Message, ToolSpec, WireMessages
 from outrider.trajectory import BranchKind, FinishReason, Ids, Logprobs
 
@@ -309,8 +309,3 @@ def without_declaration(model: str | None) -> str | None:
     """Return the model's name without a declared branch."""
     name, at, branch = (model or "").rpartition("@")
     return name if at and _BRANCH.fullmatch(branch) else model
-
-
-def error_text(error: OutriderError) -> str:
-    """Return the error's message, followed by the error's hint if there is one. The text can be encoded as UTF-8."""
-    return storable(error.message if error.hint is None else f"{error.message} ({error.hint})")

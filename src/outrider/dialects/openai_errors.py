@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.dialects.base import error_text
-from outrider.errors import ContextOverflow, OutriderError, Unauthorized, storable
+from outrider.errors import ContextOverflow, OutriderError, Unauthorized, error_text, storable
 
 _OPENAI_CODES = {ContextOverflow.code: "context_length_exceeded", Unauthorized.code: "invalid_api_key"}
 

@@ -10,7 +10,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from outrider.errors import InvalidField
-from outrider.spec import EvaluatorSpec, Spec, complaints, fault_text
+from outrider.faults import first_fault
+from outrider.spec import EvaluatorSpec, Spec
 
 S = TypeVar("S", bound=Spec)
 
@@ -24,10 +25,5 @@ def read_options(kind: type[S], spec: EvaluatorSpec) -> S:
     try:
         return kind.model_validate(spec.options)
     except ValidationError as error:
-        first = complaints(error)[0]
-        field = ".".join(("task.evaluator.options", *map(str, first["loc"])))
-        raise InvalidField(
-            fault_text(first, kind),
-            field=field,
-            hint=f"the options of kind {spec.kind!r} are {', '.join(kind.model_fields)}",
-        ) from error
+        hint = f"the options of kind {spec.kind!r} are {', '.join(kind.model_fields)}"
+        raise first_fault(error, kind, below="task.evaluator.options", hint=hint) from error

@@ -10,6 +10,7 @@ import msgspec
 from pydantic import ValidationError
 
 from outrider.errors import InvalidField
+from outrider.faults import first_fault
 from outrider.harnesses.base import Harness
 from outrider.harnesses.command import CommandHarness
 from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
@@ -18,7 +19,7 @@ from outrider.harnesses.inprocess import Agent, InProcessHarness
 from outrider.harnesses.placeholders import names_in
 from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_options, load_preset
 from outrider.plugins import resolve
-from outrider.spec import HarnessSpec, complaints, fault_text
+from outrider.spec import HarnessSpec
 
 FIELD = "task.harness"
 
@@ -82,9 +83,7 @@ def _make_agent(spec: HarnessSpec) -> Agent:
     except InvalidField:
         raise
     except ValidationError as error:
-        first = complaints(error)[0]
-        path = ".".join(str(part) for part in (f"{FIELD}.options", *first["loc"]))
-        raise InvalidField(fault_text(first), field=path) from error
+        raise first_fault(error, below=f"{FIELD}.options") from error
     except Exception as error:  # the user's code may raise anything
         message = f"{spec.agent!r} refuses its options: {type(error).__name__}: {error}"
         raise InvalidField(message, field=f"{FIELD}.options") from error

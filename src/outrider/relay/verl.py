@@ -26,6 +26,7 @@ import numpy as np
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.retries import RetryPolicy
+from outrider.dialects.chat.reply import tool_call_object
 from outrider.dialects.chat.request import parse_message
 from outrider.engines.base import Chunk, Engine, GenerateRequest, SamplingParams
 from outrider.errors import (
@@ -293,7 +294,7 @@ class ProxyWorker:
             "completion_text": self._renderer.tokenizer.decode(self._spoken(whole.ids)),
             "content_text": reply.content,
             "reasoning_text": reply.reasoning,
-            "tool_calls": _tool_calls(reply) or None,
+            "tool_calls": [*map(tool_call_object, reply.tool_calls)] or None,
             "finish_reason": "tool_calls" if reply.tool_calls and whole.finish is FinishReason.STOP else whole.finish,
             "token_ids": whole.ids,
             "log_probs": whole.logprobs,
@@ -362,10 +363,3 @@ def _versions(spans: tuple[VersionSpan, ...]) -> dict[str, Any]:
         return {"weight_version": None}
     lowest = {"weight_version": min(span.version for span in spans)}
     return lowest | ({"weight_version_spans": spans} if len({span.version for span in spans}) > 1 else {})
-
-
-def _tool_calls(reply: Message) -> list[dict[str, Any]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in reply.tool_calls
-    ]

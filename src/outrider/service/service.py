@@ -45,20 +45,20 @@ from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer, Translate
-from outrider.service.open_sessions import OpenSessions
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
 from outrider.service.scheduler import PAUSES, Scheduler
+from outrider.service.session_control import SessionControl
 from outrider.service.tokens import TokenRegistry
 from outrider.service.trace_export import TraceExport
 from outrider.service.trace_spans import TRACEPARENT
 from outrider.service.views import Page, ViewReader
+from outrider.sessions.agent_services import AgentServices
 from outrider.sessions.attempt import Node
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LARGE, MAX_VALUES, BodyCapacity
 from outrider.sessions.external import ExternalSessions
-from outrider.sessions.remote_runs import AgentServices
 from outrider.sessions.resources import session_needs
 from outrider.spec import (
     EngineSpec,
@@ -158,7 +158,7 @@ class Service:
             paths=paths,
             address=self._address,
         )
-        self.open_sessions = OpenSessions(store, self.external, self.submit)
+        self.session_control = SessionControl(store, self.external, self.submit)
         self.model = backend.model
         """The name of the policy's model."""
         self.scheduler = Scheduler(

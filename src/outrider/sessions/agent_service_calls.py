@@ -13,7 +13,9 @@ import time
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+
+import msgspec
 
 from outrider.callbacks import signed_headers
 from outrider.concurrency.retries import RetryPolicy
@@ -32,6 +34,8 @@ REACH = RetryPolicy(first=0.5, longest=10.0)
 """Waits between two tries of a request while the agent service is out of reach."""
 MAX_SAID = 2000
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+S = TypeVar("S")
 
 
 class RemoteRunFailed(HarnessError):
@@ -113,6 +117,13 @@ class ServiceCalls:
                 failure = f"cannot be reached: {type(error).__name__}"
             await self.pause(tries, give_up_at, failure)
         raise AssertionError("count() has no end")
+
+    def state(self, content: bytes, kind: type[S]) -> S:
+        """Return the state in a reply. Raises RemoteRunFailed."""
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise RemoteRunFailed(f"the state that agent service {self.name!r} gave: {error}") from error
 
     async def pause(self, tries: int, give_up_at: float, failure: str) -> None:
         """Wait before the next try of a request. Raises RemoteRunFailed if the time of the event loop is `give_up_at`

@@ -37,27 +37,24 @@ from outrider.errors import (
     Unauthorized,
     record_of,
 )
-from outrider.evaluators.verdict import check_indexes, read_verdict
-from outrider.harnesses.base import ModelEndpoint
-from outrider.harnesses.endpoint_variables import endpoint_environment
 from outrider.lifecycle import SessionState, StopReason
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import NodeStats, ResourceStats
 from outrider.sessions.agent_service_calls import RemoteRunFailed
+from outrider.sessions.agent_services import AgentServices, FollowedRun, RunStore
 from outrider.sessions.attempt import Attempt, AttemptStore, Node, NodeLost, session_result, without_secrets
 from outrider.sessions.blame import Cause, End, Facts, Stage, decide
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, overdue_error
 from outrider.sessions.filters import EndedRun, filtered
-from outrider.sessions.harbor_remote import HarborRun
 from outrider.sessions.models import SessionModels
-from outrider.sessions.remote_runs import AgentServices, RemoteRun, RunRequest, archive_of, has_files
+from outrider.sessions.remote_runs import archive_of
+from outrider.sessions.reports import check_report, verdict_of
 from outrider.sessions.rollout import HARMFUL_SECONDS
-from outrider.spec import REPORTED, RemoteSpec, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
+from outrider.spec import REPORTED, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
 from outrider.store.rows import SessionRow
-from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, SessionResult, StageSeconds, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
@@ -84,7 +81,7 @@ class AgentFailed(HarnessError):
     retryable = False
 
 
-class ExternalStore(AttemptStore, Protocol):
+class ExternalStore(AttemptStore, RunStore, Protocol):
     """The store's methods for external sessions."""
 
     async def continue_turns(self, session_id: str, attempt: int) -> list[Turn]: ...
@@ -95,13 +92,10 @@ class ExternalStore(AttemptStore, Protocol):
     ) -> None: ...
     async def failed_calls(self, session_id: str) -> dict[str | None, bytes]: ...
     async def report(self, session_id: str) -> bytes | None: ...
-    async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None: ...
-    async def remote_run(self, session_id: str, name: str) -> str | None: ...
     async def session(self, session_id: str) -> SessionRow: ...
     async def add_report(self, session_id: str, report: bytes) -> None: ...
     async def turns(self, session_id: str, attempt: int | None = None, *, images: bool = False) -> list[Turn]: ...
-    def session_key(self, session_id: str) -> str: ...
-    def session_of_key(self, key: str) -> str | None: ...
+    def session_of_credential(self, credential: str) -> str | None: ...
 
 
 class ExternalSessions:
@@ -157,7 +151,7 @@ class ExternalSessions:
 
     def models(self, key: str) -> SessionModels | None:
         """Return the models to which a credential gives access now, or None."""
-        live = self._live.get(self._store.session_of_key(key) or "")
+        live = self._live.get(self._store.session_of_credential(key) or "")
         if live is None or live.models is None:
             return None
         live.calls += 1
@@ -165,7 +159,7 @@ class ExternalSessions:
 
     async def refusal(self, key: str) -> OutriderError:
         """Return the error for a credential to which `models` gives no access."""
-        session_id = self._store.session_of_key(key)
+        session_id = self._store.session_of_credential(key)
         if session_id is None:
             return Unauthorized("this session key is unknown, or its run is over")
         try:
@@ -256,7 +250,7 @@ class ExternalSessions:
         remote = live.attempt.task.harness.remote
         if remote is None:
             return await live.until_ended()
-        run = self._remote_run(live.attempt, remote)
+        run = self._services.run_of(live.attempt, remote, self._store, model=self._backend.model, address=self._address)
         try:
             async with asyncio.TaskGroup() as group:
                 waiting = group.create_task(live.until_ended(), name="session")
@@ -277,43 +271,7 @@ class ExternalSessions:
                 await shielded(run.cancel)
             raise
 
-    def _remote_run(self, attempt: Attempt, remote: RemoteSpec) -> RemoteRun | HarborRun:
-        session, task = attempt.session, attempt.task
-        service = self._services.named(remote.service)
-        key = self._store.session_key(session.id)
-        base_url = f"{self._address(service.network)}/s/{key}"
-        name = f"{session.id}-{session.attempt - session.recovered}"
-        if service.kind == "harbor":
-            return HarborRun(
-                service,
-                task,
-                remote,
-                name=name,
-                group_id=session.group_id,
-                model=self._backend.model,
-                base_url=base_url,
-                known=partial(self._store.remote_run, session.id, name),
-                keep=partial(self._store.keep_remote_run, session.id, session.attempt, name),
-            )
-        endpoint = ModelEndpoint(base_url=base_url, api_key=key, model=self._backend.model)
-        return RemoteRun(
-            service,
-            RunRequest(
-                run_id=name,
-                session=attempt.ids,
-                instruction=task.instruction,
-                model=self._backend.model,
-                base_url=base_url,
-                key=key,
-                variables=endpoint_environment(endpoint, task.instruction, attempt.ids),
-                options=remote.options,
-                labels=task.labels,
-                seconds=task.limits.session_seconds,
-                files=has_files(task),
-            ),
-        )
-
-    async def _followed(self, live: _LiveSession, run: RemoteRun | HarborRun) -> OutriderError | None:
+    async def _followed(self, live: _LiveSession, run: FollowedRun) -> OutriderError | None:
         """Follow a run to its end, and store its report. Returns the error of a run that failed."""
         session, task = live.attempt.session, live.attempt.task
         try:
@@ -541,31 +499,3 @@ class _LiveSession:
             answer=answer,
         )
         return await self._backend.offload.run(build)  # counting the tokens of a long session takes a while
-
-
-def verdict_of(report: ReportSpec) -> Verdict:
-    """Return the verdict in a report. The report has a reward."""
-    assert report.reward is not None
-    return Verdict(
-        reward=report.reward, metrics=report.metrics, reason=report.reason, turns=report.turns, rows=report.rows
-    )
-
-
-def check_report(report: ReportSpec, task: TaskSpec, turns: Sequence[Turn]) -> None:
-    """Raise InvalidField for a report that does not fit the session's task and `turns`."""
-    if report.error is not None:
-        return
-    if task.evaluator.kind != REPORTED:
-        if report.reward is not None:
-            raise InvalidField(
-                f"the evaluator of the task, {task.evaluator.kind!r}, decides the reward",
-                field="reward",
-                hint="leave reward out; an answer for the evaluator is in `answer`",
-            )
-        return
-    if report.reward is None:
-        raise InvalidField("the reward is missing: the evaluator of the task is 'reported'", field="reward")
-    try:
-        check_indexes(read_verdict(verdict_of(report)), model_calls(turns, policy_of(task.branches)))
-    except ValueError as error:
-        raise InvalidField(f"the verdict does not fit the session: {error}", field="reward") from error

@@ -23,6 +23,7 @@ from pydantic import Field, ValidationError
 
 from outrider.config import AgentServiceConfig
 from outrider.errors import InvalidField
+from outrider.faults import first_fault
 from outrider.sessions.agent_service_calls import TRANSIENT, NotConnected, RemoteRunFailed, ServiceCalls
 from outrider.spec import (
     REPORTED,
@@ -35,8 +36,6 @@ from outrider.spec import (
     Spec,
     TaskSpec,
     Text,
-    complaints,
-    fault_text,
 )
 
 SUBMIT_SECONDS = 600.0
@@ -55,7 +54,7 @@ class RemoteRunUnclear(RemoteRunFailed):
     retryable = False
 
 
-class HarborRemoteAgent(Spec):
+class HarborRunAgent(Spec):
     """The agent of a run, in Harbor's words."""
 
     name: Name | None = None
@@ -67,8 +66,8 @@ class HarborRemoteAgent(Spec):
     kwargs: Annotated[dict[Name, Any], Field(max_length=256)] = Field(default_factory=dict)
 
 
-class HarborRemoteVerifier(Spec):
-    """The verifier of a run, in Harbor's words."""
+class HarborRunVerifier(Spec):
+    """The limits of a run's verifier, in Harbor's words. With `disable`, the run is not graded, and has no rewards."""
 
     override_timeout_sec: Seconds | None = None
     max_timeout_sec: Seconds | None = None
@@ -80,18 +79,18 @@ class HarborRemoteOptions(Spec):
     name of the value that is the session's reward. There is no `max_retries`: the turns of a failed try would stay in
     the session. The task's `max_attempts` counts in its place."""
 
-    agent: HarborRemoteAgent
+    agent: HarborRunAgent
     job_id: Name | None = None
     task_id: Name | None = None
     task_path: Text | None = None
     timeout_multiplier: Annotated[float, Field(ge=0.1, le=1000)] | None = None
-    verifier: HarborRemoteVerifier | None = None
+    verifier: HarborRunVerifier | None = None
     environment_overrides: dict[Name, Any] | None = None
     environment_kwargs: dict[Name, Any] | None = None
     reward: Name | None = None
 
 
-class HarborRunState(msgspec.Struct, frozen=True, kw_only=True):
+class HarborRemoteState(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a status and of a result that are read."""
 
     status: str
@@ -108,11 +107,7 @@ def harbor_options(remote: RemoteSpec) -> HarborRemoteOptions:
     try:
         return HarborRemoteOptions.model_validate(remote.options)
     except ValidationError as error:
-        first = complaints(error)[0]
-        field = ".".join((FIELD, *map(str, first["loc"])))
-        raise InvalidField(
-            fault_text(first), field=field, hint="docs/external.md has the options of a Harbor run server"
-        ) from error
+        raise first_fault(error, below=FIELD, hint="docs/external.md has the options of a Harbor run server") from error
 
 
 def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:
@@ -134,7 +129,7 @@ def check_harbor_task(task: TaskSpec, remote: RemoteSpec) -> None:
         )
 
 
-class HarborRun:
+class HarborRemoteRun:
     """One run of a Harbor run server. `name` is our id of the run, and `known` the server's id, if the run was started
     before. `keep` stores the server's id. `base_url` is that of the session."""
 
@@ -235,29 +230,23 @@ class HarborRun:
             "llm_proxy_url": f"{self._base_url}/v1",
         }
 
-    async def _look(self, path: str) -> HarborRunState:
+    async def _look(self, path: str) -> HarborRemoteState:
         """Ask for a status or a result until the server replies. Raises RemoteRunUnclear."""
         try:
-            return self._read(await self._calls.ask("GET", path, again_on=NOT_YET))
+            return self._calls.state(await self._calls.ask("GET", path, again_on=NOT_YET), HarborRemoteState)
         except RemoteRunFailed as error:
             raise RemoteRunUnclear(error.message, hint=error.hint, log_tail=error.log_tail) from error
 
-    async def _ended(self, run: str, state: HarborRunState) -> HarborRunState:
+    async def _ended(self, run: str, state: HarborRemoteState) -> HarborRemoteState:
         """Return the result of a run that has ended, or its status if the result cannot be read."""
         try:
             content = await self._calls.ask("GET", f"/async/{run}/result")
-            result = self._read(content)
+            result = self._calls.state(content, HarborRemoteState)
         except RemoteRunFailed:
             return state
         return result if result.status == state.status else state
 
-    def _read(self, content: bytes) -> HarborRunState:
-        try:
-            return msgspec.json.decode(content, type=HarborRunState)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise RemoteRunFailed(f"the state that agent service {self._service.name!r} gave: {error}") from error
-
-    def _report(self, state: HarborRunState) -> ReportSpec:
+    def _report(self, state: HarborRemoteState) -> ReportSpec:
         said = state.error or f"the run ended as {state.status}"
         if state.status == "failed":
             raise RemoteRunFailed(f"agent service {self._service.name!r}: {said}")

@@ -13,18 +13,16 @@ from __future__ import annotations
 import asyncio
 import io
 import tarfile
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 
 from outrider.config import AgentServiceConfig
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import OutriderError
 from outrider.harnesses.base import SessionIds
 from outrider.sandbox.host_paths import HostPaths
 from outrider.sessions.agent_service_calls import RemoteRunFailed, ServiceCalls
-from outrider.sessions.harbor_remote import check_harbor_task
-from outrider.spec import RemoteSpec, ReportSpec, TaskSpec, Upload, Write
+from outrider.spec import ReportSpec, TaskSpec, Upload, Write
 
 FILES_SECONDS = 600.0
 CANCEL_SECONDS = 10.0
@@ -56,26 +54,6 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class AgentServices:
-    """The agent services in the settings, by name."""
-
-    def __init__(self, services: Sequence[AgentServiceConfig] = ()) -> None:
-        self._services = {service.name: service for service in services}
-
-    def named(self, name: str, *, field: str = "task.harness.remote.service") -> AgentServiceConfig:
-        """Return the service with this name. Raises InvalidField for an unknown name, with all known names."""
-        if name not in self._services:
-            known = ", ".join(sorted(self._services)) or "none"
-            hint = f"the operator's setting agents has: {known}"
-            raise InvalidField(f"there is no agent service {name!r}", field=field, hint=hint)
-        return self._services[name]
-
-    def check(self, task: TaskSpec, remote: RemoteSpec) -> None:
-        """Raise InvalidField for a task that its agent service cannot run."""
-        if self.named(remote.service).kind == "harbor":
-            check_harbor_task(task, remote)
-
-
 class RemoteRun:
     """One run of an agent service."""
 
@@ -93,7 +71,7 @@ class RemoteRun:
                 await calls.ask("PUT", "/files", archive, "application/gzip", seconds=FILES_SECONDS)
             await calls.ask("PUT", "", msgspec.json.encode(self._request), "application/json")
             while True:
-                state = self._state(await calls.ask("GET", ""))
+                state = calls.state(await calls.ask("GET", ""), RunState)
                 if state.status == "failed":
                     raise RemoteRunFailed(f"agent service {self._service.name!r}: {state.error or 'the run failed'}")
                 if state.status == "completed":
@@ -107,12 +85,6 @@ class RemoteRun:
                 await calls.once("DELETE", "", seconds=CANCEL_SECONDS)
         except (OutriderError, OSError):  # TimeoutError is an OSError
             return
-
-    def _state(self, content: bytes) -> RunState:
-        try:
-            return msgspec.json.decode(content, type=RunState)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise RemoteRunFailed(f"the state that agent service {self._service.name!r} gave: {error}") from error
 
     def _report(self, state: RunState) -> ReportSpec:
         try:

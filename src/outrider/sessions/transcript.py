@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outrider.messages import Message
 from outrider.tokens.branches.classify import lineages
-from outrider.trajectory import Turn
+from outrider.trajectory import Turn, path_to
 
 
 def transcript(turns: Sequence[Turn]) -> tuple[Message, ...]:
@@ -17,11 +17,10 @@ def transcript(turns: Sequence[Turn]) -> tuple[Message, ...]:
     """
     lines = lineages(turns)
     answered = (turn for turn in reversed(turns) if lines[turn.index].main_line and turn.reply is not None)
-    turn = next(answered, None)
+    newest = next(answered, None)
     messages: list[Message] = []
-    while turn is not None:
+    for turn in [] if newest is None else path_to(newest, turns):
+        messages += turn.messages
         if turn.reply is not None:
             messages.append(turn.reply)
-        messages.extend(reversed(turn.messages))
-        turn = turns[turn.parent] if turn.parent is not None else None
-    return tuple(reversed(messages))
+    return tuple(messages)

@@ -669,17 +669,17 @@ class Store:
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return bytes(found[0][0]) if found else None
 
-    def session_key(self, session_id: str) -> str:
+    def credential_of(self, session_id: str) -> str:
         """Return the credential of an external session. The store can check the credential without having stored it,
         so the credential outlives the service's process."""
         return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"
 
-    def session_of_key(self, key: str) -> str | None:
-        """Return the id of the external session whose credential is `key`, None for any other text."""
-        if not key.startswith(EXTERNAL_KEY):
+    def session_of_credential(self, credential: str) -> str | None:
+        """Return the id of the external session with this credential, None for any other text."""
+        if not credential.startswith(EXTERNAL_KEY):
             return None
-        session_id = key[len(EXTERNAL_KEY) : -MARK_LENGTH - 1]
-        return session_id if compare_digest(self.session_key(session_id).encode(), key.encode()) else None
+        session_id = credential[len(EXTERNAL_KEY) : -MARK_LENGTH - 1]
+        return session_id if compare_digest(self.credential_of(session_id).encode(), credential.encode()) else None
 
     async def began_before(self, version: int) -> list[str]:
         """Return the ids of the groups that began at a lower policy version and are neither done nor cancelled, oldest

@@ -44,6 +44,7 @@ from outrider.trajectory import (
     TokenMode,
     Turn,
     VersionSpan,
+    path_to,
 )
 
 MAX_IGNORED_NAMES = 64
@@ -116,10 +117,7 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
     trained_in = _trained_in(turns, lines, policy, rows)
     samples = []
     for row, leaf in enumerate(rows):
-        path = [leaf]
-        while (parent := path[-1].parent) is not None:
-            path.append(turns[parent])
-        path.reverse()
+        path = path_to(leaf, turns)
         trains = frozenset(turn.index for turn in path if trained_in.get(turn.index) == row)
         samples.append(_sample(lines[leaf.index], path, trains, row, len(rows), result))
     return samples

@@ -57,7 +57,7 @@ from outrider.errors import InvalidField, ServiceError
 from outrider.schemas import GroupView, SessionView
 from outrider.trainers.shared_settings import BridgeSettings
 from outrider.trainers.trajectories import TrainingRow, Trajectory, trajectories_of
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 
 if TYPE_CHECKING:
     from torch import Tensor

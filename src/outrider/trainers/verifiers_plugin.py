@@ -29,7 +29,7 @@ except ImportError as error:
 from pydantic import Field
 from pydantic_core import to_json
 
-from outrider.errors import Boundary, InvalidField, OutriderError
+from outrider.errors import Boundary, InvalidField, OutriderError, error_text
 from outrider.tasks.datasets import read_rows
 from outrider.trainers.shared_settings import plain, read_settings
 from outrider.trainers.verifiers import VARIABLE, ModelServer, TraceParts, VerifiersRollouts, VerifiersSettings
@@ -218,8 +218,7 @@ async def _translated() -> AsyncIterator[None]:
     try:
         yield
     except OutriderError as error:
-        message = f"{error.code}: {error.message}" + (f" ({error.hint})" if error.hint else "")
-        made = ERRORS[error.boundary](message)
+        made = ERRORS[error.boundary](f"{error.code}: {error_text(error)}")
         made.status_code = error.http_status
         raise made from error
 

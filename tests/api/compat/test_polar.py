@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from outrider.client.client import AsyncClient
-from outrider.config import LanesConfig
+from outrider.config import LanesConfig, QueueConfig
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role
@@ -444,6 +444,14 @@ async def test_a_pause_that_takes_too_long_does_not_stay(tmp_path: Path) -> None
         with pytest.raises(Refused, match="504: 1 generations were in flight"):
             await client.call(Inference, "POST", "/admin/inference/pause", timeout_seconds=0.05)
         assert service.pool.policy.status().paused is None
+
+
+async def test_a_full_queue_has_polars_status_and_the_seconds_to_wait(tmp_path: Path) -> None:
+    settings = {"queue": QueueConfig(sessions=1), "lanes": LanesConfig(init=1, run=1, eval=1, ready=1)}
+    async with serving(tmp_path, **settings) as (_, client, url), aiohttp.ClientSession() as http:
+        await client.submit(task(seconds=HANG, num_samples=8))
+        async with http.post(f"{url}/polar/rollout/task/submit", json=task("t2")) as reply:
+            assert (reply.status, int(reply.headers["Retry-After"]) > 0) == (503, True), await reply.text()
 
 
 async def test_one_of_many_requests_at_once_makes_a_session(tmp_path: Path) -> None:

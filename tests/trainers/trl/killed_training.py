@@ -20,7 +20,7 @@ from typing import Any
 from outrider.client.client import Client
 from outrider.lab.demo.task import group_spec, make_task
 from outrider.trainers.trl import Rollouts, ServiceLogprobs, service_reward, steps_dataset
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 
 SAMPLES, GROUPS, STEPS, KILLED_IN = 4, 4, 6, 3
 TASKS = GROUPS * STEPS // 2

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.errors import InvalidField
 from outrider.trainers.trl import AsyncLossPerRollout, RolloutWorker, async_row_class
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 from support.later import torch
 
 from .test_rows import even, group, sample, task

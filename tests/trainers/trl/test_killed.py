@@ -19,7 +19,7 @@ from outrider.client.sampling import SamplerState
 from outrider.errors import InvalidField
 from outrider.lab.demo.dialogue import POLICY
 from outrider.trainers.trl import STATE_FILE, UNUSED_FILE, Rollouts, sampler_state
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 
 from .killed_training import KILLED_IN, STEPS, TASKS, key_of
 from .test_rows import even, parameters, task

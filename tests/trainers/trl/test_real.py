@@ -25,7 +25,7 @@ from outrider.trainers.trl import (
     service_reward,
     steps_dataset,
 )
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 
 pytestmark = [
     pytest.mark.trainers,

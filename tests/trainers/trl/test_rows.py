@@ -16,7 +16,7 @@ from outrider.errors import EngineError, InvalidField, ServiceError
 from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import GroupView, PolicyStatus, SessionView
 from outrider.trainers.trl import REWARD_COLUMN, Rollouts, rows_of, sampler_state, service_reward
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 from outrider.trajectory import BranchKind, LogprobKind, Sample, SessionResult, TokenMode, Verdict
 from support.later import torch
 from support.samples import changed_sample, make_sample

@@ -13,7 +13,7 @@ from bench.simulated_service import Played
 
 from outrider.errors import ServiceError
 from outrider.trainers.trl import RolloutWorker
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 
 from .test_rows import even, group, parameters, sample, task
 from .world import simulated

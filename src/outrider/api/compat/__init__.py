@@ -2,5 +2,6 @@
 
 Clients of these systems change one URL. Harbor's run API is served with `verl`, whose recipe uses this API. The modules
 have no scheduler and no store of their own: they call `Service`. A request that cannot be translated is refused, and
-the error names the field. `routes.py` has the parts that the systems share.
+the error names the field. `routes.py`, `endings.py`, `waiting.py` and `gateway_call.py` have the parts that the systems
+share.
 """

@@ -7,24 +7,24 @@ environment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 
 from outrider.api.compat.harbor_archive import ARCHIVE
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import InvalidField, OutriderError, renamed_fields
+from outrider.faults import first_fault
+from outrider.sessions.harbor_remote import HarborRunAgent, HarborRunVerifier
 from outrider.spec import (
+    MAX_SECONDS,
     EnvName,
     EnvValue,
     Name,
-    Seconds,
     Spec,
     StoredGroupSpec,
-    complaints,
-    fault_text,
     without_nul,
 )
 from outrider.tasks.harbor.schema import NETWORK_HINT, NO_NETWORK
@@ -32,32 +32,28 @@ from outrider.tasks.harbor.tasks import AGENT_SECONDS, PREPARING_SECONDS, SESSIO
 
 SYSTEM = "harbor"
 """The name of the system in the store."""
-JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, SESSION_LABEL, UNGRADED_LABEL = (
+JOB_LABEL, TASK_LABEL, AGENT_LABEL, MODEL_LABEL, BOUND_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("job_id", "task_id", "agent", "model", "session", "ungraded")
 )
-"""Labels of a run's group. A group with SESSION_LABEL is the run of a session of the verl recipe's proxy. A group with
+"""Labels of a run's group. A group with BOUND_LABEL is the run of a session of the verl recipe's proxy. A group with
 UNGRADED_LABEL is a run without a verifier."""
-MOST_SECONDS = 7 * 86_400.0
-"""Maximum seconds of a limit of ours."""
+PROXY_KWARGS = ("model_base_url", "api_base")
+"""Settings of agents that name the model proxy."""
 
 RunText = Annotated[str, StringConstraints(min_length=1, max_length=256), AfterValidator(without_nul)]
 ProxyUrl = Annotated[str, StringConstraints(min_length=1, max_length=2048), AfterValidator(without_nul)]
 
 
-class HarborRunAgent(Spec):
+class HarborServedAgent(HarborRunAgent):
     """The agent: by `name`, or `import_path` with an agent class of Outrider as `module:Class`."""
 
     name: RunText | None = None
     import_path: RunText | None = None
     model_name: RunText | None = None
-    override_timeout_sec: Seconds | None = None
-    override_setup_timeout_sec: Seconds | None = None
-    max_timeout_sec: Seconds | None = None
     llm_proxy_url: ProxyUrl | None = None
-    kwargs: Annotated[dict[Name, Any], Field(max_length=256)] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _one_kind(self) -> HarborRunAgent:
+    def _one_kind(self) -> HarborServedAgent:
         if (self.name is None) == (self.import_path is None):
             raise ValueError("give exactly one of name and import_path")
         return self
@@ -67,21 +63,13 @@ class HarborRunAgent(Spec):
         return self.name or self.import_path or ""
 
 
-class HarborRunVerifier(Spec):
-    """The limits of the verifier. With `disable`, the run is not graded, and has no rewards."""
-
-    override_timeout_sec: Seconds | None = None
-    max_timeout_sec: Seconds | None = None
-    disable: bool = False
-
-
 class HarborRunRequest(Spec):
     """The part `metadata` of a run's request. `task_path` has no effect: the archive has the task."""
 
     job_id: RunText
     task_id: RunText
     task_path: Annotated[str, StringConstraints(max_length=4096)]
-    agent: HarborRunAgent
+    agent: HarborServedAgent
     timeout_multiplier: Annotated[float, Field(ge=0.1, le=1000)] = 1
     max_retries: Annotated[int, Field(ge=0, le=10)] = 0
     verifier: HarborRunVerifier = HarborRunVerifier()
@@ -109,10 +97,8 @@ class HarborRunRequest(Spec):
         return found
 
 
-PROXY_KWARGS = ("model_base_url", "api_base")
-"""Settings of agents that name the model proxy."""
 WITHOUT_EFFECT = ("api_key", "session_id")
-"""Settings of agents without effect: an agent has the key of its session."""
+"""Settings of agents without effect: an agent has the credential of its session."""
 AGENTS: Mapping[str, str] = {
     "claude-code": "claude-code",
     "codex": "codex",
@@ -158,21 +144,12 @@ FIELDS = (
 """Fields of a group, and the fields of the request from which they are made. The first row that fits counts."""
 
 
-@contextmanager
-def harbor_fields() -> Iterator[None]:
-    """Within the block, an error about a field of a group names the field of the request."""
-    try:
-        yield
-    except OutriderError as error:
-        for ours, theirs in FIELDS:
-            if error.field == ours or (error.field or "").startswith(f"{ours}."):
-                rest = "" if theirs == ARCHIVE else str(error.field)[len(ours) :]
-                raise error.replace(field=theirs + rest) from error.__cause__
-        raise
+harbor_fields = partial(renamed_fields, FIELDS, whole=(ARCHIVE,))
+"""Makes a block within which an error about a field of a group names the field of the request."""
 
 
 def run_group(
-    asked: HarborRunRequest, folder: Path, *, session: str | None = None, key: str | None = None
+    asked: HarborRunRequest, folder: Path, *, session: str | None = None, idempotency_key: str | None = None
 ) -> StoredGroupSpec:
     """Return the group that runs the task in an unpacked folder. `session` is the id of the recipe's session whose
     turns are those of the run. Blocks. Raises InvalidField with the request's field for a request or a folder that
@@ -195,17 +172,16 @@ def run_group(
         TASK_LABEL: asked.task_id,
         AGENT_LABEL: asked.agent.called,
         MODEL_LABEL: asked.agent.model_name or "",
-        **({} if session is None else {SESSION_LABEL: session}),
+        **({} if session is None else {BOUND_LABEL: session}),
         **({UNGRADED_LABEL: "true"} if asked.verifier.disable else {}),
     }
     request = asked.model_dump(mode="json", include={"job_id", "task_id"})
-    group = {"task": task, "idempotency_key": key, "translated": {"system": SYSTEM, "request": request}}
+    group = {"task": task, "idempotency_key": idempotency_key, "translated": {"system": SYSTEM, "request": request}}
     try:
         return StoredGroupSpec.model_validate(group)
     except ValidationError as error:
-        first = complaints(error)[0]
         with harbor_fields():
-            raise InvalidField(fault_text(first), field=".".join(map(str, first["loc"]))) from error
+            raise first_fault(error) from error
 
 
 def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
@@ -228,7 +204,7 @@ def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
         ) from error
 
 
-def _harness(agent: HarborRunAgent) -> tuple[dict[str, Any], dict[str, Any], int | None]:
+def _harness(agent: HarborServedAgent) -> tuple[dict[str, Any], dict[str, Any], int | None]:
     """Return the harness, the sampling and the limit of turns that the agent's settings determine."""
     settings = {name: each for name, each in agent.kwargs.items() if name not in (*PROXY_KWARGS, *WITHOUT_EFFECT)}
     sampling = {name: settings.pop(name) for name in SAMPLING if settings.get(name) is not None}
@@ -259,7 +235,7 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
 
     def seconds(own: float, override: float | None, most: float | None) -> float:
         limit = own if override is None else override
-        return min(MOST_SECONDS, (limit if most is None else min(limit, most)) * times)
+        return min(MAX_SECONDS, (limit if most is None else min(limit, most)) * times)
 
     limits = task.setdefault("limits", {})
     steps = task.get("then", [])
@@ -269,7 +245,7 @@ def _set_limits(task: dict[str, Any], asked: HarborRunRequest, turns: int | None
     for step in steps:
         step["agent_seconds"] = seconds(step["agent_seconds"], agent.override_timeout_sec, agent.max_timeout_sec)
     whole = limits["agent_seconds"] + sum(step["agent_seconds"] for step in steps)
-    limits["session_seconds"] = min(MOST_SECONDS, max(SESSION_SECONDS, whole + PREPARING_SECONDS))
+    limits["session_seconds"] = min(MAX_SECONDS, max(SESSION_SECONDS, whole + PREPARING_SECONDS))
     if agent.override_setup_timeout_sec is not None:
         limits["prepare_seconds"] = seconds(agent.override_setup_timeout_sec, None, None)
     if turns is not None:
@@ -304,8 +280,8 @@ def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
     env = _env(given.pop("env", None), "environment_overrides.env")
     resources = {}
     for name, ours in RESOURCES.items():
-        for key in (name, f"override_{name}"):
-            if (value := given.pop(key, None)) is not None:
+        for override in (name, f"override_{name}"):
+            if (value := given.pop(override, None)) is not None:
                 resources[ours] = value
     kwargs = dict(asked.environment_kwargs or {})
     for name in ENV_KWARGS:

@@ -1,62 +1,53 @@
 """Harbor's run API: a run is a group of one session, made of an uploaded task folder.
 
 A run's id is its group's id, so that a run outlives its caller's connection and the service process. A run whose model
-proxy is a session of the recipe's proxy (`verl.py`) is bound to that session: the session's record has the turns of the
-run. Invariants: a run is stored before its id is returned; a run without a verdict has no rewards.
+proxy is a session of the recipe's proxy (`verl.py`) is bound to that session (`verl_runs.py`). Invariants: a run is
+stored before its id is returned; a run without a verdict has no rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.api.access import CREATED
+from outrider.api.compat.endings import ending_of, why_ungraded
 from outrider.api.compat.harbor_archive import ARCHIVE, METADATA, parts_of, unpack_task
 from outrider.api.compat.harbor_request import SYSTEM, UNGRADED_LABEL, HarborRunRequest, harbor_fields, run_group
-from outrider.api.compat.polar_results import path_to, prompt_of
-from outrider.api.compat.routes import CompatRoute
+from outrider.api.compat.routes import CompatRoute, large_reply
+from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
+from outrider.api.compat.waiting import done_group
 from outrider.api.control_bodies import release_body, whole_body
 from outrider.errors import Conflict, NotFound, RequestError, renamed_field
-from outrider.lifecycle import GroupState, SessionState, StopReason
-from outrider.redaction import redacted
+from outrider.lifecycle import SessionState, StopReason
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import StoredGroupSpec
-from outrider.store.rows import GroupRow, SessionRow
+from outrider.store.rows import SessionRow
 from outrider.tokens.branches.classify import used_turns
-from outrider.trajectory import LogprobKind, SessionResult, TokenMode, Turn, unpack_ids, unpack_logprobs
-from outrider.wire.http_server import while_connected
+from outrider.trajectory import (
+    LogprobKind,
+    SessionResult,
+    TokenMode,
+    Turn,
+    path_to,
+    prompt_of,
+    unpack_ids,
+    unpack_logprobs,
+)
 
-SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
-"""The ids of sessions that clients of the recipe's proxy may choose."""
 RUNS = "/api/v1/runs"
-KEY_HEADER = "Idempotency-Key"
+IDEMPOTENCY_HEADER = "Idempotency-Key"
 """Optional header of a submission. The same request with the same key gives the same run."""
 MOST_UNPACKED = 2
 """Maximum number of archives that are unpacked at once."""
-LOOK_SECONDS = 3600.0
-"""Seconds of one wait for a run, after which the wait is repeated."""
-RESET_SECONDS = 2 * 86_400.0
-"""Seconds for which a reset is remembered: longer than a session of the recipe lives."""
-TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
-UNGRADED: Mapping[StopReason, str] = {
-    StopReason.CANCELLED: "cancelled: the run was cancelled",
-    StopReason.EARLY_STOP: "early_stop: the run was ended early",
-    StopReason.EXPIRED: "expired: the run waited too long for its start",
-    StopReason.SESSION_TIMEOUT: "session_timeout: the time of the run was over before it was graded",
-}
-"""Errors of runs that ended without a verdict and without a failure."""
 STEP_METRIC = "step"
 """The beginning of the names of the metrics that belong to one step of a task (`sessions/step_verdicts.py`)."""
 
@@ -64,78 +55,7 @@ RunObject = dict[str, Any]
 """An object of Harbor's format. Columns of numbers may be numpy arrays: orjson makes lists of them."""
 
 
-class BoundRuns:
-    """The runs of the sessions of the recipe's proxy.
-
-    A session has at most one current run. The runs of a session have the numbers 1, 2, ... in their idempotency keys. A
-    reset refuses the next free number, so that earlier runs no longer belong to the session, also after a restart.
-    """
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    async def current(self, session: SessionRow, caller: Principal) -> GroupRow | None:
-        """Return the run of a session, None if there is none since the last reset."""
-        run, _ = await self._look(session, caller)
-        return run
-
-    async def next_key(self, session: SessionRow, caller: Principal) -> str:
-        """Return the key for a run of the session: the key of its current run, so that a repeated request is
-        recognised, or a new one."""
-        run, free = await self._look(session, caller)
-        return _bound_key(session, free if run is None else free - 1)
-
-    async def _look(self, session: SessionRow, caller: Principal) -> tuple[GroupRow | None, int]:
-        """Return the current run, and the first number that is not used."""
-        store, run, number = self._service.store, None, 1
-        while True:
-            key = _bound_key(session, number)
-            found = await store.keyed_group(caller.tenant, key)
-            if found is None and not await store.is_refused(caller.tenant, key):
-                return run, number
-            run, number = found, number + 1
-
-    async def turns(self, session: SessionRow, caller: Principal) -> list[Turn]:
-        """Return the turns of a session: those of its run, or its own."""
-        run = await self.current(session, caller)
-        if run is not None:
-            [session] = await self._service.store.sessions(run.id)
-        return await self._service.store.turns(session.id)
-
-    async def check_free(self, session: SessionRow, caller: Principal) -> None:
-        """Raise Conflict if the calls of a session are those of a run."""
-        run = await self.current(session, caller)
-        if run is not None:
-            raise Conflict(
-                f"the calls of this session are those of run {run.id}",
-                hint="reset the session before another agent uses it",
-            )
-
-    async def end(self, session: SessionRow, caller: Principal) -> None:
-        """Cancel the session's run, if the run has not ended."""
-        run = await self.current(session, caller)
-        if run is not None and run.state is GroupState.ACTIVE:
-            await self._service.cancel(run.id, caller)
-
-    async def drop(self, session: SessionRow, caller: Principal) -> None:
-        """Cancel the session's run, and let the session have no run."""
-        until = time.time() + RESET_SECONDS
-        while True:
-            run, free = await self._look(session, caller)
-            if run is None:
-                return
-            later = await self._service.store.refuse_key(caller.tenant, _bound_key(session, free), until=until)
-            if run.state is GroupState.ACTIVE:
-                await self._service.cancel(run.id, caller)
-            if later is None:  # otherwise a run was submitted meanwhile
-                return
-
-
-def _bound_key(session: SessionRow, number: int) -> str:
-    return f"{SYSTEM}-run:{session.id}:{number}"
-
-
-class HarborRuns:
+class HarborRunApi:
     """The handlers of the run API. Runs are those of the caller's tenant. `find` returns a session of the recipe's
     proxy by the id that its client has chosen, and raises NotFound."""
 
@@ -160,14 +80,7 @@ class HarborRuns:
         """Run a task, and reply with the result. If the caller leaves, the run continues."""
         group_id = await self._submitted(request, caller)
         release_body(request)
-
-        async def wait() -> None:
-            while True:
-                view = await self._service.group(group_id, wait=LOOK_SECONDS, samples=False, caller=caller)
-                if view.state is GroupState.DONE:
-                    return
-
-        await while_connected(request.scope, wait())
+        await done_group(self._service, request, group_id, caller)
         return await self._response(group_id, caller)
 
     async def begin(self, request: Request, caller: Principal) -> RunObject:
@@ -186,8 +99,8 @@ class HarborRuns:
         if session.result is None:
             raise NotFound(f"run {run_id} has not ended", hint=f"ask for its status: GET {RUNS}/async/{run_id}/status")
         turns = await self._service.store.turns(session.id, session.result.attempt)
-        made = partial(_encoded_response, run_id, session, turns, graded)
-        return Response(await self._service.reader.offload(made), media_type="application/json")
+
+        return await large_reply(self._service, lambda: run_response(run_id, session, turns, graded=graded))
 
     async def _run(self, run_id: str, caller: Principal) -> tuple[SessionRow, bool]:
         """Return a run's session, and whether the run is graded. Raises NotFound."""
@@ -206,21 +119,21 @@ class HarborRuns:
         parts = await asyncio.to_thread(parts_of, request.headers.get("content-type", ""), body)
         del body
         asked = await self._service.parse(HarborRunRequest, parts[METADATA], caller)
-        key = request.headers.get(KEY_HEADER)
-        key = None if key is None else f"{SYSTEM}-key:{key}"
+        idempotency_key = request.headers.get(IDEMPOTENCY_HEADER)
+        idempotency_key = None if idempotency_key is None else f"{SYSTEM}-key:{idempotency_key}"
         sid = None
         if (proxy := asked.proxy) is not None:
             sid = _session_in(proxy)
             session = await self._bindable(sid, caller)
-            key = await self._bound.next_key(session, caller)
+            idempotency_key = await self._bound.next_idempotency_key(session, caller)
 
         def translated() -> StoredGroupSpec:
             with TemporaryDirectory(prefix="outrider-run-") as place:
                 into = Path(place).resolve() / "task"
                 into.mkdir()
-                return run_group(asked, unpack_task(parts[ARCHIVE], into), session=sid, key=key)
+                return run_group(asked, unpack_task(parts[ARCHIVE], into), session=sid, idempotency_key=idempotency_key)
 
-        field = "llm_proxy_url" if sid is not None else KEY_HEADER
+        field = "llm_proxy_url" if sid is not None else IDEMPOTENCY_HEADER
         try:
             with renamed_field("idempotency_key", field), harbor_fields():
                 async with self._unpacking:
@@ -283,13 +196,7 @@ def status_of(session: SessionRow, *, graded: bool) -> RunObject:
     result = session.result
     if result is None:
         return {"status": "pending" if session.state is SessionState.QUEUED else "running"}
-    return {"status": _ending(result), "rewards": rewards_of(result, graded=graded), "error": error_of_run(result)}
-
-
-def _ending(result: SessionResult) -> str:
-    if result.stop_reason in TIMEOUTS:
-        return "timeout"
-    return "failed" if result.verdict is None else "completed"
+    return {"status": ending_of(result), "rewards": rewards_of(result, graded=graded), "error": error_of_run(result)}
 
 
 def rewards_of(result: SessionResult, *, graded: bool) -> dict[str, float] | None:
@@ -310,16 +217,7 @@ def error_of_run(result: SessionResult) -> str | None:
     """Return the reason why a run has no rewards, or that the agent's time was over; else None."""
     if result.stop_reason is StopReason.AGENT_TIMEOUT:
         return "agent_timeout: the agent's time was over; its work was graded"
-    if result.verdict is not None:
-        return None
-    if (error := result.error) is not None:
-        hint = f" ({error.hint})" if error.hint else ""
-        return redacted(f"{error.boundary.value}/{error.code}: {error.message}{hint}")
-    return UNGRADED.get(result.stop_reason, f"{result.stop_reason.value}: no verdict")
-
-
-def _encoded_response(run_id: str, session: SessionRow, turns: Sequence[Turn], graded: bool) -> bytes:
-    return orjson.dumps(run_response(run_id, session, turns, graded=graded), option=orjson.OPT_SERIALIZE_NUMPY)
+    return why_ungraded(result, run="run")
 
 
 def run_response(run_id: str, session: SessionRow, turns: Sequence[Turn], *, graded: bool) -> RunObject:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from outrider.errors import InvalidField
 from outrider.evaluators.checks.expected_statuses import COLOUR, STATUSES, name_of_test
-from outrider.spec import EnvName, EnvValue, Name, Spec
+from outrider.spec import Environment, Name, Spec
 
 CONFIG = "evaluator.config"
 REPOSITORY = "/testbed"
@@ -24,6 +24,12 @@ APPLY_SECONDS, TEST_SECONDS = 60.0, 1200.0
 HARBOR_SECONDS = 120.0
 STARTING_SECONDS = 300.0
 """Seconds of a grading beside those of the tests: restoring the tests' files, and judging the log."""
+REPOSITORY_KEYS = frozenset({"repo_dir", "patch_command", "apply_timeout", "test_timeout", "exclude_patterns"})
+COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
+"""Columns of SWE-bench's rows whose names differ from those of our options."""
+OPTIONS = frozenset(
+    ("instance_id", "fail_to_pass", "pass_to_pass", "test_patch", "test_command", "eval_script", "log_parser", "repo")
+) | {"version", "eval_type", "pytest"}
 
 
 class PolarEvaluator(Spec):
@@ -31,7 +37,7 @@ class PolarEvaluator(Spec):
 
     strategy: Name
     config: Annotated[dict[str, Any], Field(max_length=256)] = Field(default_factory=dict)
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     refresh_runtime: bool = False
 
 
@@ -175,12 +181,6 @@ def _seconds(config: Mapping[str, Any], name: str, usual: float) -> float:
     return float(value)
 
 
-REPOSITORY_KEYS = frozenset({"repo_dir", "patch_command", "apply_timeout", "test_timeout", "exclude_patterns"})
-COLUMNS = {"FAIL_TO_PASS": "fail_to_pass", "PASS_TO_PASS": "pass_to_pass"}
-"""Columns of SWE-bench's rows whose names differ from those of our options."""
-OPTIONS = frozenset(
-    ("instance_id", "fail_to_pass", "pass_to_pass", "test_patch", "test_command", "eval_script", "log_parser", "repo")
-) | {"version", "eval_type", "pytest"}
 STRATEGIES = {
     "session_completed": Strategy(frozenset(), _completed),
     "test_on_output": Strategy(REPOSITORY_KEYS | {"test_command", "expected_output_json"}, _test_on_output),

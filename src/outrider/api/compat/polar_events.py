@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
-from outrider.api.compat.polar_request import SESSION_LABEL, SYSTEM
+from outrider.api.compat.polar_request import ALONE_LABEL, SYSTEM
 from outrider.api.compat.polar_results import STATES, PolarObject, status_of_session, status_of_task, task_id_of
 from outrider.errors import InvalidField, NotFound
 from outrider.lifecycle import SessionState
@@ -39,7 +40,16 @@ OF_TASK = {
 OF_SESSION = frozenset({EventKind.SESSION_STATE, EventKind.SESSION_RETRY, EventKind.SESSION_DONE})
 
 
-async def last_event_of(service: Service, request: Request, caller: Principal) -> int:
+async def event_stream(
+    service: Service, request: Request, caller: Principal, *, sessions_only: bool = False
+) -> StreamingResponse:
+    """Return the stream of events for a client. Raises InvalidField for a wrong Last-Event-ID."""
+    after = await _last_event_of(service, request, caller)
+    events = _events(service, after, caller, sessions_only=sessions_only)
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+async def _last_event_of(service: Service, request: Request, caller: Principal) -> int:
     """Return the cursor after which a client's stream begins: the one that the client has received last, or the newest
     one."""
     given = request.headers.get(LAST_EVENT_ID)
@@ -50,7 +60,7 @@ async def last_event_of(service: Service, request: Request, caller: Principal) -
     return int(given)
 
 
-async def polar_events(
+async def _events(
     service: Service, after: int, caller: Principal, *, sessions_only: bool = False
 ) -> AsyncIterator[bytes]:
     """Yield the events after a cursor, without end. `sessions_only` leaves out the events of tasks. An admin, too, gets
@@ -102,7 +112,7 @@ class _TaskNames:
             except NotFound:
                 return None
             own = row.translator == SYSTEM
-            self._known[group_id] = _Named(task_id_of(row), row.labels.get(SESSION_LABEL)) if own else None
+            self._known[group_id] = _Named(task_id_of(row), row.labels.get(ALONE_LABEL)) if own else None
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[group_id]

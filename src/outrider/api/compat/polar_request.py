@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import posixpath
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
 
 from outrider.api.compat.polar_evaluators import PolarEvaluator, evaluator_of
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import InvalidField, renamed_fields
+from outrider.faults import first_fault
 from outrider.spec import (
     MAX_GROUP,
+    MAX_SECONDS,
     MAX_TEXT,
     RUNTIME,
     AbsolutePath,
     CallbackUrl,
-    EnvName,
-    EnvValue,
+    Command,
+    Environment,
     Name,
     Pause,
     Seconds,
@@ -33,8 +35,6 @@ from outrider.spec import (
     StoredGroupSpec,
     TargetPath,
     Text,
-    complaints,
-    fault_text,
     without_nul,
 )
 
@@ -42,10 +42,10 @@ SYSTEM = "polar"
 """The name of the system in the settings, in the store, and in paths."""
 OWN_METADATA = "outrider"
 """The entry of a result's metadata with facts that Polar's format has no field for. Requests may not use it."""
-TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, SESSION_LABEL, UNGRADED_LABEL = (
+TASK_LABEL, HARNESS_LABEL, MODEL_LABEL, BUILDER_LABEL, ALONE_LABEL, UNGRADED_LABEL = (
     f"{SYSTEM}.{name}" for name in ("task_id", "harness", "model", "builder", "session_id", "ungraded")
 )
-"""Labels of a group, which lists show without reading the stored request. A group with SESSION_LABEL is a session that
+"""Labels of a group, which lists show without reading the stored request. A group with ALONE_LABEL is a session that
 was made alone. A group with UNGRADED_LABEL has no evaluator, so its lists show no rewards."""
 SESSION_DIR = "/tmp/polar-session"
 """The folder of a session in its sandbox, where Polar has /polar/session: the root folder of a sandbox may be
@@ -57,11 +57,10 @@ MOST_PREPARE_SECONDS = 3600.0
 
 MANUAL_SECONDS = 86_400.0
 """Maximum seconds of a session whose agent the client starts itself."""
-MOST_SECONDS = 7 * 86_400.0
-"""Maximum seconds of a limit of ours."""
 
 TaskId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:@+=,~-]{1,200}$")]
-SessionId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+SESSION_PATTERN = "[A-Za-z0-9._-]{1,128}"
+SessionId = Annotated[str, StringConstraints(pattern=f"^{SESSION_PATTERN}$")]
 
 
 class PolarExec(Spec):
@@ -69,13 +68,13 @@ class PolarExec(Spec):
     after `retry_backoff_seconds`."""
 
     type: Literal["exec"]
-    command: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
+    command: Command
     cwd: TargetPath | None = None
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] | None = None
+    env: Environment | None = None
     max_attempts: Annotated[int, Field(ge=1, le=10)] = 1
     retry_backoff_seconds: Annotated[Pause, Field(le=60)] = 0
 
-    def step(self, seconds: float) -> dict[str, Any]:
+    def step(self, seconds: float, files: Path | None, field: str) -> dict[str, Any]:
         enter = "" if self.cwd is None else f"cd {shlex.quote(self.cwd)} || exit 1\n"
         step = {"run": f"{enter}{self.command}", "seconds": seconds, "env": self.env or {}}
         return {**step, "attempts": self.max_attempts, "pause_seconds": self.retry_backoff_seconds}
@@ -88,7 +87,7 @@ class PolarUpload(Spec):
     source: Annotated[Name, AfterValidator(without_nul)]
     target: TargetPath
 
-    def step(self, files: Path | None, field: str) -> dict[str, Any]:
+    def step(self, seconds: float, files: Path | None, field: str) -> dict[str, Any]:
         source = PurePosixPath(posixpath.normpath(self.source))
         if source.is_absolute() and files is not None and source.is_relative_to(files):
             source = source.relative_to(files)
@@ -112,7 +111,7 @@ class PolarRuntime(Spec):
     image: Name | None = None
     prepare: Annotated[list[PrepareAction], Field(max_length=1024, fail_fast=True)] = Field(default_factory=list)
     eval_prepare: Annotated[list[PrepareAction], Field(max_length=1024, fail_fast=True)] | None = None
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     network: Name = "host"
     workdir: AbsolutePath | None = None
     direct_exec_init_command: Text | None = None
@@ -139,9 +138,9 @@ class PolarMcpServer(Spec):
 class PolarShell(Spec):
     """The command of the harness `shell`, run by `bash -lc`."""
 
-    command: Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT), AfterValidator(without_nul)]
+    command: Command
     cwd: TargetPath | None = None
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
 
 
 class PolarAgent(Spec):
@@ -151,7 +150,7 @@ class PolarAgent(Spec):
     import_path: Name | None = None
     model_name: Name | None = None
     settings: Annotated[dict[Name, Any], Field(max_length=256)] = Field(default_factory=dict)
-    env: Annotated[dict[EnvName, EnvValue], Field(max_length=1024)] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     mcp_servers: Annotated[list[PolarMcpServer], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
     skills_path: Text | None = None
     custom_shell: PolarShell | None = None
@@ -242,12 +241,12 @@ class PolarSessionRequest(Spec):
     session_id: SessionId | None = None
 
 
-def key_of(task_id: str) -> str:
+def task_idempotency_key(task_id: str) -> str:
     """Return the idempotency key of a task's group."""
     return f"{SYSTEM}:{task_id}"
 
 
-def session_key_of(session_id: str) -> str:
+def session_idempotency_key(session_id: str) -> str:
     """Return the idempotency key of the group of a session that was made alone."""
     return f"{SYSTEM}-session:{session_id}"
 
@@ -277,12 +276,12 @@ def manual_group(session_id: str, task_id: str) -> StoredGroupSpec:
 
 def _alone(group: StoredGroupSpec, session_id: str) -> StoredGroupSpec:
     assert group.translated is not None
-    labels = {**group.task.labels, SESSION_LABEL: session_id}
+    labels = {**group.task.labels, ALONE_LABEL: session_id}
     request = {**group.translated.request, "session_id": session_id}
     return group.model_copy(
         update={
             "task": group.task.model_copy(update={"labels": labels}),
-            "idempotency_key": session_key_of(session_id),
+            "idempotency_key": session_idempotency_key(session_id),
             "translated": group.translated.model_copy(update={"request": request}),
         }
     )
@@ -342,16 +341,8 @@ FIELDS = (
 """Fields of a group, and Polar's fields from which they are made. The first row that fits counts."""
 
 
-@contextmanager
-def polar_fields() -> Iterator[None]:
-    """Within the block, an error about a field of a group names the field of Polar's request."""
-    try:
-        yield
-    except OutriderError as error:
-        for ours, theirs in FIELDS:
-            if error.field == ours or (error.field or "").startswith(f"{ours}."):
-                raise error.replace(field=theirs + str(error.field)[len(ours) :]) from error.__cause__
-        raise
+polar_fields = partial(renamed_fields, FIELDS)
+"""Makes a block within which an error about a field of a group names the field of Polar's request."""
 
 
 def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
@@ -396,7 +387,7 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
         "n": asked.num_samples,
         "min_usable": asked.early_stop_min_usable_sessions,
         "priority": asked.dispatch_priority,
-        "idempotency_key": key_of(asked.task_id),
+        "idempotency_key": task_idempotency_key(asked.task_id),
         "callback_url": None if asked.callback_url is None else str(asked.callback_url),
         "translated": {
             "system": SYSTEM,
@@ -408,9 +399,8 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
     try:
         return StoredGroupSpec.model_validate(group)
     except ValidationError as error:
-        first = complaints(error)[0]
         with polar_fields():
-            raise InvalidField(fault_text(first), field=".".join(map(str, first["loc"]))) from error
+            raise first_fault(error) from error
 
 
 def _harness(asked: PolarTaskRequest) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -495,7 +485,7 @@ def _runtime(asked: PolarRuntime, seconds: float, files: Path | None) -> dict[st
         "kind": kind,
         "image": asked.image,
         "env": asked.env,
-        "prepare": [_step(each, seconds, files, f"runtime.prepare.{at}") for at, each in enumerate(asked.prepare)],
+        "prepare": [each.step(seconds, files, f"runtime.prepare.{at}") for at, each in enumerate(asked.prepare)],
         "mounts": [_mount(each, at) for at, each in enumerate(_volumes(asked.kwargs.get("volumes")))],
         "resources": {
             name: value
@@ -509,10 +499,6 @@ def _runtime(asked: PolarRuntime, seconds: float, files: Path | None) -> dict[st
         },
     }
     return runtime if asked.workdir is None else {**runtime, "workdir": asked.workdir}
-
-
-def _step(action: PolarExec | PolarUpload, seconds: float, files: Path | None, field: str) -> dict[str, Any]:
-    return action.step(seconds) if isinstance(action, PolarExec) else action.step(files, field)
 
 
 def _volumes(given: Any) -> list[Any]:
@@ -546,10 +532,10 @@ def _agent_seconds(metadata: Mapping[str, Any], seconds: float) -> float:
     """Return the limit of the agent's run. A limit below `seconds` ends the run, and the work is graded. Otherwise the
     session's own limit ends the session without a grade, and the run's limit is set so high that the two never end
     together."""
-    given = metadata.get("agent_timeout", MOST_SECONDS)
+    given = metadata.get("agent_timeout", MAX_SECONDS)
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise InvalidField("must be a number of seconds above 0", field="metadata.agent_timeout")
-    return float(given) if given < seconds else MOST_SECONDS
+    return float(given) if given < seconds else MAX_SECONDS
 
 
 def _whole(value: Any, field: str, *, least: int) -> int:

@@ -7,26 +7,27 @@ reward; nothing trains in the traces of a session without a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import orjson
-
+from outrider.api.compat.endings import Ending, ending_of, why_ungraded
 from outrider.api.compat.polar_request import (
+    ALONE_LABEL,
     BUILDER_LABEL,
     HARNESS_LABEL,
     MODEL_LABEL,
     OWN_METADATA,
-    SESSION_LABEL,
+    SYSTEM,
     TASK_LABEL,
     UNGRADED_LABEL,
 )
-from outrider.errors import ErrorRecord
-from outrider.lifecycle import GroupState, SessionState, StopReason
+from outrider.api.compat.routes import encoded
+from outrider.dialects.chat.reply import message_object
+from outrider.lifecycle import GroupState, SessionState
 from outrider.messages import Image, Message, Text
-from outrider.redaction import redacted
 from outrider.service.admission import stored_group
+from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.store.rows import GroupRow, SessionRow
 from outrider.tokens.samples import POLICY, build_samples, model_calls
@@ -38,6 +39,8 @@ from outrider.trajectory import (
     StageSeconds,
     Turn,
     VersionSpan,
+    path_to,
+    prompt_of,
     unpack_ids,
     unpack_logprobs,
 )
@@ -53,18 +56,12 @@ STATES: Mapping[SessionState, str] = {
     SessionState.EVALUATING: "EVALUATING",
 }
 """The status of a session that is not done."""
-TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
-UNGRADED: Mapping[StopReason, str] = {
-    StopReason.CANCELLED: "cancelled: the session was cancelled",
-    StopReason.EARLY_STOP: "early_stop: enough other sessions of the task are usable",
-    StopReason.EXPIRED: "expired: the session waited too long for its start",
-    StopReason.SESSION_TIMEOUT: "session_timeout: timeout_seconds were over before the session was graded",
-}
-"""Errors of sessions that ended without a verdict and without a failure."""
-
-
-def encoded(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+ENDINGS: Mapping[Ending, str] = {"completed": "COMPLETED", "failed": "ERROR", "timeout": "TIMEOUT"}
+"""The status of a session that is done."""
+MOST_LISTED = 1000
+"""Maximum number of tasks or sessions in a list."""
+MOST_SEARCHED = 10_000
+"""Maximum number of tasks, the newest, among which a filter searches."""
 
 
 def status_of_task(row: GroupRow) -> str:
@@ -81,21 +78,12 @@ def status_of_session(row: SessionRow) -> str:
 
 
 def status_of_result(result: SessionResult) -> str:
-    if result.stop_reason in TIMEOUTS:
-        return "TIMEOUT"
-    return "ERROR" if result.verdict is None else "COMPLETED"
+    return ENDINGS[ending_of(result)]
 
 
 def error_of(result: SessionResult) -> str | None:
     """Return the reason why a session has no reward, or None."""
-    if result.verdict is not None:
-        return None
-    return UNGRADED.get(result.stop_reason, "error: no verdict") if result.error is None else in_words(result.error)
-
-
-def in_words(error: ErrorRecord) -> str:
-    hint = f" ({error.hint})" if error.hint else ""
-    return redacted(f"{error.boundary.value}/{error.code}: {error.message}{hint}")
+    return why_ungraded(result, run="session")
 
 
 def timing_of(seconds: StageSeconds) -> PolarObject:
@@ -127,7 +115,7 @@ class PolarReader:
     async def callback(self, row: GroupRow) -> bytes:
         """Return the body of a callback in JSON: the TaskResult of a task, or the SessionResult of a session that was
         made alone."""
-        alone = SESSION_LABEL in row.labels
+        alone = ALONE_LABEL in row.labels
         result = (await self._results(row))[0] if alone else await self.task_result(row)
         return await self._service.reader.offload(partial(encoded, result))
 
@@ -154,10 +142,24 @@ class PolarReader:
         build = partial(trajectory_of, request=request)
         # Sessions without turns are built here, too: their trajectories say why they have no traces.
         trajectories = await self._service.reader.built(results, build)
-        return [
-            result_of(each, trajectory, request)
-            for each, trajectory in zip([each for each in rows if each.result], trajectories, strict=True)
-        ]
+        done = [each for each in rows if each.result]
+        return [result_of(each, trajectory, request) for each, trajectory in zip(done, trajectories, strict=True)]
+
+    async def newest(
+        self, caller: Principal, wanted: Callable[[GroupRow], bool], *, limit: int, since: float = -1e15
+    ) -> list[GroupRow]:
+        """Return the newest tasks of the caller that are `wanted`."""
+        found: list[GroupRow] = []
+        before: tuple[float, str] | None = None
+        for _ in range(MOST_SEARCHED // MOST_LISTED):
+            page = await self._service.store.translated_groups(
+                caller.tenant, SYSTEM, since=since, before=before, limit=MOST_LISTED
+            )
+            found += filter(wanted, page)
+            if len(found) >= limit or len(page) < MOST_LISTED:
+                break
+            before = page[-1].created, page[-1].id
+        return found[:limit]
 
     async def summary(self, row: GroupRow) -> PolarObject:
         """Return a task as in the list of tasks. Means are over the sessions that have ended."""
@@ -326,20 +328,6 @@ def _about(kind: str, label: str, depth: int, path: Sequence[Turn]) -> PolarObje
     }
 
 
-def path_to(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns from the root to `turn`."""
-    path = [turn]
-    while (parent := path[-1].parent) is not None:
-        path.append(turns[parent])
-    return path[::-1]
-
-
-def prompt_of(path: Sequence[Turn]) -> bytes:
-    """Return the packed ids of the prompt of the path's last turn."""
-    before = [ids for turn in path[:-1] for ids in (turn.prompt_delta, turn.output_ids)]
-    return b"".join((*before, path[-1].prompt_delta))
-
-
 def messages_before(path: Sequence[Turn]) -> list[PolarObject]:
     """Return the messages of the request of the path's last turn."""
     found = []
@@ -359,20 +347,11 @@ def finish_reason(turn: Turn) -> str:
 def chat_message(message: Message) -> PolarObject:
     """Return a message in the form of Chat Completions. The bytes of an image are not in traces: its part has the
     address, or the digest under which the image is stored."""
-    found: PolarObject = {"role": message.role.value, "content": message.content}
+    found = message_object(message)
     if any(isinstance(part, Image) for part in message.parts):
         found["content"] = [_part(part) for part in message.parts]
     if message.reasoning is not None:
         found["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        found["name"] = message.name
     return found
 
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.prorl_request import (
+    IDEMPOTENCY_PREFIX,
     JOB_LABEL,
-    KEY_PREFIX,
     REQUEST_LABEL,
     AddressSpec,
     Asked,
@@ -35,7 +32,8 @@ from outrider.api.compat.prorl_request import (
     group_of,
 )
 from outrider.api.compat.prorl_results import result_record, unreadable_record
-from outrider.api.compat.routes import CompatRoute, Handler, detail
+from outrider.api.compat.routes import CompatRoute, detail, large_reply
+from outrider.api.compat.waiting import done_group
 from outrider.api.control_bodies import release_body, whole_body
 from outrider.engines.adapters.prorl import kind_of_server
 from outrider.errors import (
@@ -57,7 +55,6 @@ from outrider.spec import EngineSpec, PolicyUpdateSpec, Spec
 from outrider.store.artifacts import PATCH
 from outrider.store.rows import GroupRow
 from outrider.trajectory import SessionResult, TokenMode
-from outrider.wire.http_server import while_connected
 
 S = TypeVar("S", bound=Spec)
 
@@ -65,35 +62,22 @@ ENGINE_PREFIX = "prorl-"
 """Prefix of the names of the engines that `/add_llm_server` attaches."""
 MOST_JOBS = 100_000
 """Maximum number of unfinished groups that are looked through for jobs."""
-LOOK_SECONDS = 3600.0
-"""Seconds of one wait for a job, after which the wait is repeated."""
-STATUSES = {500: 500, 501: 503, 502: 503}
-"""Statuses of ProRL's interface for statuses of errors that the interface does not have: 503 for an engine, a runtime
-or a program that is not available."""
+STATUSES = {501: 503, 502: 503}
+"""503 for an engine, a runtime or a program that is not available."""
 
 
 def routes(service: Service) -> list[CompatRoute]:
     """Return ProRL's routes. Raises InvalidField for a wrong handler in the settings."""
     server = ProrlServer(service)
     return [
-        CompatRoute("POST", "/start", "submit", _in_contract(server.start)),
-        CompatRoute("POST", "/stop", "submit", _in_contract(server.stop)),
-        CompatRoute("POST", "/process", "submit", _in_contract(server.process)),
-        CompatRoute("POST", "/cancel", "submit", _in_contract(server.cancel)),
-        CompatRoute("GET", "/status", "read", _in_contract(server.status)),
-        CompatRoute("POST", "/add_llm_server", "admin", _in_contract(server.add_llm_server)),
-        CompatRoute("POST", "/clear_llm_server", "admin", _in_contract(server.clear_llm_server)),
+        CompatRoute("POST", "/start", "submit", server.start, STATUSES),
+        CompatRoute("POST", "/stop", "submit", server.stop, STATUSES),
+        CompatRoute("POST", "/process", "submit", server.process, STATUSES),
+        CompatRoute("POST", "/cancel", "submit", server.cancel, STATUSES),
+        CompatRoute("GET", "/status", "read", server.status, STATUSES),
+        CompatRoute("POST", "/add_llm_server", "admin", server.add_llm_server, STATUSES),
+        CompatRoute("POST", "/clear_llm_server", "admin", server.clear_llm_server, STATUSES),
     ]
-
-
-def _in_contract(handler: Callable[[Request, Principal], Awaitable[Any]]) -> Handler:
-    async def respond(request: Request, caller: Principal) -> Any:
-        try:
-            return await handler(request, caller)
-        except OutriderError as error:
-            return detail(error, status=STATUSES.get(error.http_status))
-
-    return respond
 
 
 class ProrlServer:
@@ -133,13 +117,7 @@ class ProrlServer:
         same job's result, whether or not the server is started."""
         group, asked = await self._submitted(request, caller)
         release_body(request)
-        done: GroupView | None = None
-
-        async def wait() -> None:
-            nonlocal done
-            done = await self._done(group.id, caller)
-
-        await while_connected(request.scope, wait())
+        done = await done_group(self._service, request, group.id, caller, seconds=self._wait_seconds)
         if done is None:
             return detail(
                 ServiceError(
@@ -149,13 +127,13 @@ class ProrlServer:
                 status=504,
             )
         record = await self._record(asked, done)
-        return Response(await asyncio.to_thread(msgspec.json.encode, record), media_type="application/json")
+        return await large_reply(self._service, lambda: record)
 
     async def cancel(self, request: Request, caller: Principal) -> dict[str, str]:
         """Cancel a job in any stage. The job's caller gets its result. Raises NotFound for an unknown job."""
         await self._check_running(caller)
         job_id = (await self._body(CancelSpec, request, caller)).job_id
-        group = await self._service.store.keyed_group(caller.tenant, f"{KEY_PREFIX}{job_id}")
+        group = await self._service.store.keyed_group(caller.tenant, f"{IDEMPOTENCY_PREFIX}{job_id}")
         if group is None or JOB_LABEL not in group.labels:
             raise NotFound(f"there is no job {job_id!r}", field="job_id")
         if group.state is GroupState.DONE:
@@ -254,7 +232,7 @@ class ProrlServer:
         return view, asked
 
     async def _stored(self, asked: Asked, caller: Principal) -> GroupRow | None:
-        stored = await self._service.store.keyed_group(caller.tenant, f"{KEY_PREFIX}{asked.job_id}")
+        stored = await self._service.store.keyed_group(caller.tenant, f"{IDEMPOTENCY_PREFIX}{asked.job_id}")
         if stored is not None and stored.labels.get(REQUEST_LABEL) != asked.digest:
             raise Conflict(
                 f"job {asked.job_id!r} was another request, group {stored.id}",
@@ -262,18 +240,6 @@ class ProrlServer:
                 hint="give each job an id of its own; only a repeated call has the same id",
             )
         return stored
-
-    async def _done(self, group_id: str, caller: Principal) -> GroupView | None:
-        """Return the group once it is done, None if that takes longer than the setting allows."""
-        deadline = None if self._wait_seconds is None else time.monotonic() + self._wait_seconds
-        while True:
-            left = LOOK_SECONDS if deadline is None else deadline - time.monotonic()
-            wait = max(0.0, min(left, LOOK_SECONDS))
-            view = await self._service.group(group_id, wait=wait, samples=False, caller=caller)
-            if view.state is GroupState.DONE:
-                return view
-            if left <= 0:
-                return None
 
     async def _record(self, asked: Asked, group: GroupView) -> dict[str, Any]:
         result = group.sessions[0].result

@@ -29,7 +29,7 @@ JOB_LABEL = "prorl.job"
 """Label of a job's group, with the job's id as its value."""
 REQUEST_LABEL = "prorl.request"
 """Label of a job's group, with a digest of the request as its value."""
-KEY_PREFIX = "prorl:"
+IDEMPOTENCY_PREFIX = "prorl:"
 """Prefix of the idempotency key of a job's group, in front of the job's id."""
 THE_INSTANCE = "the instance"
 
@@ -238,7 +238,7 @@ def group_of(spec: ProcessSpec, asked: Asked, handler: Handler, backends: Backen
     if parameters.max_iterations is not None:
         task["limits"] = {**_table(task, "limits"), "turns": parameters.max_iterations}
     task["labels"] = {**_table(task, "labels"), JOB_LABEL: asked.job_id, REQUEST_LABEL: asked.digest}
-    return validate_group({"task": task, "n": 1, "idempotency_key": f"{KEY_PREFIX}{asked.job_id}"})
+    return validate_group({"task": task, "n": 1, "idempotency_key": f"{IDEMPOTENCY_PREFIX}{asked.job_id}"})
 
 
 def _table(task: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from outrider.api.compat.endings import TIMEOUTS, UNGRADED_TIMEOUTS
 from outrider.api.compat.prorl_request import Asked
-from outrider.errors import Boundary
+from outrider.errors import Boundary, error_text
 from outrider.lifecycle import StopReason
 from outrider.messages import Message
 from outrider.tokens.branches.classify import lineages
@@ -25,14 +26,13 @@ from outrider.trajectory import (
     StageSeconds,
     TokenMode,
     Turn,
+    path_to,
     unpack_ids,
     unpack_logprobs,
 )
 
 SOLVED = 0.99
 """A reward above this value counts as solved, as with ProRL's reward servers."""
-TIMEOUTS = frozenset({StopReason.SESSION_TIMEOUT, StopReason.EXPIRED})
-OVER_TIME = TIMEOUTS | {StopReason.AGENT_TIMEOUT}
 UNUSED = (BranchKind.RETRY, BranchKind.ABORTED)
 
 
@@ -97,18 +97,14 @@ def main_path(turns: Sequence[Turn]) -> list[Turn]:
         ),
         None,
     )
-    path: list[Turn] = []
-    while leaf is not None:
-        path.append(leaf)
-        leaf = None if leaf.parent is None else turns[leaf.parent]
-    return path[::-1]
+    return [] if leaf is None else path_to(leaf, turns)
 
 
 def critical_error(result: SessionResult) -> str | None:
     """Return the stage in which a session without a verdict failed or was cancelled, or "timeout"."""
     if result.verdict is not None:
         return None
-    if result.stop_reason in TIMEOUTS:
+    if result.stop_reason in UNGRADED_TIMEOUTS:
         return "timeout"
     seconds = result.seconds
     graded = result.error is not None and result.error.boundary is Boundary.EVALUATOR
@@ -129,13 +125,12 @@ def _trains(result: SessionResult, path: Sequence[Turn], samples: Sequence[Sampl
 
 def _error(result: SessionResult) -> str | None:
     if result.error is not None:
-        hint = f" ({result.error.hint})" if result.error.hint else ""
-        return f"{result.error.code}: {result.error.message}{hint}"
+        return f"{result.error.code}: {error_text(result.error)}"
     return result.stop_reason.value if result.verdict is None else None
 
 
 def _timing(result: SessionResult) -> dict[str, float | bool]:
-    seconds, over = result.seconds, result.stop_reason in OVER_TIME
+    seconds, over = result.seconds, result.stop_reason in TIMEOUTS | UNGRADED_TIMEOUTS
     others = seconds.queued + seconds.ready + seconds.eval_wait + seconds.stop
     return {
         "init_time": seconds.init,

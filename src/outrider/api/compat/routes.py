@@ -8,11 +8,13 @@ caller with the route's role.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+import orjson
 from fastapi import WebSocket
 from fastapi.routing import APIWebSocketRoute
 from starlette.requests import Request
@@ -20,8 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from outrider.api.access import caller_in, check
-from outrider.api.control_replies import error_headers
-from outrider.errors import OutriderError, record_of
+from outrider.api.control_replies import error_headers, long_reply
+from outrider.errors import OutriderError, error_text, record_of
 from outrider.redaction import redacted
 from outrider.service.principals import Principal
 from outrider.service.service import Service
@@ -34,12 +36,14 @@ Handler = Callable[[Request, Principal], Awaitable[Any]]
 
 
 class CompatRoute(NamedTuple):
-    """A route of another system. `path` begins with a slash, in Starlette's form."""
+    """A route of another system. `path` begins with a slash, in Starlette's form. `statuses` are the system's statuses
+    by the status of an error's class, for errors whose status the system's clients do not know."""
 
     method: str
     path: str
     role: Role
     handler: Handler
+    statuses: Mapping[int, int] = MappingProxyType({})
 
 
 def compat_routes(service: Service, names: Sequence[str]) -> Iterator[Route]:
@@ -105,7 +109,7 @@ def _endpoint(route: CompatRoute, called: str) -> Callable[[Request], Awaitable[
             check(called, route.role, caller)
             reply = await route.handler(request, caller)
         except OutriderError as error:
-            return detail(error)
+            return detail(error, status=route.statuses.get(error.http_status))
         except Exception as error:  # a bug: the reply has the form that the system's clients read
             log.exception("%s failed", called)
             return detail(error)
@@ -118,12 +122,25 @@ def compat_reply(value: Any, *, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
+async def large_reply(service: Service, value: Callable[[], Any]) -> Response:
+    """Return the reply with a value that may be large. The value is made and encoded in the thread for long
+    computations."""
+    return long_reply([await service.reader.offload(lambda: encoded(value()))])
+
+
+def encoded(value: Any) -> bytes:
+    """Return a value in JSON. Numpy arrays become lists."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # an integer beyond 64 bits, in the arguments of a tool call or in the schema of a tool
+        return msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
+
+
 def detail(error: BaseException, *, status: int | None = None) -> Response:
-    """Return the reply to an error. `status` replaces the status of the error's class."""
+    """Return the reply to an error. `status` replaces the status of the error's class, but not its headers."""
     record = record_of(error)
-    text = record.message if record.field is None else f"{record.field}: {record.message}"
-    text = redacted(f"{text} ({record.hint})" if record.hint else text)
+    text = redacted(f"{record.field}: {error_text(record)}" if record.field is not None else error_text(record))
     own = error.http_status if isinstance(error, OutriderError) else 500
     reply = compat_reply({"detail": text}, status=own if status is None else status)
-    reply.headers.update(error_headers(error, reply.status_code))
+    reply.headers.update(error_headers(error, own))
     return reply

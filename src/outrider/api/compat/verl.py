@@ -12,18 +12,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.api.access import CREATED
 from outrider.api.compat.gateway_call import GatewayCall
-from outrider.api.compat.harbor_runs import SESSION_ID, BoundRuns, HarborRuns
-from outrider.api.compat.routes import CompatRoute, CompatSocket
+from outrider.api.compat.harbor_runs import HarborRunApi
+from outrider.api.compat.routes import CompatRoute, CompatSocket, large_reply
+from outrider.api.compat.verl_runs import SESSION_ID, BoundRuns
 from outrider.api.compat.verl_timings import timing_routes
 from outrider.api.compat.verl_workers import ENGINE, serve_worker
-from outrider.api.control_replies import long_reply
 from outrider.api.gateway import PREFIX, Gateway
+from outrider.dialects.chat.reply import message_object, tool_call_object
 from outrider.engines.adapters.verl_workers import VerlWorkersEngine
 from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, renamed_field
 from outrider.messages import Message, Role
@@ -62,7 +62,7 @@ def routes(service: Service) -> list[CompatRoute]:
         CompatRoute("POST", "/sessions/{sid}/reset", "submit", verl.reset),
         CompatRoute("POST", "/{sid}/v1/chat/completions", "submit", verl.chat),
         CompatRoute("POST", "/v1/chat/completions/{sid}", "submit", verl.chat),
-        *HarborRuns(service, verl.bound, verl.session).routes(),
+        *HarborRunApi(service, verl.bound, verl.session).routes(),
         *timing_routes(service),
     ]
 
@@ -100,9 +100,11 @@ class VerlProxy:
             if await self.bound.turns(known, caller):
                 raise Conflict(f"session {sid!r} exists, and has turns", hint="reset it, or use another id")
             return {"session_id": sid, "status": "created"}
-        spec = SessionSpec(labels={LABEL: sid}, idempotency_key=_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS)
+        spec = SessionSpec(
+            labels={LABEL: sid}, idempotency_key=_idempotency_key(sid), limits=LIMITS, idle_seconds=SESSION_SECONDS
+        )
         with renamed_field("idempotency_key", "session_id"):
-            session = (await self._service.open_sessions.open(spec, caller)).session
+            session = (await self._service.session_control.open(spec, caller)).session
         request.scope[CREATED].update(group_id=session.group_id, session_id=session.id)
         return {"session_id": sid, "status": "created"}
 
@@ -114,10 +116,10 @@ class VerlProxy:
         turns = await self.bound.turns(session, caller)
         common = {"created_at": session.created, "completed": session.over}
 
-        def made() -> bytes:
-            return msgspec.json.encode({"session_id": sid, "turns": [*map(_turn, used_turns(turns))], **common})
+        def record() -> dict[str, Any]:
+            return {"session_id": sid, "turns": [*map(_turn, used_turns(turns))], **common}
 
-        return long_reply([await self._service.reader.offload(made)])
+        return await large_reply(self._service, record)
 
     async def complete(self, request: Request, caller: Principal) -> Any:
         """Close the session, so that its record is final. Repeating the request changes nothing."""
@@ -133,7 +135,7 @@ class VerlProxy:
         if session.over:
             raise NotFound(f"session {sid!r} was closed")
         await self.bound.drop(session, caller)
-        await self._service.open_sessions.reset(session.id, caller)
+        await self._service.session_control.reset(session.id, caller)
         return {"session_id": sid, "status": "reset"}
 
     async def delete(self, request: Request, caller: Principal) -> Any:
@@ -176,13 +178,13 @@ class VerlProxy:
         """Pass a call to the model gateway, which streams, records and refuses it as any other."""
         session = await self.session(_sid(request), caller)
         await self.bound.check_free(session, caller)
-        key = self._service.store.session_key(session.id)
-        return GatewayCall(self._gateway, f"/s/{key}/v1/chat/completions", None)
+        credential = self._service.store.credential_of(session.id)
+        return GatewayCall(self._gateway, f"/s/{credential}/v1/chat/completions", None)
 
     async def _group(self, sid: str, caller: Principal) -> GroupRow | None:
         """Return the group of the session with an id, None if there is none. Another group with the key of the session
         is no session of the recipe."""
-        group = await self._service.store.keyed_group(caller.tenant, _key(sid))
+        group = await self._service.store.keyed_group(caller.tenant, _idempotency_key(sid))
         return None if group is None or group.labels.get(LABEL) != sid else group
 
     async def session(self, sid: str, caller: Principal) -> SessionRow:
@@ -202,7 +204,7 @@ def _sid(request: Request) -> str:
     return sid
 
 
-def _key(sid: str) -> str:
+def _idempotency_key(sid: str) -> str:
     return f"verl:{sid}"
 
 
@@ -210,10 +212,10 @@ def _turn(turn: Turn) -> dict[str, Any]:
     """Return a turn in the recipe's form. Its messages are those that the request added. The ids of a reply whose
     worker has not sent the prompt's ids come from the worker's report."""
     reply = turn.reply or Message(role=Role.ASSISTANT)
-    calls = _calls(reply)
+    calls = [*map(tool_call_object, reply.tool_calls)]
     report = turn.report or WorkerReport()
     return {
-        "request_messages": [_message(message) for message in turn.messages],
+        "request_messages": [*map(message_object, turn.messages)],
         "completion_text": reply.content,
         "completion_token_ids": unpack_ids(turn.output_ids or report.output_ids).tolist(),
         "completion_logprobs": unpack_logprobs(turn.logprobs or report.logprobs).tolist(),
@@ -225,21 +227,3 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "worker_id": report.worker_id,
         "rank_info": report.rank_info,
     }
-
-
-def _message(message: Message) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": message.role.value, "content": message.content}
-    if message.tool_calls:
-        made["tool_calls"] = _calls(message)
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        made["name"] = message.name
-    return made
-
-
-def _calls(message: Message) -> list[dict[str, Any]]:
-    return [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]

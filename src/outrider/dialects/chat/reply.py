@@ -22,7 +22,7 @@ from outrider.dialects.base import COMMENT, EVENT_STREAM, Completion, ModelReque
 from outrider.dialects.openai_errors import openai_error
 from outrider.dialects.reading import quoted
 from outrider.errors import NotFound, OutriderError
-from outrider.messages import Delta, ToolCall
+from outrider.messages import Delta, Message, ToolCall
 from outrider.trajectory import FinishReason, Ids
 
 DONE = b"data: [DONE]\n\n"
@@ -89,6 +89,18 @@ def usage(completion: Completion) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": completion.cached_tokens},
         "completion_tokens_details": None if completion.reply.reasoning else {"reasoning_tokens": 0},
     }
+
+
+def message_object(message: Message) -> dict[str, Any]:
+    """Return a message of a request, without its images and its reasoning."""
+    found: dict[str, Any] = {"role": message.role.value, "content": message.content}
+    if message.tool_calls:
+        found["tool_calls"] = [*map(tool_call_object, message.tool_calls)]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        found["name"] = message.name
+    return found
 
 
 def tool_call_object(call: ToolCall) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from outrider.dialects.base import EVENT_STREAM, Completion, ModelRequest, Opening, WireCall, error_text, line
+from outrider.dialects.base import EVENT_STREAM, Completion, ModelRequest, Opening, WireCall, line
 from outrider.dialects.gemini.contents import arguments_on_wire, signature
 from outrider.dialects.gemini.request import GeminiContext, resource_of
 from outrider.dialects.reading import quoted
-from outrider.errors import ContextOverflow, NotFound, OutriderError, storable
+from outrider.errors import ContextOverflow, NotFound, OutriderError, error_text, storable
 from outrider.messages import Delta, ToolCall
 from outrider.trajectory import FinishReason
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
-from outrider.dialects.base import EVENT_STREAM, Completion, ModelRequest, Opening, WireCall, error_text, event, line
+from outrider.dialects.base import EVENT_STREAM, Completion, ModelRequest, Opening, WireCall, event, line
 from outrider.dialects.reading import INVALID_JSON, is_invalid_json_object, quoted
-from outrider.errors import ContextOverflow, NotFound, OutriderError
+from outrider.errors import ContextOverflow, NotFound, OutriderError, error_text
 from outrider.messages import Delta, ToolCall
 from outrider.trajectory import FinishReason
 

@@ -18,6 +18,7 @@ import orjson
 
 from outrider.concurrency.retries import RetryPolicy
 from outrider.constraint import Constraint, ConstraintKind
+from outrider.dialects.chat.reply import message_object
 from outrider.engines.adapters.options import ServerOptions, read_options, server_url
 from outrider.engines.adapters.policy_versions import LabelSpan, spans_of
 from outrider.engines.adapters.server_api import (
@@ -34,7 +35,7 @@ from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHeal
 from outrider.engines.http.client import DEFAULT_RETRY, HttpClient
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
 from outrider.engines.pool.checks import max_characters, too_long
-from outrider.errors import EngineError, EngineUnavailable, InvalidField
+from outrider.errors import EngineError, EngineUnavailable, InvalidField, error_text
 from outrider.messages import Message, Part, Role, Text, ToolCall, images_in
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 
@@ -161,7 +162,7 @@ class OpenAIEngine:
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
-            return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
+            return EngineHealth(ok=False, detail=error_text(error))
         self._context = card.max_model_len
         return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=self.versions.served)
 
@@ -333,17 +334,9 @@ def _constraint(constraint: Constraint) -> dict[str, Any]:
 def written_message(message: Message, *, reasoning: bool) -> dict[str, Any]:
     """Return a message in OpenAI's format. This format has no field for reasoning, but servers that report ids read
     `reasoning_content`."""
-    content = [_part(part) for part in message.parts] if message.parts else message.content
-    written: dict[str, Any] = {"role": message.role, "content": content}
-    if message.tool_calls:
-        written["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        written["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        written["name"] = message.name
+    written = message_object(message)
+    if message.parts:
+        written["content"] = [*map(_part, message.parts)]
     if reasoning and message.reasoning is not None:
         written["reasoning_content"] = message.reasoning
     return written

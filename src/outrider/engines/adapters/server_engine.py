@@ -32,7 +32,7 @@ from outrider.engines.base import (
 from outrider.engines.gates import PauseGate
 from outrider.engines.http.client import CONTROL_SECONDS, Cut, HttpClient, WasCut
 from outrider.engines.http.failures import Sizes, StatusFailure, failure_of_event, translate
-from outrider.errors import EngineError, EngineUnavailable
+from outrider.errors import EngineError, EngineUnavailable, error_text
 from outrider.trajectory import FinishReason, LogprobKind, TokenMode
 from outrider.wire.http_connections import Buffer
 
@@ -279,7 +279,7 @@ class ServerEngine(Generic[ReplyT]):
         except StatusFailure as failure:
             return EngineHealth(ok=False, detail=translate(failure, self.name).message)
         except EngineError as error:
-            return EngineHealth(ok=False, detail=f"{error.message} ({error.hint})" if error.hint else str(error))
+            return EngineHealth(ok=False, detail=error_text(error))
         return EngineHealth(ok=True, model=card.id, context_tokens=self._context, version=served)
 
     async def check(self) -> None:

@@ -35,7 +35,7 @@ from outrider.lifecycle import StopReason
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trainers.trl import Rollouts, ServiceLogprobs, StepStats, service_reward, steps_dataset
-from outrider.trainers.weights import PolicyWeights
+from outrider.trainers.weight_publishing import PolicyWeights
 
 GROUPS, SAMPLES = 8, 8
 """Number of groups of a training step, and number of sessions of a group."""

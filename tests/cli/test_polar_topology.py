@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from outrider.api.compat.polar_topology import read_topology
+from outrider.cli.polar_topology import read_topology
 from outrider.cli.setting_options import read_settings
 from outrider.config import all_settings, load_config
 from outrider.errors import InvalidField

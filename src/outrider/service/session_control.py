@@ -6,11 +6,10 @@ is `sessions/external.py`. Invariant: a completion is stored before it is acknow
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from outrider.errors import InvalidField, OutriderError
+from outrider.errors import InvalidField, renamed_fields
 from outrider.lifecycle import SessionState
 from outrider.schemas import GroupView, SessionList, SessionView, reply_of
 from outrider.service.admission import stored_group
@@ -27,6 +26,8 @@ GROUPS_READ = 100
 """Number of groups that are read at once for a page of sessions."""
 MOST_GROUPS = 2_000
 """Maximum number of groups that are read for one page, so that a rare label does not read the whole history."""
+FIELDS = (("task.harness.external.", ""), ("task.", ""))
+"""Prefixes of the fields of a group's task, which a `SessionSpec` has without the prefix."""
 
 Submit = Callable[[GroupSpec, Principal], Awaitable[GroupView]]
 """See `Service.submit`."""
@@ -36,14 +37,14 @@ class OpenedSession(NamedTuple):
     """A session, its credential, whether the session takes calls now, and the instruction of its task."""
 
     session: SessionView
-    key: str
+    credential: str
     running: bool
     instruction: str
 
 
-class OpenSessions:
-    """The service's operations on sessions. For a `caller` who is not an admin, sessions of other tenants are unknown.
-    Every method raises NotFound for an unknown session."""
+class SessionControl:
+    """The operations of the control API on sessions. For a `caller` who is not an admin, sessions of other tenants are
+    unknown. Every method raises NotFound for an unknown session."""
 
     def __init__(self, store: Store, host: ExternalSessions, submit: Submit) -> None:
         self._store = store
@@ -54,14 +55,15 @@ class OpenSessions:
         """Open a session, or find the session that was opened with the same idempotency key. Raises the errors of
         `Service.submit`, and InvalidField for a session whose agent is not external."""
         if spec.group_id is None:
-            with _fields_of_session():
+            with renamed_fields(FIELDS):
                 group = await self._submit(spec.group(), caller)
             session, instruction = await self._store.session(group.sessions[0].id), spec.instruction
         else:
             session, instruction = await self._of_group(spec.group_id, spec.sample_index, caller)
         running = session.state is not SessionState.DONE and await self._host.running(session.id, OPEN_SECONDS)
         session = await self._store.session(session.id)
-        return OpenedSession(reply_of(SessionView, session), self._store.session_key(session.id), running, instruction)
+        credential = self._store.credential_of(session.id)
+        return OpenedSession(reply_of(SessionView, session), credential, running, instruction)
 
     async def _of_group(self, group_id: str, sample_index: int, caller: Principal) -> tuple[SessionRow, str]:
         """Return a session of a group, and the task's instruction."""
@@ -134,18 +136,6 @@ class OpenSessions:
                 after = None
                 break
         return SessionList(sessions=tuple(found), after=after)
-
-
-@contextmanager
-def _fields_of_session() -> Iterator[None]:
-    """Within the block, an error about a field of a group's task names the field of a `SessionSpec`."""
-    try:
-        yield
-    except OutriderError as error:
-        if error.field is None or not error.field.startswith("task."):
-            raise
-        field = error.field.removeprefix("task.").removeprefix("harness.external.")
-        raise error.replace(field=field) from error.__cause__
 
 
 def _not_external(session_id: str) -> InvalidField:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.api.compat.polar_topology import read_topology
-from outrider.api.compat.verl_settings import FIELD, MOST, read_recipe
+from outrider.cli.polar_topology import read_topology
+from outrider.cli.verl_recipe import FIELD, MOST, read_recipe
 from outrider.errors import InvalidField
 from outrider.text_files import read_text_file
 

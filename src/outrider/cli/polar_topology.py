@@ -14,12 +14,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator
 
 from outrider.errors import InvalidField
-from outrider.spec import Name, Spec, Text, complaints, fault_text
+from outrider.faults import first_fault
+from outrider.spec import Name, Spec, Text
 from outrider.text_files import read_text_file
 
 MOST = 1 << 20
 """Maximum bytes of a topology file."""
 FIELD = "config"
+KINDS = ("docker", "apptainer")
+"""Kinds of sandboxes that a topology may name."""
 
 Workers = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -106,10 +109,8 @@ def read_topology(path: Path) -> dict[str, Any]:
     try:
         return settings_of(PolarTopology.model_validate(value))
     except ValidationError as error:
-        first = complaints(error)[0]
-        raise InvalidField(
-            f"{path}: {fault_text(first, PolarTopology)}", field=".".join(map(str, first["loc"])) or FIELD
-        ) from error
+        fault = first_fault(error, PolarTopology)
+        raise InvalidField(f"{path}: {fault.message}", field=fault.field or FIELD) from error
 
 
 def settings_of(topology: PolarTopology) -> dict[str, Any]:
@@ -168,6 +169,3 @@ def _default_kind(nodes: Sequence[_GatewayNode]) -> str | None:
                 hint="name the image and the rest in each task's runtime",
             )
     return None if nodes[0].default_runtime is None else str(nodes[0].default_runtime["backend"])
-
-
-KINDS = ("docker", "apptainer")

@@ -1,0 +1,44 @@
+"""How sessions end, in the words that the systems share: which endings are timeouts, and why a verdict is missing.
+
+Pure. Invariant: a session without a verdict is never `completed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from outrider.errors import error_text
+from outrider.lifecycle import StopReason
+from outrider.redaction import redacted
+from outrider.trajectory import SessionResult
+
+TIMEOUTS = frozenset({StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT})
+"""Endings of a session whose time was over while the session ran."""
+UNGRADED_TIMEOUTS = frozenset({StopReason.SESSION_TIMEOUT, StopReason.EXPIRED})
+"""Endings of a session whose time was over before the session was graded."""
+UNGRADED: Mapping[StopReason, str] = {
+    StopReason.CANCELLED: "cancelled: the {run} was cancelled",
+    StopReason.EARLY_STOP: "early_stop: enough other sessions of the task are usable",
+    StopReason.EXPIRED: "expired: the {run} waited too long for its start",
+    StopReason.SESSION_TIMEOUT: "session_timeout: the time of the {run} was over before the grading",
+}
+"""Endings without a verdict and without an error. `{run}` is the system's word for a session."""
+
+Ending = Literal["completed", "failed", "timeout"]
+
+
+def ending_of(result: SessionResult) -> Ending:
+    if result.stop_reason in TIMEOUTS:
+        return "timeout"
+    return "failed" if result.verdict is None else "completed"
+
+
+def why_ungraded(result: SessionResult, *, run: str) -> str | None:
+    """Return the reason why a session has no verdict, None for a session with a verdict. `run` is the system's word for
+    a session."""
+    if result.verdict is not None:
+        return None
+    if (error := result.error) is not None:
+        return redacted(f"{error.boundary.value}/{error.code}: {error_text(error)}")
+    return UNGRADED.get(result.stop_reason, f"{result.stop_reason.value}: no verdict").format(run=run)

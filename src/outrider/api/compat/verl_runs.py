@@ -1,0 +1,93 @@
+"""Binds runs of Harbor's run API to sessions of the recipe's proxy: the session's record has the turns of the run.
+
+Invariant: a session has at most one current run, also after a restart.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+from outrider.api.compat.harbor_request import SYSTEM
+from outrider.errors import Conflict
+from outrider.lifecycle import GroupState
+from outrider.service.principals import Principal
+from outrider.service.service import Service
+from outrider.store.rows import GroupRow, SessionRow
+from outrider.trajectory import Turn
+
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
+"""The ids of sessions that clients of the recipe's proxy may choose."""
+RESET_SECONDS = 2 * 86_400.0
+"""Seconds for which a reset is remembered: longer than a session of the recipe lives."""
+
+
+class BoundRuns:
+    """The runs of the sessions of the recipe's proxy.
+
+    The runs of a session have the numbers 1, 2, ... in their idempotency keys. A
+    reset refuses the next free number, so that earlier runs no longer belong to the session, also after a restart.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def current(self, session: SessionRow, caller: Principal) -> GroupRow | None:
+        """Return the run of a session, None if there is none since the last reset."""
+        run, _ = await self._look(session, caller)
+        return run
+
+    async def next_idempotency_key(self, session: SessionRow, caller: Principal) -> str:
+        """Return the idempotency key for a run of the session: that of its current run, so that a repeated request is
+        recognised, or a new one."""
+        run, free = await self._look(session, caller)
+        return _idempotency_key(session, free if run is None else free - 1)
+
+    async def _look(self, session: SessionRow, caller: Principal) -> tuple[GroupRow | None, int]:
+        """Return the current run, and the first number that is not used."""
+        store, run, number = self._service.store, None, 1
+        while True:
+            idempotency_key = _idempotency_key(session, number)
+            found = await store.keyed_group(caller.tenant, idempotency_key)
+            if found is None and not await store.is_refused(caller.tenant, idempotency_key):
+                return run, number
+            run, number = found, number + 1
+
+    async def turns(self, session: SessionRow, caller: Principal) -> list[Turn]:
+        """Return the turns of a session: those of its run, or its own."""
+        run = await self.current(session, caller)
+        if run is not None:
+            [session] = await self._service.store.sessions(run.id)
+        return await self._service.store.turns(session.id)
+
+    async def check_free(self, session: SessionRow, caller: Principal) -> None:
+        """Raise Conflict if the calls of a session are those of a run."""
+        run = await self.current(session, caller)
+        if run is not None:
+            raise Conflict(
+                f"the calls of this session are those of run {run.id}",
+                hint="reset the session before another agent uses it",
+            )
+
+    async def end(self, session: SessionRow, caller: Principal) -> None:
+        """Cancel the session's run, if the run has not ended."""
+        run = await self.current(session, caller)
+        if run is not None and run.state is GroupState.ACTIVE:
+            await self._service.cancel(run.id, caller)
+
+    async def drop(self, session: SessionRow, caller: Principal) -> None:
+        """Cancel the session's run, and let the session have no run."""
+        until = time.time() + RESET_SECONDS
+        while True:
+            run, free = await self._look(session, caller)
+            if run is None:
+                return
+            later = await self._service.store.refuse_key(caller.tenant, _idempotency_key(session, free), until=until)
+            if run.state is GroupState.ACTIVE:
+                await self._service.cancel(run.id, caller)
+            if later is None:  # otherwise a run was submitted meanwhile
+                return
+
+
+def _idempotency_key(session: SessionRow, number: int) -> str:
+    return f"{SYSTEM}-run:{session.id}:{number}"

@@ -1,0 +1,41 @@
+"""Waits for the group that a client's call has submitted.
+
+Invariant: the group does not end with the wait, whether the time is over or the client has left.
+"""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+
+from outrider.lifecycle import GroupState
+from outrider.schemas import GroupView
+from outrider.service.principals import Principal
+from outrider.service.service import Service
+from outrider.wire.http_server import while_connected
+
+LOOK_SECONDS = 3600.0
+"""Maximum seconds of one look at the store, after which the look is repeated."""
+
+
+async def done_group(
+    service: Service, request: Request, group_id: str, caller: Principal, *, seconds: float | None = None
+) -> GroupView | None:
+    """Return the group once the group is done, None if that takes longer than `seconds`, or if the client leaves."""
+    done: GroupView | None = None
+
+    async def wait() -> None:
+        nonlocal done
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while done is None:
+            left = LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+            look = max(0.0, min(left, LOOK_SECONDS))
+            view = await service.group(group_id, wait=look, samples=False, caller=caller)
+            if view.state is GroupState.DONE:
+                done = view
+            elif left <= 0:
+                return
+
+    await while_connected(request.scope, wait())
+    return done

@@ -1,0 +1,96 @@
+"""The services of the operator that run agents, by name: which task a service can run, and the run of an attempt.
+
+A service has one of two contracts: that of `remote_runs.py`, or that of a Harbor run server (`harbor_remote.py`).
+Invariant: only this module asks which contract a service has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from outrider.config import AgentServiceConfig
+from outrider.errors import InvalidField
+from outrider.harnesses.base import ModelEndpoint
+from outrider.harnesses.endpoint_variables import endpoint_environment
+from outrider.sessions.attempt import Attempt
+from outrider.sessions.harbor_remote import HarborRemoteRun, check_harbor_task
+from outrider.sessions.remote_runs import RemoteRun, RunRequest, has_files
+from outrider.spec import RemoteSpec, TaskSpec
+
+FollowedRun = RemoteRun | HarborRemoteRun
+
+
+class RunStore(Protocol):
+    """The store's methods for runs of agent services."""
+
+    def credential_of(self, session_id: str) -> str: ...
+    async def keep_remote_run(self, session_id: str, attempt: int, name: str, run: str) -> None: ...
+    async def remote_run(self, session_id: str, name: str) -> str | None: ...
+
+
+class AgentServices:
+    """The agent services in the settings, by name."""
+
+    def __init__(self, services: Sequence[AgentServiceConfig] = ()) -> None:
+        self._services = {service.name: service for service in services}
+
+    def named(self, name: str, *, field: str = "task.harness.remote.service") -> AgentServiceConfig:
+        """Return the service with this name. Raises InvalidField for an unknown name, with all known names."""
+        if name not in self._services:
+            known = ", ".join(sorted(self._services)) or "none"
+            hint = f"the operator's setting agents has: {known}"
+            raise InvalidField(f"there is no agent service {name!r}", field=field, hint=hint)
+        return self._services[name]
+
+    def check(self, task: TaskSpec, remote: RemoteSpec) -> None:
+        """Raise InvalidField for a task that its agent service cannot run."""
+        if self.named(remote.service).kind == "harbor":
+            check_harbor_task(task, remote)
+
+    def run_of(
+        self,
+        attempt: Attempt,
+        remote: RemoteSpec,
+        store: RunStore,
+        *,
+        model: str,
+        address: Callable[[str | None], str],
+    ) -> FollowedRun:
+        """Return the run of an attempt, which is not started yet. `address` returns the base URL of this service in a
+        network. Raises InvalidField for an unknown service."""
+        session, task = attempt.session, attempt.task
+        service = self.named(remote.service)
+        credential = store.credential_of(session.id)
+        base_url = f"{address(service.network)}/s/{credential}"
+        name = f"{session.id}-{session.attempt - session.recovered}"
+        if service.kind == "harbor":
+            return HarborRemoteRun(
+                service,
+                task,
+                remote,
+                name=name,
+                group_id=session.group_id,
+                model=model,
+                base_url=base_url,
+                known=partial(store.remote_run, session.id, name),
+                keep=partial(store.keep_remote_run, session.id, session.attempt, name),
+            )
+        endpoint = ModelEndpoint(base_url=base_url, api_key=credential, model=model)
+        return RemoteRun(
+            service,
+            RunRequest(
+                run_id=name,
+                session=attempt.ids,
+                instruction=task.instruction,
+                model=model,
+                base_url=base_url,
+                key=credential,
+                variables=endpoint_environment(endpoint, task.instruction, attempt.ids),
+                options=remote.options,
+                labels=task.labels,
+                seconds=task.limits.session_seconds,
+                files=has_files(task),
+            ),
+        )
