@@ -170,8 +170,8 @@ def _building(samples: Sequence[Sample]) -> float:
 
 
 def _writing(kind: SampleFormat, samples: Sequence[Sample], folder: Path) -> dict[str, float]:
-    """Write the samples to a file. Returns the processor time in ms and the bytes per sample, and the rate. A first file
-    of one sample is not counted, because the import of pyarrow takes a fifth of a second in each process."""
+    """Write the samples to a file. Returns the processor time in ms and the bytes per sample, and the rate. A first
+    file of one sample is not counted, because the import of pyarrow takes a fifth of a second in each process."""
     with sample_file(folder / "first", kind) as file:
         file.write(samples[:1])
     fresh = [msgspec.structs.replace(sample) for sample in samples]  # without the arrays that were already made
