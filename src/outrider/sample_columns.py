@@ -6,9 +6,9 @@ only the ids that train. `COLUMNS` lists the columns, and docs/api.md documents 
 reply, such as the sessions of a group, is JSON in the metadata of the schema, under `REPLY`.
 
 Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. Most of the time is spent for each
-column of a batch, and not for each row, so the rows of a group are one batch. The package nanoarrow has a fortieth
-of pyarrow's size and is imported ten times as fast. Functions import nanoarrow when they are called, because most
-commands read no samples.
+column of a batch, and not for each row, so the rows of a group are one batch. The package nanoarrow, which writes the
+schema and reads streams, has a fortieth of pyarrow's size and is imported ten times as fast. Functions import nanoarrow
+when they are called, because most commands read no samples.
 """
 
 from __future__ import annotations
@@ -220,13 +220,14 @@ class RecordBatch:
     def message(self) -> list[bytes]:
         """Return the message, in pieces. Only small pieces are joined."""
         nodes, buffers = len(self._nodes) // 2, len(self._buffers) // 2
+        # A vtable has its own size, the size of its table, and the position of each field in the table. A table begins
+        # with the distance from its vtable, and an offset counts from the field that holds the offset.
         metadata = _METADATA.pack(
-            _CONTINUATION,
-            _METADATA.size - 8 + 16 * nodes + 8 + 16 * buffers,
-            16,  # position of the table Message
-            *(12, 24, 16, 18, 4, 8),  # its vtable
+            *(_CONTINUATION, _METADATA.size + 16 * nodes + 16 * buffers),
+            16,  # the position of the table Message
+            *(12, 24, 16, 18, 4, 8),  # the vtable of Message
             *(12, 32, self._size, _METADATA_V5, _RECORD_BATCH),
-            *(10, 20, 4, 12, 16),  # vtable of the table RecordBatch
+            *(10, 20, 4, 12, 16),  # the vtable of RecordBatch
             *(12, self._rows, 12, 16 + 16 * nodes),
             nodes,
         )
@@ -247,12 +248,12 @@ class RecordBatch:
 
 
 _METADATA = struct.Struct(
-    "<Ii"  # before the flatbuffer
-    "I6H"  # position of the root table, and its vtable
-    "iIqhB5x"  # Message: its vtable, header, bodyLength, version, header_type
-    "5H2x"  # the vtable
-    "iqII"  # RecordBatch: its vtable, length, nodes, buffers
-    "4xI"  # the number of nodes
+    "<Ii"  # before the flatbuffer: the mark of a message, and the size of the flatbuffer
+    "I6H"
+    "iIqhB5x"  # Message: vtable, header, bodyLength, version, header_type
+    "5H2x"
+    "iqII"  # RecordBatch: vtable, length, nodes, buffers
+    "4xI"
 )
 _CONTINUATION, _METADATA_V5, _RECORD_BATCH = 0xFFFFFFFF, 4, 3
 SMALL = 16 << 10
