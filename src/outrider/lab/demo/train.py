@@ -46,9 +46,8 @@ MAX_AGE = 1
 LEARNING_RATE, LAST_LEARNING_RATE = 5e-4, 1e-4
 """The learning rate at the beginning and at the end. At 1e-3 a policy may lose the syntax of its tool calls within one
 or two steps, and then gets no reward any more."""
-FALLING_STEPS, MAX_STEPS = 24, 48
-"""The number of steps over which the learning rate falls, and the maximum number of steps. Training is bounded by steps
-and not by time, because a busy machine would otherwise end it too early."""
+MAX_STEPS = 48
+"""Training is bounded by steps and not by time, because a busy machine would otherwise end it too early."""
 PASSES = 2
 """Optimizer steps over each batch."""
 GUESSES, GUESS_RATE = (2, 16), 2e-4
@@ -271,11 +270,10 @@ def _train(
 
     class Steps(TrainerCallback):  # type: ignore[misc]  # TRL has no types here
         """Reports each step, sets the learning rate, and ends the training when the task is solved or `stop()` is true.
-        The learning rate follows half a cosine over the first FALLING_STEPS."""
+        The learning rate follows a cosine of the completed share of the steps."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
-            fallen = min(1.0, state.global_step / (FALLING_STEPS * PASSES))
-            share = (1 + math.cos(math.pi * fallen)) / 2
+            share = (1 + math.cos(math.pi * state.global_step / state.max_steps)) / 2
             for parameters in optimizer.param_groups:
                 parameters["lr"] = LAST_LEARNING_RATE + (LEARNING_RATE - LAST_LEARNING_RATE) * share
 
