@@ -105,6 +105,19 @@ def test_readers_of_arrow_see_the_columns() -> None:
     assert (empty["reward"], empty["parent"], empty["ids"]) == (None, None, [])
 
 
+def test_batches_are_arrow_for_other_readers() -> None:
+    """Large buffers are not copied, nulls are counted, and every buffer begins at a multiple of 8 bytes."""
+    long = changed_sample(ROW, **{name: [1] * 30_001 for name in ("ids", "loss_mask", "logprobs", "versions")})
+    samples = [drawn(seed) for seed in range(20)] + [long, EMPTY, long]
+    assert any(piece is long.packed_ids for piece in sample_columns.batch(samples))
+    table = pa.ipc.open_stream(encode(samples, b"{}")).read_all()
+    table.validate(full=True)
+    assert table["reward"].to_pylist() == [sample.reward for sample in samples]
+    assert table["parent"].null_count == sum(sample.parent is None for sample in samples)
+    assert table["ids"].to_pylist() == [sample.ids.tolist() for sample in samples]
+    assert table["turn_rewards"].to_pylist() == [list(sample.turn_rewards) for sample in samples]
+
+
 def test_columns_are_arrays_that_cannot_be_changed() -> None:
     for column in (ROW.ids, ROW.loss_mask, ROW.logprobs, ROW.versions):
         assert len(column) == len(ROW)

@@ -135,7 +135,14 @@ def image_file(image: Image) -> str:
     return f"{image.digest}.{IMAGE_EXTENSIONS.get(image.media_type, 'bin')}"
 
 
-def images_in(message: Message) -> list[Image]:
+class MessageOutline(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The fields of a stored `Message` without its text, for readers that need only the role and the images."""
+
+    role: Role
+    parts: tuple[Part, ...] = ()
+
+
+def images_in(message: Message | MessageOutline) -> list[Image]:
     """Return the images of a message, in order."""
     return [part for part in message.parts if isinstance(part, Image)]
 

@@ -6,21 +6,23 @@ only the ids that train. `COLUMNS` lists the columns, and docs/api.md documents 
 reply, such as the sessions of a group, is JSON in the metadata of the schema, under `REPLY`.
 
 Invariant: `decode(encode(samples, reply))` returns equal samples and the same reply. Most of the time is spent for each
-column of a batch, and not for each row, so the rows of a group are one batch. The package nanoarrow has a fortieth
-of pyarrow's size and is imported ten times as fast. Functions import nanoarrow when they are called, because most
-commands read no samples.
+column of a batch, and not for each row, so the rows of a group are one batch. The package nanoarrow, which writes the
+schema and reads streams, has a fortieth of pyarrow's size and is imported ten times as fast. Functions import nanoarrow
+when they are called, because most commands read no samples.
 """
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from msgspec.structs import astuple
 
 from outrider.errors import ServiceError, ServiceUnusable
 from outrider.lifecycle import StopReason
@@ -35,10 +37,8 @@ REPLY = "outrider.reply"
 CANNOT_READ = "the samples in the service's reply cannot be read"
 VERSIONS = "the client and the service may be of different versions"
 
-CArray = Any
-"""nanoarrow's class `CArray`, whose module has no types."""
 View = Any
-"""nanoarrow's class `CArrayView`."""
+"""nanoarrow's class `CArrayView`, whose module has no types."""
 
 
 class Column(ABC):
@@ -52,7 +52,7 @@ class Column(ABC):
     def type(self) -> nanoarrow.Schema: ...
 
     @abstractmethod
-    def encode(self, values: Sequence[Any], schema: Any) -> CArray: ...
+    def encode(self, values: Sequence[Any], batch: RecordBatch) -> None: ...
 
     @abstractmethod
     def decode(self, column: View) -> Iterable[Any]: ...
@@ -68,9 +68,9 @@ class TextColumn(Column):
     def type(self) -> nanoarrow.Schema:
         return _arrow().string(nullable=False)
 
-    def encode(self, values: Sequence[str], schema: Any) -> CArray:
+    def encode(self, values: Sequence[str], batch: RecordBatch) -> None:
         texts = [value.encode() for value in values]
-        return _array(schema, len(texts), [None, _offsets(map(len, texts)), b"".join(texts)])
+        batch.add_array(len(texts), _offsets(map(len, texts)), b"".join(texts))
 
     def decode(self, column: View) -> list[Any]:
         data = bytes(memoryview(column.buffer(2)))
@@ -83,8 +83,8 @@ class JsonColumn(TextColumn):
     def __init__(self, name: str, shape: Any) -> None:
         super().__init__(name, msgspec.json.Decoder(shape).decode)
 
-    def encode(self, values: Sequence[Any], schema: Any) -> CArray:
-        return super().encode([msgspec.json.encode(value).decode() for value in values], schema)
+    def encode(self, values: Sequence[Any], batch: RecordBatch) -> None:
+        super().encode([msgspec.json.encode(value).decode() for value in values], batch)
 
 
 class NumberColumn(Column):
@@ -98,9 +98,12 @@ class NumberColumn(Column):
     def type(self) -> nanoarrow.Schema:
         return (_arrow().int32 if self._code == "i" else _arrow().float64)(nullable=self._nullable)
 
-    def encode(self, values: Sequence[Any], schema: Any) -> CArray:
-        filled = array(self._code, (0 if value is None else value for value in values))
-        return _array(schema, len(values), [_validity(values), filled.tobytes()])
+    def encode(self, values: Sequence[Any], batch: RecordBatch) -> None:
+        if self._nullable and None in values:
+            filled = array(self._code, [0 if value is None else value for value in values])
+            batch.add_array(len(values), filled.tobytes(), validity=_validity(values), nulls=values.count(None))
+        else:
+            batch.add_array(len(values), array(self._code, values).tobytes())
 
     def decode(self, column: View) -> list[Any]:
         return _with_nulls(column, _numbers(column.buffer(1)))
@@ -116,9 +119,9 @@ class ListColumn(Column):
     def type(self) -> nanoarrow.Schema:
         return _arrow().list_(self._inner.type(), nullable=False)
 
-    def encode(self, values: Sequence[Sequence[Any]], schema: Any) -> CArray:
-        inner = self._inner.encode([*chain.from_iterable(values)], schema.child(0))
-        return _array(schema, len(values), [None, _offsets(map(len, values))], [inner])
+    def encode(self, values: Sequence[Sequence[Any]], batch: RecordBatch) -> None:
+        batch.add_array(len(values), _offsets(map(len, values)))
+        self._inner.encode([*chain.from_iterable(values)], batch)
 
     def decode(self, column: View) -> list[tuple[Any, ...]]:
         items = self._inner.decode(column.child(0))
@@ -137,10 +140,10 @@ class PackedColumn(Column):
         arrow = _arrow()
         return arrow.list_((arrow.int32 if self._code == "i" else arrow.float64)(nullable=False), nullable=False)
 
-    def encode(self, values: Sequence[bytes], schema: Any) -> CArray:
+    def encode(self, values: Sequence[bytes], batch: RecordBatch) -> None:
         lengths = [len(value) // self._size for value in values]
-        inner = _array(schema.child(0), sum(lengths), [None, b"".join(values)])
-        return _array(schema, len(values), [None, _offsets(lengths)], [inner])
+        batch.add_array(len(values), _offsets(lengths))
+        batch.add_array(sum(lengths), values)
 
     def decode(self, column: View) -> list[bytes]:
         data = memoryview(column.child(0).buffer(1)).cast("B")
@@ -149,33 +152,112 @@ class PackedColumn(Column):
 
 
 class SpanColumn(Column):
-    """A list of structs of int32 for each row. `make` returns the value of a struct from its numbers."""
+    """A list of structs of int32 for each row. `make` returns the value of a struct from its numbers, and `split` the
+    numbers from the value."""
 
-    def __init__(self, name: str, fields: Sequence[str], of: str = "", make: Any = lambda *numbers: numbers) -> None:
+    def __init__(
+        self,
+        name: str,
+        fields: Sequence[str],
+        of: str = "",
+        make: Callable[..., Any] = lambda *numbers: numbers,
+        split: Callable[[Any], Iterable[int]] | None = None,
+    ) -> None:
         super().__init__(name, of)
         self._fields = fields
         self._make = make
+        self._split = split
 
     def type(self) -> nanoarrow.Schema:
         arrow = _arrow()
         item = arrow.struct({field: arrow.int32(nullable=False) for field in self._fields}, nullable=False)
         return arrow.list_(item, nullable=False)
 
-    def encode(self, values: Sequence[Sequence[Any]], schema: Any) -> CArray:
-        spans = [span if isinstance(span, tuple) else msgspec.structs.astuple(span) for row in values for span in row]
-        item = schema.child(0)
-        columns = [
-            _array(item.child(at), len(spans), [None, array("i", (span[at] for span in spans)).tobytes()])
-            for at in range(len(self._fields))
-        ]
-        inner = _array(item, len(spans), [None], columns)
-        return _array(schema, len(values), [None, _offsets(map(len, values))], [inner])
+    def encode(self, values: Sequence[Sequence[Any]], batch: RecordBatch) -> None:
+        spans: Iterable[Iterable[int]] = chain.from_iterable(values)
+        # All numbers are converted by one call, because calls for single spans take most of the time of a batch.
+        numbers = array("i", [*chain.from_iterable(spans if self._split is None else map(self._split, spans))])
+        width = len(self._fields)
+        batch.add_array(len(values), _offsets(map(len, values)))
+        batch.add_array(len(numbers) // width)
+        for at in range(width):
+            batch.add_array(len(numbers) // width, numbers[at::width].tobytes())
 
     def decode(self, column: View) -> list[tuple[Any, ...]]:
         inner = column.child(0)
         numbers = [_numbers(inner.child(at).buffer(1)) for at in range(len(self._fields))]
         spans = [*map(self._make, *numbers)]
         return [tuple(spans[start:end]) for start, end in pairwise(_numbers(column.buffer(1)))]
+
+
+class RecordBatch:
+    """A record batch under construction: the arrays of its columns, each followed by the arrays inside it.
+
+    The message is in Arrow's encapsulated format: its metadata, a flatbuffer of Arrow's Message.fbs in which every
+    offset is known beforehand, and the buffers, each padded to 8 bytes. nanoarrow's writer would copy the ids twice.
+    Source: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-format
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._nodes: list[int] = []
+        self._buffers: list[int] = []
+        self._body: list[bytes] = []
+        self._size = 0
+
+    def add_array(self, length: int, *buffers: bytes | Sequence[bytes], validity: bytes = b"", nulls: int = 0) -> None:
+        """Add an array of `length` items. A buffer that is given in pieces is not joined."""
+        self._nodes += (length, nulls)
+        for buffer in (validity, *buffers):
+            pieces = (buffer,) if isinstance(buffer, bytes) else buffer
+            size = sum(map(len, pieces))
+            self._buffers += (self._size, size)
+            self._body += pieces
+            if padding := -size % 8:
+                self._body.append(bytes(padding))
+            self._size += size + padding
+
+    def message(self) -> list[bytes]:
+        """Return the message, in pieces. Only small pieces are joined."""
+        nodes, buffers = len(self._nodes) // 2, len(self._buffers) // 2
+        # A vtable has its own size, the size of its table, and the position of each field in the table. A table begins
+        # with the distance from its vtable, and an offset counts from the field that holds the offset.
+        metadata = _METADATA.pack(
+            *(_CONTINUATION, _METADATA.size + 16 * nodes + 16 * buffers),
+            16,  # the position of the table Message
+            *(12, 24, 16, 18, 4, 8),  # the vtable of Message
+            *(12, 32, self._size, _METADATA_V5, _RECORD_BATCH),
+            *(10, 20, 4, 12, 16),  # the vtable of RecordBatch
+            *(12, self._rows, 12, 16 + 16 * nodes),
+            nodes,
+        )
+        pieces = [
+            metadata,
+            array("q", self._nodes).tobytes(),
+            struct.pack("<4xI", buffers),
+            array("q", self._buffers).tobytes(),
+        ]
+        joined: list[bytes] = []
+        for piece in self._body:
+            if len(piece) < SMALL:
+                pieces.append(piece)
+            else:
+                joined += (b"".join(pieces), piece)
+                pieces = []
+        return [*joined, b"".join(pieces)]
+
+
+_METADATA = struct.Struct(
+    "<Ii"  # before the flatbuffer: the mark of a message, and the size of the flatbuffer
+    "I6H"
+    "iIqhB5x"  # Message: vtable, header, bodyLength, version, header_type
+    "5H2x"
+    "iqII"  # RecordBatch: vtable, length, nodes, buffers
+    "4xI"
+)
+_CONTINUATION, _METADATA_V5, _RECORD_BATCH = 0xFFFFFFFF, 4, 3
+SMALL = 16 << 10
+"""Bytes of a piece of a message below which the piece is joined with its neighbours."""
 
 
 SPAN = ("start", "end")
@@ -193,7 +275,7 @@ COLUMNS: tuple[Column, ...] = (
     PackedColumn("ids", of="packed_ids"),
     SpanColumn("trained", SPAN),
     PackedColumn("logprobs", of="packed_logprobs", code="d"),
-    SpanColumn("versions", ("version", *SPAN), of="version_spans", make=VersionSpan),
+    SpanColumn("versions", ("version", *SPAN), of="version_spans", make=VersionSpan, split=astuple),
     NumberColumn("prompt_length"),
     NumberColumn("reward", "d", nullable=True),
     JsonColumn("metrics", dict[str, float]),
@@ -233,8 +315,24 @@ def encode(samples: Sequence[Sample], reply: bytes) -> bytes:
 def head(reply: bytes) -> bytes:
     """Return the beginning of a stream, which batches and `END` follow. It has the columns, and `reply`, which is the
     JSON of the reply without its samples."""
-    none = _arrow().c_array_stream([], _schema().modify(metadata={REPLY: reply}))
-    return _written(none, write_schema=True)[0]  # an empty batch follows the schema
+    from nanoarrow.ipc import StreamWriter
+
+    written = _Pieces()
+    writer = StreamWriter.from_writable(written)
+    writer.write_stream(_arrow().c_array_stream([], _schema().modify(metadata={REPLY: reply})))
+    writer.release()  # `close` would also write the end of the stream
+    return written.pieces[0]  # an empty batch follows the schema
+
+
+class _Pieces:
+    """A file for nanoarrow that keeps each piece that is written."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def write(self, piece: Any) -> int:
+        self.pieces.append(bytes(piece))  # a copy, because nanoarrow's memory is only valid during the call
+        return len(self.pieces[-1])
 
 
 def batches(samples: Sequence[Sample]) -> Iterator[bytes]:
@@ -260,34 +358,10 @@ def rows_of_batches(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 def batch(samples: Sequence[Sample]) -> list[bytes]:
     """Return a batch with the samples, in pieces."""
-    schema = _schema()
-    arrays = [
-        column.encode([getattr(sample, column.of) for sample in samples], schema.child(at))
-        for at, column in enumerate(COLUMNS)
-    ]
-    return _written(_array(schema, len(samples), [None], arrays), write_schema=False)
-
-
-def _written(content: Any, *, write_schema: bool) -> list[bytes]:
-    """Return the messages that nanoarrow writes for an array or a stream of arrays, in pieces."""
-    from nanoarrow.ipc import StreamWriter
-
-    pieces = _Pieces()
-    writer = StreamWriter.from_writable(pieces)
-    writer.write_stream(content, write_schema=write_schema)
-    writer.release()  # `close` would also write the end of the stream
-    return pieces.written
-
-
-class _Pieces:
-    """A file for nanoarrow that keeps each piece that is written."""
-
-    def __init__(self) -> None:
-        self.written: list[bytes] = []
-
-    def write(self, piece: Any) -> int:
-        self.written.append(bytes(piece))  # a copy, because nanoarrow's memory is only valid during the call
-        return len(self.written[-1])
+    made = RecordBatch(len(samples))
+    for column in COLUMNS:
+        column.encode([getattr(sample, column.of) for sample in samples], made)
+    return made.message()
 
 
 def decode(data: bytes) -> Decoded:
@@ -344,22 +418,16 @@ def _arrow() -> Any:
     return nanoarrow
 
 
-def _array(schema: Any, length: int, buffers: list[bytes | None], children: Sequence[CArray] = ()) -> CArray:
-    return _arrow().c_array_from_buffers(schema, length, buffers, children=children)
-
-
 def _offsets(lengths: Iterable[int]) -> bytes:
     """Return the buffer with the beginning of each list in the concatenation of all lists, and the end of the last."""
     return array("i", accumulate(lengths, initial=0)).tobytes()
 
 
-def _validity(values: Sequence[Any]) -> bytes | None:
-    """Return the bitmap of the values that are not None; None if no value is None."""
-    if None not in values:
-        return None
+def _validity(values: Sequence[Any]) -> bytes:
+    """Return the bitmap of the values that are not None."""
     # The time for a conversion in base 2 is proportional to the number of digits. Shifts of one large number would take
     # seconds for the turns of a page.
-    digits = "".join("0" if value is None else "1" for value in reversed(values))
+    digits = "".join(["0" if value is None else "1" for value in reversed(values)])
     return int(digits, 2).to_bytes((len(values) + 7) // 8, "little")
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from outrider.errors import ErrorRecord
 from outrider.lifecycle import StopReason
-from outrider.messages import Message, ToolSpec
+from outrider.messages import Message, MessageOutline, ToolSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -231,6 +231,25 @@ def prompt_of(path: Sequence[Turn]) -> bytes:
     """Return the packed ids of the prompt of the path's last turn."""
     before = [ids for turn in path[:-1] for ids in (turn.prompt_delta, turn.output_ids)]
     return b"".join((*before, path[-1].prompt_delta))
+
+
+class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a stored `Turn` from which the rows of a session are made if the session is one conversation. Half
+    of a stored turn is text, and reading the outline takes half the time of reading the whole turn."""
+
+    index: int
+    parent: int | None
+    declared: BranchKind | None = None
+    prompt_length: int
+    prompt_delta: bytes
+    output_ids: bytes
+    logprobs: bytes
+    logprob_kind: LogprobKind
+    versions: tuple[VersionSpan, ...]
+    finish: FinishReason
+    mode: TokenMode = TokenMode.TOKENS
+    altered: bool = False
+    messages: tuple[MessageOutline, ...] = ()
 
 
 def without_gaps(turns: Sequence[Turn]) -> list[Turn]:

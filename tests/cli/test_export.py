@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 
 from cli.test_sample_files import read_parquet
 from cli.world import REPLIES, STALLED, Cli, write_task
-from outrider.cli.export import PAGE
+from outrider.cli.export import PAGE, _groups
 from outrider.cli.task_sources import load_group
-from outrider.client.client import AsyncClient
+from outrider.client.client import AsyncClient, Client
 from outrider.client.pass_rate import evaluate
+from outrider.errors import ServiceError
 from outrider.messages import Message, Role, ToolCall
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -70,6 +72,24 @@ async def test_the_cursor_goes_on_where_the_last_export_ended(cli: Cli, tmp_path
     assert first.document["samples"] == 1
     assert {json.loads(line)["group_id"] for line in rest.out.splitlines()} == {second.document["id"]}
     assert "2 samples of 1 group" in rest.err
+
+
+async def test_an_error_of_the_page_that_is_read_ahead_ends_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.cli.export.PAGE", 1)
+    async with running_service(tmp_path=tmp_path, replies=REPLIES) as (_, url), AsyncClient(url) as client:
+        submitted = [(await client.submit({"task": coin_task(number), "n": 1})).id for number in range(3)]
+        await client.wait(submitted)
+        with Client(url, patience=0) as blocking:
+            groups = _groups(blocking, None, 0, samples=True)
+            assert (await asyncio.to_thread(next, groups)).id in submitted
+            await asyncio.to_thread(groups.close)  # an export that ends early waits for no page
+            groups = _groups(blocking, None, 0, samples=True)
+            await asyncio.to_thread(next, groups)
+            blocking.run(blocking.asynchronous.__aexit__(None, None, None))  # closes all connections
+            with pytest.raises(ServiceError):
+                await asyncio.to_thread(list, groups)
 
 
 async def test_only_what_was_good_enough(cli: Cli, tmp_path: Path) -> None:

@@ -71,6 +71,18 @@ def test_all_formats_hold_the_same_rows(tmp_path: Path) -> None:
     assert decode((tmp_path / "arrow").read_bytes()).samples == [SAMPLE, UNGRADED, SAMPLE]
 
 
+def test_a_row_group_ends_with_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of several calls of `write` share a row group, and the last one is written when the file is closed."""
+    monkeypatch.setattr("outrider.client.sample_files.ROW_GROUP_TOKENS", 2 * len(SAMPLE))
+    with sample_file(tmp_path / "rows", SampleFormat.PARQUET) as writer:
+        for rows in ([SAMPLE], [UNGRADED, SAMPLE, SAMPLE], [UNGRADED]):
+            writer.write(rows)
+    file = pq.ParquetFile(tmp_path / "rows")
+    assert [file.metadata.row_group(at).num_rows for at in range(file.num_row_groups)] == [3, 2]
+    written = [SAMPLE, UNGRADED, SAMPLE, SAMPLE, UNGRADED]
+    assert read_parquet(tmp_path / "rows") == [json.loads(sample_json(sample)) for sample in written]
+
+
 def test_token_columns_have_the_types_that_trainers_want(tmp_path: Path) -> None:
     with sample_file(tmp_path / "rows", SampleFormat.PARQUET) as writer:
         writer.write([SAMPLE])

@@ -17,10 +17,18 @@ import msgspec
 from outrider.lifecycle import StopReason
 from outrider.messages import Message, ParsedMessages, Role, ToolSpec
 from outrider.sample_columns import decode, encode
+from outrider.store.rows import StoredTurns, pack
 from outrider.tokens.branches.classify import is_one_conversation, lineages, lineages_by_rules
 from outrider.tokens.rendering.renderer import History, Renderer
 from outrider.tokens.rendering.reply_stream import ReplyStream
-from outrider.tokens.samples import POLICY, Policy, build_samples, count_session, model_calls
+from outrider.tokens.samples import (
+    POLICY,
+    Policy,
+    build_samples,
+    build_samples_of_conversation,
+    count_session,
+    model_calls,
+)
 from outrider.tokens.tree.request_index import PromptNode
 from outrider.tokens.tree.tree import Joined, TokenTree
 from outrider.trajectory import (
@@ -261,6 +269,10 @@ class Rollout:
         samples = build_samples(self.turns, result)
         assert len(samples) == count_session(self.turns, policy).samples
         self._check_lineages()
+        outlines = StoredTurns([pack(turn) for turn in self.turns]).outlines()
+        assert is_one_conversation(outlines) == is_one_conversation(self.turns)
+        if is_one_conversation(outlines):
+            assert build_samples_of_conversation(outlines, result) == samples
         kinds = [lineage.kind for lineage in lineages(self.turns)]
         calls = model_calls(self.turns, policy)
         trained: Counter[int] = Counter()

@@ -27,8 +27,11 @@ def long_reply(body: Sequence[bytes], media_type: str = "application/json") -> R
     if size <= PIECE:
         return Response(b"".join(body), media_type=media_type)
 
-    async def pieces() -> AsyncIterator[memoryview]:  # Starlette would read an ordinary iterator in a thread
+    async def pieces() -> AsyncIterator[bytes | memoryview]:  # Starlette would read an ordinary iterator in a thread
         for piece in body:
+            if len(piece) <= PIECE:
+                yield piece
+                continue
             view = memoryview(piece)  # the slices of a view are not copies
             for start in range(0, len(view), PIECE):
                 yield view[start : start + PIECE]

@@ -3,10 +3,11 @@ a folder beside it, or as JSON lines to standard output."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Generator, Sequence
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from outrider.cli.options import Output, command
 from outrider.cli.tables import counted
 from outrider.cli.terminal import Terminal
 from outrider.client.atif import trajectory
-from outrider.client.client import Client
+from outrider.client.client import AsyncClient, Client
 from outrider.client.rollout import RUN_LABEL
 from outrider.client.sample_files import (
     WRITERS,
@@ -31,7 +32,7 @@ from outrider.client.sample_files import (
 )
 from outrider.errors import InvalidField
 from outrider.lifecycle import GroupState
-from outrider.schemas import EVALUATION_LABEL, GroupView
+from outrider.schemas import EVALUATION_LABEL, GroupView, ResultsPage
 from outrider.trajectory import ChatRow, Sample
 
 BY_ENDING = {f".{kind}": kind for kind in WRITERS}
@@ -196,7 +197,7 @@ class _Images:
                 self._folder.add(service.image(digest))
 
 
-def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> Iterator[GroupView]:
+def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> Generator[GroupView, None, None]:
     """Yield the one group `only`, or every group after the cursor."""
     if only is not None:
         group = service.group(only, samples=samples)
@@ -204,6 +205,32 @@ def _groups(service: Client, only: str | None, after: int, *, samples: bool) -> 
             raise InvalidField(f"group {only} is not done", field="group", hint=f"see: outrider status {only}")
         yield group
         return
-    while (page := service.results(after=after, limit=PAGE, samples=samples)).groups:
-        yield from page.groups
-        after = page.cursor
+    page = service.results(after=after, limit=PAGE, samples=samples)
+    while page.groups:
+        with service.open(_reading(service.asynchronous, page.cursor, samples=samples)) as following:
+            yield from page.groups
+            page = service.run(_page_of(following))
+
+
+@asynccontextmanager
+async def _reading(client: AsyncClient, after: int, *, samples: bool) -> AsyncIterator[asyncio.Future[ResultsPage]]:
+    """Read the page after a cursor while the block runs, because the writing of a page takes longer than its reading.
+    The future has the page or the error."""
+    page: asyncio.Future[ResultsPage] = asyncio.get_running_loop().create_future()
+
+    async def read() -> None:
+        try:
+            page.set_result(await client.results(after=after, limit=PAGE, samples=samples))
+        except Exception as error:
+            page.set_exception(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(read(), name="the next page")
+        yield page
+        reading.cancel()
+    if page.done():
+        page.exception()  # otherwise asyncio would log an error that a block which ended early has not asked for
+
+
+async def _page_of(page: asyncio.Future[ResultsPage]) -> ResultsPage:
+    return await page

@@ -32,12 +32,12 @@ from outrider.schemas import (
     reply_of,
 )
 from outrider.service.timeline_view import timeline_view, with_short_commands
-from outrider.store.rows import Delivery, GroupRow
+from outrider.store.rows import Delivery, GroupRow, StoredTurns
 from outrider.store.store import Store
-from outrider.tokens.branches.classify import lineages
+from outrider.tokens.branches.classify import is_one_conversation, lineages
 from outrider.tokens.chat_rows import chat_rows
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.tokens.samples import build_samples
+from outrider.tokens.samples import build_samples, build_samples_of_conversation
 from outrider.trajectory import ChatRow, Sample, SessionResult, Turn, sample_json, unpack_ids, unpack_logprobs
 
 S = TypeVar("S", bound=GroupView | SampleList)
@@ -169,18 +169,22 @@ class ViewReader:
 
     async def _samples(self, results: Iterable[SessionResult | None]) -> tuple[Sample, ...]:
         """Return the training rows of sessions."""
-        built = await self.built([result for result in results if result is not None and result.turns], build_samples)
+        built = await self._made([result for result in results if result is not None and result.turns], _samples_of)
         return tuple(sample for own in built for sample in own)
 
     async def built(
         self, results: Sequence[SessionResult], build: Callable[[Sequence[Turn], SessionResult], B]
     ) -> list[B]:
-        """Return what `build` makes of the turns of each session. The turns are read and used together, because a
+        """Return what `build` makes of the turns of each session."""
+        return await self._made(results, lambda stored, result: build(stored.turns(), result))
+
+    async def _made(self, results: Sequence[SessionResult], make: Callable[[StoredTurns, SessionResult], B]) -> list[B]:
+        """Return what `make` makes of the stored turns of each session. The turns are read and used together, because a
         change of threads costs as much as the rows of a session."""
         found: list[B] = []
         for some in (results[at : at + SESSIONS_AT_ONCE] for at in range(0, len(results), SESSIONS_AT_ONCE)):
-            turns = await self._store.turns_of([(result.session_id, result.attempt) for result in some])
-            found += await self._offload.run(partial(_built, turns, some, build))
+            stored = await self._store.turns_of([(result.session_id, result.attempt) for result in some])
+            found += await self._offload.run(partial(_each, stored, some, make))
         return found
 
     async def count_tokens(self, text: str) -> int:
@@ -192,12 +196,20 @@ class ViewReader:
         return await self._offload.run(work)
 
 
-def _built(
-    turns: Sequence[Sequence[Turn]],
+def _each(
+    stored: Sequence[StoredTurns],
     results: Sequence[SessionResult],
-    build: Callable[[Sequence[Turn], SessionResult], B],
+    make: Callable[[StoredTurns, SessionResult], B],
 ) -> list[B]:
-    return [build(own, result) for own, result in zip(turns, results, strict=True)]
+    return [make(own, result) for own, result in zip(stored, results, strict=True)]
+
+
+def _samples_of(stored: StoredTurns, result: SessionResult) -> list[Sample]:
+    """Return the training rows of a session. Texts are only read if the kinds of the session's turns depend on them."""
+    outlines = stored.outlines()
+    if is_one_conversation(outlines):
+        return build_samples_of_conversation(outlines, result)
+    return build_samples(stored.turns(), result)
 
 
 def _turn_view(

@@ -6,7 +6,7 @@ every struct read here equals the struct that was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from outrider.lifecycle import GroupState, SessionState, StopReason
 from outrider.schemas import EventView
 from outrider.spec import OPERATOR_TENANT, Role
 from outrider.store.database import Row
-from outrider.trajectory import SessionResult, Turn
+from outrider.trajectory import SessionResult, Turn, TurnOutline
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -170,8 +170,25 @@ def pack_data(data: Mapping[str, Any]) -> str:
     return msgspec.json.encode(data).decode()
 
 
+_TURN = msgspec.msgpack.Decoder(Turn)
+_OUTLINE = msgspec.msgpack.Decoder(TurnOutline)
+
+
 def turn_from(packed: bytes) -> Turn:
-    return msgspec.msgpack.decode(packed, type=Turn)
+    return _TURN.decode(packed)
+
+
+class StoredTurns(msgspec.Struct, frozen=True):
+    """The turns of an attempt in the order of their index, each as the store has it. The images in the turns have no
+    bytes."""
+
+    packed: Sequence[bytes]
+
+    def turns(self) -> list[Turn]:
+        return [_TURN.decode(packed) for packed in self.packed]
+
+    def outlines(self) -> list[TurnOutline]:
+        return [_OUTLINE.decode(packed) for packed in self.packed]
 
 
 def columns_of(row: type[msgspec.Struct]) -> str:

@@ -33,7 +33,7 @@ from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
-from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
+from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, StoredTurns, TokenRow
 from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.store.training_timings import TrainingTimings
@@ -821,13 +821,13 @@ class Store:
         found = [rows.turn_from(packed) for (packed,) in stored]
         return await self._db.read(lambda tx: restore(tx, found)) if images else found
 
-    async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[list[Turn]]:
-        """Return the turns of several attempts, given by session and number, in one transaction. The images in the
-        turns have no bytes. Raises NotFound for an unknown session."""
+    async def turns_of(self, attempts: Sequence[tuple[str, int]]) -> list[StoredTurns]:
+        """Return the turns of several attempts, given by session and number, in one transaction. Raises NotFound for an
+        unknown session."""
 
-        async def body(tx: Connection) -> list[list[Turn]]:
+        async def body(tx: Connection) -> list[StoredTurns]:
             found = [await _rows_of_attempt(tx, TURNS, id, attempt, None) for id, attempt in attempts]
-            return [[rows.turn_from(packed) for (packed,) in stored] for stored in found]
+            return [StoredTurns([packed for (packed,) in stored]) for stored in found]
 
         return await self._db.read(body)
 

@@ -28,9 +28,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from outrider.messages import images_in
+from outrider.messages import Message, MessageOutline, images_in
 from outrider.spec import Branches
-from outrider.tokens.branches.classify import Lineage, lineages
+from outrider.tokens.branches.classify import MAIN, Lineage, lineages
 from outrider.tokens.branches.segments import reached_agent
 from outrider.trajectory import (
     BranchKind,
@@ -43,6 +43,7 @@ from outrider.trajectory import (
     TokenCounts,
     TokenMode,
     Turn,
+    TurnOutline,
     VersionSpan,
     path_to,
 )
@@ -54,6 +55,7 @@ OTHER_IGNORED = "others"
 """The name under which the fields with all other names are counted together."""
 
 Policy = Mapping[BranchKind, BranchPolicy]
+AnyTurn = Turn | TurnOutline
 
 
 def policy_of(branches: Branches) -> dict[BranchKind, BranchPolicy]:
@@ -111,7 +113,16 @@ def count_session(turns: Sequence[Turn], policy: Policy = POLICY) -> SessionCoun
 def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
     """Build the session's training rows by the result's policy. There are no rows if no turn has ids (from an engine
     that returns only text). `turns[i].index` must be `i`."""
-    lines = lineages(turns)
+    return _samples(turns, lineages(turns), result)
+
+
+def build_samples_of_conversation(turns: Sequence[TurnOutline], result: SessionResult) -> list[Sample]:
+    """As `build_samples`, for a session for which `is_one_conversation` is True: all its turns have the same lineage,
+    which does not depend on texts."""
+    return _samples(turns, [MAIN] * len(turns), result)
+
+
+def _samples(turns: Sequence[AnyTurn], lines: Sequence[Lineage], result: SessionResult) -> list[Sample]:
     policy = {**POLICY, **result.policy}
     rows = _row_leaves(turns, lines, policy)
     trained_in = _trained_in(turns, lines, policy, rows)
@@ -119,7 +130,7 @@ def build_samples(turns: Sequence[Turn], result: SessionResult) -> list[Sample]:
     for row, leaf in enumerate(rows):
         path = path_to(leaf, turns)
         trains = frozenset(turn.index for turn in path if trained_in.get(turn.index) == row)
-        samples.append(_sample(lines[leaf.index], path, trains, row, len(rows), result))
+        samples.append(_sample(lines[leaf.index], path, trains, row, len(rows), policy, result))
     return samples
 
 
@@ -143,7 +154,7 @@ def model_calls(turns: Sequence[Turn], policy: Policy = POLICY) -> tuple[GradedT
 
 
 def _trained_in(
-    turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[Turn]
+    turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Policy, leaves: Sequence[AnyTurn]
 ) -> dict[int, int]:
     """Return, by turn index, the number of the row in which the turn's tokens train, by rule 5 of the module's heading.
     Turns that do not train are absent."""
@@ -158,7 +169,7 @@ def _trained_in(
     return found
 
 
-def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy) -> list[Turn]:
+def _row_leaves(turns: Sequence[AnyTurn], lines: Sequence[Lineage], policy: Policy) -> list[AnyTurn]:
     """Return the leaf of each row, in the order of the rows, by rules 2 to 4 of the module's heading."""
     continued: set[int] = set()
     first_turn = list(range(len(turns)))
@@ -168,7 +179,7 @@ def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy)
     for turn in reversed(turns):
         if turn.parent is not None and (reached_agent(turn) or turn.index in continued):
             own, before = lines[turn.index], lines[turn.parent]
-            if (own.kind, own.label) == (before.kind, before.label):
+            if own is before or (own.kind, own.label) == (before.kind, before.label):
                 continued.add(turn.parent)
     order = {kind: place for place, kind in enumerate(BranchKind)}
     leaves = [turn for turn in turns if turn.output_ids and turn.index not in continued]
@@ -184,7 +195,7 @@ def _row_leaves(turns: Sequence[Turn], lines: Sequence[Lineage], policy: Policy)
     return rows
 
 
-def _add_path(indexes: set[int], leaf: Turn, turns: Sequence[Turn]) -> list[int]:
+def _add_path(indexes: set[int], leaf: AnyTurn, turns: Sequence[AnyTurn]) -> list[int]:
     """Add the indexes of the turns on the path to the leaf, and return the added indexes. The walk stops at a turn that
     is already present, so the time for many branches with a common beginning is proportional to the number of turns."""
     added = []
@@ -197,21 +208,20 @@ def _add_path(indexes: set[int], leaf: Turn, turns: Sequence[Turn]) -> list[int]
 
 
 def _sample(
-    lineage: Lineage, path: Sequence[Turn], trains: frozenset[int], row: int, rows: int, result: SessionResult
+    lineage: Lineage,
+    path: Sequence[AnyTurn],
+    trains: frozenset[int],
+    row: int,
+    rows: int,
+    policy: Policy,
+    result: SessionResult,
 ) -> Sample:
     columns = _Columns()
-    spans = []
-    for turn in path:
-        columns.add_context(turn.prompt_delta)
-        start = columns.length
-        if turn.index in trains:
-            columns.add_trained(turn)
-        else:
-            columns.add_context(turn.output_ids)
-        spans.append((start, columns.length))
-    policy = {**POLICY, **result.policy}[lineage.kind]
+    spans = [columns.add(turn, trains=turn.index in trains) for turn in path]
     verdict = result.verdict
     versions = [span.version for span in columns.versions]
+    logprob_kinds = {turn.logprob_kind for turn in path}
+    due = verdict.turns if verdict else {}
     return Sample(
         group_id=result.group_id,
         session_id=result.session_id,
@@ -223,47 +233,52 @@ def _sample(
         parent=lineage.parent,
         depth=lineage.depth,
         label=lineage.label,
-        turns=tuple(turn.index for turn in path),
+        turns=tuple([turn.index for turn in path]),
         packed_ids=b"".join(columns.ids),
         trained=tuple(columns.trained),
         packed_logprobs=b"".join(columns.logprobs),
         version_spans=tuple(columns.versions),
         prompt_length=path[0].prompt_length,
-        reward=verdict.rows.get(row, verdict.reward) if verdict and policy is BranchPolicy.TRAIN else None,
+        reward=(
+            verdict.rows.get(row, verdict.reward) if verdict and policy[lineage.kind] is BranchPolicy.TRAIN else None
+        ),
         metrics=verdict.metrics if verdict else {},
-        mode=TokenMode.TOKENS if all(turn.mode is TokenMode.TOKENS for turn in path) else TokenMode.CAPTURE,
+        mode=TokenMode.TOKENS if {turn.mode for turn in path} == {TokenMode.TOKENS} else TokenMode.CAPTURE,
         # The column cannot show the kind of each log-probability, so a row with several kinds is marked NONE.
-        logprob_kind=path[-1].logprob_kind if len({turn.logprob_kind for turn in path}) == 1 else LogprobKind.NONE,
+        logprob_kind=path[-1].logprob_kind if len(logprob_kinds) == 1 else LogprobKind.NONE,
         stop_reason=result.stop_reason,
         min_version=min(versions, default=-1),
         max_version=max(versions, default=-1),
         labels=result.labels,
         images=_images(path),
-        altered=tuple(turn.index for turn in path if turn.altered),
+        altered=tuple([turn.index for turn in path if turn.altered]),
         turn_spans=tuple(spans),
         turn_rewards=tuple(
-            verdict.turns.get(turn.index) if verdict and turn.index in trains and turn.output_ids else None
-            for turn in path
+            [due.get(turn.index) if turn.index in trains and turn.output_ids else None for turn in path]
+            if due
+            else [None] * len(path)
         ),
     )
 
 
-def _images(path: Sequence[Turn]) -> tuple[SampleImage, ...]:
+def _images(path: Sequence[AnyTurn]) -> tuple[SampleImage, ...]:
     found = []
     position = 0
     for turn in path:
-        for at, message in enumerate(turn.messages, position):
-            found += [
-                SampleImage(
-                    turn=turn.index,
-                    message=at,
-                    digest=image.digest,
-                    media_type=image.media_type,
-                    size=image.size,
-                    url=image.url,
-                )
-                for image in images_in(message)
-            ]
+        messages: Sequence[Message | MessageOutline] = turn.messages
+        for at, message in enumerate(messages, position):
+            if message.parts:  # most messages have none
+                found += [
+                    SampleImage(
+                        turn=turn.index,
+                        message=at,
+                        digest=image.digest,
+                        media_type=image.media_type,
+                        size=image.size,
+                        url=image.url,
+                    )
+                    for image in images_in(message)
+                ]
         position += len(turn.messages) + 1  # 1 is added for the reply
     return tuple(found)
 
@@ -279,29 +294,26 @@ class _Columns:
         self.logprobs: list[bytes] = []
         self.versions: list[VersionSpan] = []
 
-    def add_context(self, packed: bytes) -> None:
-        self.ids.append(packed)
-        self.length += len(packed) // 4
-
-    def add_trained(self, turn: Turn) -> None:
-        """Add the turn's sampled tokens. The log-probabilities are 0 if the engine returned none (LogprobKind.NONE),
-        and the version is 0 if the engine reported none."""
-        start, count = self.length, len(turn.output_ids) // 4
-        self.add_context(turn.output_ids)
-        if not count:
-            return
-        if self.trained and self.trained[-1][1] == start:
-            self.trained[-1] = self.trained[-1][0], start + count
-        else:
-            self.trained.append((start, start + count))
-        self.logprobs.append(turn.logprobs or bytes(8 * count))
-        for span in turn.versions or (VersionSpan(0, 0, count),):
-            if span.end > span.start:  # an engine may report a version that sampled nothing before it was replaced
-                self._add_version(VersionSpan(span.version, start + span.start, start + span.end))
-
-    def _add_version(self, span: VersionSpan) -> None:
-        last = self.versions[-1] if self.versions else None
-        if last is not None and (last.version, last.end) == (span.version, span.start):
-            self.versions[-1] = VersionSpan(span.version, last.start, span.end)
-        else:
-            self.versions.append(span)
+    def add(self, turn: AnyTurn, *, trains: bool) -> tuple[int, int]:
+        """Add a turn, and return the positions of its sampled tokens. If these train, the log-probabilities are 0 if
+        the engine returned none (LogprobKind.NONE), and the version is 0 if the engine reported none."""
+        output = turn.output_ids
+        self.ids += (turn.prompt_delta, output)
+        count = len(output) // 4
+        start = self.length + len(turn.prompt_delta) // 4
+        end = self.length = start + count
+        if trains and count:
+            trained, versions = self.trained, self.versions
+            if trained and trained[-1][1] == start:
+                trained[-1] = trained[-1][0], end
+            else:
+                trained.append((start, end))
+            self.logprobs.append(turn.logprobs or bytes(8 * count))
+            for span in turn.versions or (VersionSpan(0, 0, count),):
+                if span.end <= span.start:
+                    continue  # an engine may report a version that sampled nothing before it was replaced
+                begin = start + span.start
+                if versions and versions[-1].end == begin and versions[-1].version == span.version:
+                    begin = versions.pop().start
+                versions.append(VersionSpan(span.version, begin, start + span.end))
+        return start, end

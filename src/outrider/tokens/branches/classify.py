@@ -53,7 +53,7 @@ from outrider.tokens.branches.branch_signals import (
 )
 from outrider.tokens.branches.quotations import quoting_turns
 from outrider.tokens.branches.segments import Segment, SegmentedSession, request_key, used_answers
-from outrider.trajectory import BranchKind, FinishReason, Turn
+from outrider.trajectory import BranchKind, FinishReason, Turn, TurnOutline
 
 SUMMARY = "summary"
 """The label of turns whose reply is a summary with which a later history begins."""
@@ -357,7 +357,7 @@ def used_turns(turns: Sequence[Turn]) -> list[Turn]:
     ]
 
 
-def is_one_conversation(turns: Sequence[Turn]) -> bool:
+def is_one_conversation(turns: Sequence[Turn | TurnOutline]) -> bool:
     """Return True if the session is a single segment without a declaration, and the agent received all replies. Then
     the rules would give each turn the lineage `MAIN`. Most sessions are of this kind, and the rules, which compare all
     texts, take fifty times as long as this function."""

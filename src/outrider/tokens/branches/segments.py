@@ -20,7 +20,7 @@ import msgspec
 
 from outrider.messages import Message, Role
 from outrider.tokens.tree.canonical import PrintedFields, message_key
-from outrider.trajectory import HEAD_CHANGES, FinishReason, Turn
+from outrider.trajectory import HEAD_CHANGES, FinishReason, Turn, TurnOutline
 
 RequestKey = tuple[int, int | None, bytes]
 """The key that identifies a request within a session: the step of the task, the parent turn, and the packed ids after
@@ -373,7 +373,7 @@ def history_source(turn: Turn) -> int | None:
     return turn.forked_from if turn.cause in HEAD_CHANGES else None
 
 
-def reached_agent(turn: Turn) -> bool:
+def reached_agent(turn: Turn | TurnOutline) -> bool:
     """Return True if the turn sampled tokens and the agent received them."""
     return bool(turn.output_ids) and turn.finish is not FinishReason.ABORT
 
