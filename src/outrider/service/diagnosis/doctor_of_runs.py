@@ -1,0 +1,157 @@
+"""Reads a run from the store and diagnoses the run: all results, and the turns of a sample of sessions.
+
+Results are read in pages, and counted and thrown away. Decoding and counting run in steps in the offload thread, so
+that the event loop is never held. The rules are in `rules.py`. Invariant: one diagnosis runs at a time, so the memory
+has a bound, however many callers there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+
+from outrider.concurrency.cancellation import OffloadThread, Steps
+from outrider.schemas import RunDiagnosis, RunFinding
+from outrider.service.diagnosis.evidence import RunEvidence
+from outrider.service.diagnosis.rules import diagnose
+from outrider.service.diagnosis.session_facts import FactsReader, SessionFacts
+from outrider.store.rows import GroupRow, PackedResult, result_from, turn_from
+from outrider.store.store import Store
+
+GROUPS_READ = 100
+"""Number of groups that are read at once."""
+RESULTS_READ = 500
+"""Maximum number of results that are read at once."""
+MOST_SESSIONS = 200_000
+"""Maximum number of sessions of a diagnosis. Of a larger run, the newest groups are read."""
+MOST_GROUPS = 100_000
+"""Maximum number of groups that are looked at, so that a rare label does not read the whole history."""
+MOST_TURNS = 200
+"""Maximum number of turns that are read of a sampled session."""
+PAUSE_STEPS = 32 << 10
+"""Bytes that count for a step with the rules, which is run in the thread."""
+
+
+class DoctorOfRuns:
+    """Diagnoses runs. A caller waits while the diagnosis of another caller runs."""
+
+    def __init__(self, store: Store, offload: OffloadThread) -> None:
+        self._store = store
+        self._offload = offload
+        self._one = asyncio.Lock()
+
+    async def diagnose(
+        self,
+        *,
+        labels: Mapping[str, str] = {},
+        groups: Sequence[str] = (),
+        since: float = 0.0,
+        tenant: str | None = None,
+        most_sessions: int = MOST_SESSIONS,
+    ) -> RunDiagnosis:
+        """Diagnose the groups with all of `labels`, created at `since` or later (seconds since the epoch): the named
+        `groups`, or all groups without a name. Raises NotFound for a named group that is unknown or, with a `tenant`,
+        another tenant's."""
+        async with self._one:
+            evidence = RunEvidence()
+            truncated = False
+            rows = self._named(groups, tenant) if groups else self._all(since, tenant)
+            looked_at = planned = 0
+            async for page in rows:
+                looked_at += len(page)
+                wanted = [row for row in page if labels.items() <= row.labels.items() and row.created >= since]
+                for some in _parts(wanted):
+                    if planned >= most_sessions:
+                        truncated = True
+                        break
+                    planned += sum(row.n for row in some)
+                    await self._add_groups(evidence, some)
+                if truncated or looked_at >= MOST_GROUPS:
+                    truncated = True
+                    break
+            await self._add_sample(evidence)
+            findings = await self._offload.run_steps(_findings(evidence))
+        return RunDiagnosis(
+            groups=evidence.groups,
+            sessions=evidence.sessions,
+            not_done=evidence.not_done,
+            truncated=truncated,
+            read_sessions=evidence.read_sessions,
+            read_turns=evidence.read_turns,
+            seconds=evidence.seconds,
+            findings=tuple(findings),
+        )
+
+    async def _named(self, ids: Sequence[str], tenant: str | None) -> AsyncIterator[list[GroupRow]]:
+        yield [await self._store.group(id, tenant=tenant) for id in dict.fromkeys(ids)]
+
+    async def _all(self, since: float, tenant: str | None) -> AsyncIterator[list[GroupRow]]:
+        """Yield all groups in pages, newest first."""
+        before: str | None = None
+        while page := await self._store.groups_before(before, limit=GROUPS_READ, since=since, tenant=tenant):
+            yield page
+            before = page[-1].id
+
+    async def _add_groups(self, evidence: RunEvidence, rows: Sequence[GroupRow]) -> None:
+        """Add groups to the evidence: several small ones, whose results are read at once, or one of any size."""
+        by_group: dict[str, list[bytes]] = {row.id: [] for row in rows}
+        ids = list(by_group)
+        if len(rows) > 1:
+            for result in await self._store.packed_results(ids, 0, RESULTS_READ):
+                by_group[result.group_id].append(result.packed)
+            await self._offload.run_steps(_add(evidence, rows, by_group))
+            return
+        [row] = rows
+        evidence.begin_group(row)
+        for first in range(0, row.n, RESULTS_READ):
+            found: list[PackedResult] = await self._store.packed_results(ids, first, RESULTS_READ)
+            await self._offload.run_steps(_add_results(evidence, [result.packed for result in found]))
+        evidence.end_group()
+
+    async def _add_sample(self, evidence: RunEvidence) -> None:
+        for group_id, sessions in evidence.to_read():
+            for session_id, attempt in sessions:
+                packed = await self._store.packed_turns(session_id, attempt, limit=MOST_TURNS)
+                facts = await self._offload.run_steps(_facts(session_id, packed))
+                if facts.turns:  # the group may have been removed in between
+                    evidence.add_facts(group_id, facts)
+
+
+def _parts(rows: Iterable[GroupRow]) -> Iterable[list[GroupRow]]:
+    """Divide groups into parts with at most RESULTS_READ sessions each. A group with more is a part of its own."""
+    part: list[GroupRow] = []
+    size = 0
+    for row in rows:
+        if part and size + row.n > RESULTS_READ:
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += row.n
+    if part:
+        yield part
+
+
+def _add(evidence: RunEvidence, rows: Sequence[GroupRow], results: Mapping[str, Sequence[bytes]]) -> Steps[None]:
+    for row in rows:
+        evidence.begin_group(row)
+        yield from _add_results(evidence, results[row.id])
+        evidence.end_group()
+
+
+def _add_results(evidence: RunEvidence, results: Sequence[bytes]) -> Steps[None]:
+    for packed in results:
+        yield len(packed)
+        evidence.add_result(result_from(packed))
+
+
+def _facts(session_id: str, turns: Sequence[bytes]) -> Steps[SessionFacts]:
+    reader = FactsReader(session_id)
+    for packed in turns:
+        yield len(packed)
+        reader.add(turn_from(packed))
+    return reader.facts
+
+
+def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
+    yield PAUSE_STEPS + 1
+    return diagnose(evidence)
