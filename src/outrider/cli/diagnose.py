@@ -122,8 +122,8 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def _time(text: str, now: float) -> float:
-    """Return a time in seconds since the epoch: an age such as 2h, or a date with or without a time of day, local unless
-    it names a zone."""
+    """Return a time in seconds since the epoch: an age such as 2h, or a date with or without a time of day. A time
+    without a zone is local."""
     if age := re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h|d)", text):
         return max(0.0, now - float(age[1]) * UNITS[age[2]])
     try:

@@ -985,6 +985,7 @@ class Client:
     complete_session = _blocking(AsyncClient.complete_session)
     reset_session = _blocking(AsyncClient.reset_session)
     sessions = _blocking(AsyncClient.sessions)
+    diagnosis = _blocking(AsyncClient.diagnosis)
     samples = _blocking(AsyncClient.samples)
     chat_rows = _blocking(AsyncClient.chat_rows)
     timeline = _blocking(AsyncClient.timeline)

@@ -1,8 +1,8 @@
 """Counts what happened in a run: each session's result, and the facts of a sample of sessions.
 
-Results are added group by group, in any order of time, and none is kept, so the memory has a bound whatever the size of
-the run. The groups of the trends and the sessions whose turns are read are samples, drawn by digests of the groups' ids:
-the same run gives the same samples. The module is pure. Invariant: a session counts once.
+Results are added group by group, in any order of time, and none is kept, so the memory has a bound whatever the size
+of the run. The groups of the trends and the sessions whose turns are read are samples, drawn by digests of the groups'
+ids: the same run gives the same samples. The module is pure. Invariant: a session counts once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from math import log, nan
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 
@@ -19,9 +20,11 @@ from outrider.lifecycle import GroupState, StopReason
 from outrider.schemas import EVALUATION_LABEL, RunSeconds
 from outrider.service.diagnosis.prompts import ChangedLine, changed_line
 from outrider.service.diagnosis.session_facts import SessionFacts
-from outrider.service.diagnosis.statistics import Moments, Ratio
+from outrider.service.diagnosis.statistics import ClusterShare, Moments
 from outrider.store.rows import GroupRow
 from outrider.trajectory import ForkCause, SessionResult
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_EXAMPLES = 5
 """Maximum number of sessions that a finding names."""
@@ -67,7 +70,7 @@ class SessionTally:
     """A ratio over sessions, and the sessions with the largest parts."""
 
     def __init__(self) -> None:
-        self.ratio = Ratio()
+        self.ratio = ClusterShare()
         self._examples: list[tuple[float, str]] = []
 
     def add(self, part: float, whole: float, session_id: str) -> None:
@@ -106,7 +109,7 @@ class GroupPoint(msgspec.Struct, frozen=True):
     shortest: str
 
 
-class SampledGroup(msgspec.Struct):
+class GroupSample(msgspec.Struct):
     """Sessions of a group whose turns may be read: the attempts by session id."""
 
     created: float
@@ -163,7 +166,7 @@ class RunEvidence:
         self.stage_seconds = dict.fromkeys(("queued", *STAGES), 0.0)
         self.session_seconds = Moments()
         self._points: list[tuple[int, str, GroupPoint]] = []
-        self._sampled: list[tuple[int, str, SampledGroup]] = []
+        self._sampled: list[tuple[int, str, GroupSample]] = []
         self._group: _GroupUnderWay | None = None
         # From the turns of sampled sessions:
         self.read_sessions = 0
@@ -311,7 +314,7 @@ class _GroupUnderWay:
         self.rewards = Moments()
         self.highest = self.lowest = 0.0
         self.first = ""
-        self.sampled = SampledGroup(row.created)
+        self.sampled = GroupSample(row.created)
         self._tokens = Moments()
         self._tests = Moments()
         self._best: dict[str, tuple[float, float, str]] = {}
@@ -361,9 +364,7 @@ def tests_in(metrics: Mapping[str, float]) -> float | None:
     return None
 
 
-def _keep_lowest(
-    heap: list[tuple[int, str, msgspec.Struct]], entry: tuple[int, str, msgspec.Struct], most: int
-) -> None:
+def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most: int) -> None:
     """Add an entry (-mark, id, value) to a heap that keeps the entries with the lowest marks."""
     if len(heap) < most:
         heapq.heappush(heap, entry)

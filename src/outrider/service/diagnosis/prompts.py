@@ -78,10 +78,7 @@ def changed_line(before: str, after: str) -> ChangedLine | None:
     if len(old) != len(new):  # a line was added or removed: count from both ends
         start = _common(old, new)
         equal = start + min(_common(old[::-1], new[::-1]), min(len(old), len(new)) - start)
-    if longest == 1:
-        alike = _alike(before, after)
-    else:
-        alike = equal / longest
+    alike = _alike(before, after) if longest == 1 else equal / longest
     if alike < SIMILAR:
         return None
     at = _common(old, new)

@@ -30,7 +30,7 @@ from outrider.service.diagnosis.evidence import (
     VersionUse,
 )
 from outrider.service.diagnosis.prompts import ChangedLine
-from outrider.service.diagnosis.statistics import Moments, Ratio, least_fall, least_rise, least_times
+from outrider.service.diagnosis.statistics import ClusterShare, Moments, least_fall, least_rise, least_times
 
 ORDER: Sequence[Severity] = ("error", "warning", "info")
 """Severities, the worst first."""
@@ -410,7 +410,7 @@ def _of_tools(evidence: RunEvidence) -> Iterator[Measured]:
 def _measured(
     tally: SessionTally,
     *,
-    ratio: Ratio | None = None,
+    ratio: ClusterShare | None = None,
     subject: str = "",
     numbers: dict[str, float | str] | None = None,
     given: float = inf,
@@ -494,7 +494,7 @@ def _of_loads(evidence: RunEvidence) -> Iterator[Measured]:
     until = min(max(start.at for start in own) for own in uses.values())
     within = {name: [start for start in own if since <= start.at <= until] for name, own in uses.items()}
     busiest = max(within, key=lambda name: (len(within[name]), name))
-    share = Ratio()
+    share = ClusterShare()
     for name, own in within.items():
         for _ in own:
             share.add(name == busiest, 1)

@@ -37,7 +37,9 @@ FAILED = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""Signs that a tool's call failed, in the first and the last characters of the result."""
+"""Signs that a tool's call failed, in the first characters of the result."""
+EXIT_CODE = re.compile(r"exit(?:ed)?[ _](?:with )?(?:code|status)\W{0,4}[1-9]", re.IGNORECASE)
+"""The same in the last characters."""
 
 
 class EngineSpeed(msgspec.Struct):
@@ -172,6 +174,4 @@ def shows_failure(result: str) -> bool:
     text = result.strip()
     if FAILED.search(text[:SEARCHED]):
         return True
-    return len(text) > SEARCHED and bool(
-        re.search(r"exit(?:ed)?[ _](?:with )?(?:code|status)\W{0,4}[1-9]", text[-SEARCHED:])
-    )
+    return len(text) > SEARCHED and bool(EXIT_CODE.search(text[-SEARCHED:]))

@@ -18,7 +18,7 @@ Z = 3.09
 """Quantile of the normal distribution for the error probability 0.001."""
 
 
-class Ratio:
+class ClusterShare:
     """A share `part / whole`, summed over independent units, such as cut replies of all replies, by session.
 
     The parts of one unit may depend on each other: the interval is that of the ratio of clusters. The unit is a
@@ -43,10 +43,10 @@ class Ratio:
         self._cross += part * whole
         self._whole_squares += whole * whole
 
-    def padded(self, units: int) -> Ratio:
+    def padded(self, units: int) -> ClusterShare:
         """Return a copy with further units of part 0 and whole 1, so that there are `units`."""
         more = max(0, units - self.units)
-        copy = Ratio()
+        copy = ClusterShare()
         copy.units, copy.part, copy.whole = self.units + more, self.part, self.whole + more
         copy._part_squares, copy._cross = self._part_squares, self._cross
         copy._whole_squares = self._whole_squares + more
