@@ -150,7 +150,7 @@ RULES: Sequence[RunRule] = (
         severity="warning",
         looks_at="done groups of training with two rewards or more, all of them equal",
         threshold=0.7,
-        least=20,
+        least=24,
         unit="groups",
         finding="{value} of {units} groups have no spread of rewards, so nothing can be learned from them"
         " (at least {bound})",
@@ -187,8 +187,10 @@ RULES: Sequence[RunRule] = (
         name="tools that never work",
         severity="error",
         looks_at="results of a tool that show a failure, for each tool",
-        threshold=0.85,
-        least=10,
+        threshold=0.5,
+        least=12,
+        given=0.95,
+        given_text="share of failures",
         finding="{value} of the {results} results of the tool {subject} are failures, in {units} sessions"
         " (at least {bound})",
         next="open a session and read the tool's results; try the tool's command in a sandbox of the task",
@@ -318,7 +320,7 @@ RULES: Sequence[RunRule] = (
         looks_at="sessions whose first prompt differs from that of the sibling before in some line (and is equal in at"
         " least half of the lines)",
         threshold=0.5,
-        least=10,
+        least=12,
         finding="the prompts of {value} of {units} siblings differ in line {line} ({subject}):"
         " {before!r} became {after!r} (at least {bound})",
         next="move the changing line to the end of the prompt, or fix its value, so that siblings share the engine's"
@@ -404,7 +406,8 @@ def _of(tally: Callable[[RunEvidence], SessionTally], count: str, evidence: RunE
 
 def _of_tools(evidence: RunEvidence) -> Iterator[Measured]:
     for name, tally in sorted(evidence.tools.items()):
-        yield _measured(tally, subject=name, numbers={"results": tally.ratio.whole})
+        share = tally.ratio.value
+        yield _measured(tally, subject=name, numbers={"results": tally.ratio.whole}, given=share)
 
 
 def _measured(

@@ -68,15 +68,16 @@ class ClusterShare:
         return max(0.0, (share + Z * Z / (2 * size) - spread) / (1 + Z * Z / size))
 
     def _effective_size(self, share: float) -> float:
-        """Return the number of independent observations that give the same variance. Units that are all alike show no
-        variance: then the number is that of the units, less if the units differ in weight."""
+        """Return the number of independent observations that give the same variance, at most `whole`. A share of 0 or 1
+        has no variance: then the number is that of the units, less if the units differ in weight."""
         units = self.whole * self.whole / self._whole_squares
         squares = self._part_squares - 2 * share * self._cross + share * share * self._whole_squares
         variance = max(0.0, squares) / (self.whole * self.whole) * self.units / (self.units - 1)
         binomial = share * (1 - share)
-        if binomial <= 1e-12 or variance <= 1e-15:
+        if binomial <= 1e-12:
             return units
-        return min(max(binomial / variance, 1.0), max(self.whole, units))
+        most = max(self.whole, units)
+        return most if variance * most <= binomial else max(binomial / variance, 1.0)
 
 
 class Moments(msgspec.Struct):
@@ -108,8 +109,18 @@ def least_difference(first: Moments, second: Moments) -> float:
     """Return the lower bound of `mean of second - mean of first` (Welch). -inf with fewer than two values in either."""
     if first.count < 2 or second.count < 2:
         return -inf
-    error = sqrt(first.variance / first.count + second.variance / second.count)
-    return second.mean - first.mean - Z * error
+    parts = first.variance / first.count, second.variance / second.count
+    variance = sum(parts)
+    if variance <= 0:
+        return second.mean - first.mean
+    freedom = variance**2 / (parts[0] ** 2 / (first.count - 1) + parts[1] ** 2 / (second.count - 1))
+    return second.mean - first.mean - _quantile(freedom) * sqrt(variance)
+
+
+def _quantile(freedom: float) -> float:
+    """Return the quantile of Student's distribution for the error probability of Z (its expansion by Cornish and
+    Fisher with two terms, which is 1.4 % too low at 9 degrees of freedom, and closer above)."""
+    return Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
 
 
 def least_rise(first: Moments, second: Moments) -> float:
