@@ -15,6 +15,7 @@ from outrider.lifecycle import GroupState, StopReason
 from outrider.messages import Message, Role, ToolCall
 from outrider.service.diagnosis.evidence import RunEvidence
 from outrider.service.diagnosis.session_facts import FactsReader
+from outrider.spec import OPERATOR_TENANT
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
 from outrider.trajectory import (
@@ -44,7 +45,7 @@ class Planned(NamedTuple):
     turns: list[Turn]
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, frozen=True):
     """A session's place in a run of `groups` groups with `n` sessions each, and a random source of its own."""
 
     group: int
@@ -125,24 +126,38 @@ def planned(place: Place, *, turns: list[Turn] | None = None, **changes: Any) ->
     return Planned(fields | changes, conversation() if turns is None else turns)
 
 
-def _cells(plan: Plan, groups: int, n: int, seed: int) -> list[tuple[GroupRow, list[tuple[SessionResult, list[Turn]]]]]:
+def results_of(
+    plan: Plan,
+    *,
+    groups: int,
+    n: int,
+    seed: int = 0,
+    first: int = 0,
+    tenant: str = OPERATOR_TENANT,
+    labels: dict[str, str] = LABELS,
+) -> list[tuple[GroupRow, list[tuple[SessionResult, list[Turn]]]]]:
+    """The groups of a run, oldest first, with the sessions' results and turns. `first` is the first group's number."""
     found = []
     for group in range(groups):
         row = GroupRow(
-            id=f"g-{group:05}",
+            id=f"g-{first + group:05}",
             n=n,
             priority=0,
             created=START + 10 * group,
-            labels=LABELS,
+            labels=labels,
             state=GroupState.DONE,
             done=n,
+            tenant=tenant,
         )
         sessions = []
         for index in range(n):
             place = Place(group, index, groups, n, Random(f"{seed} {group} {index}"))
             fields, turns = plan(place)
-            common = {"session_id": f"s-{group:05}-{index}", "group_id": row.id, "sample_index": index, "attempt": 1}
-            sessions.append((SessionResult(**common | {"labels": LABELS} | fields), turns))
+            id = f"s-{first + group:05}-{index}"
+            result = SessionResult(
+                session_id=id, group_id=row.id, sample_index=index, attempt=1, labels=labels, **fields
+            )
+            sessions.append((result, turns))
         found.append((row, sessions))
     return found
 
@@ -151,7 +166,7 @@ def evidence_of(plan: Plan, *, groups: int = 100, n: int = 4, seed: int = 0) -> 
     """The evidence of a run, gathered as the doctor gathers it, newest group first."""
     evidence = RunEvidence()
     turns: dict[str, list[Turn]] = {}
-    for row, sessions in reversed(_cells(plan, groups, n, seed)):
+    for row, sessions in reversed(results_of(plan, groups=groups, n=n, seed=seed)):
         evidence.begin_group(row)
         for result, made in sessions:
             evidence.add_result(result)
@@ -166,8 +181,8 @@ def evidence_of(plan: Plan, *, groups: int = 100, n: int = 4, seed: int = 0) -> 
     return evidence
 
 
-async def put_run(store: Store, plan: Plan, *, groups: int = 40, n: int = 4, seed: int = 0) -> None:
-    """Store a finished run."""
+async def put_run(store: Store, plan: Plan, **shape: Any) -> None:
+    """Store a finished run; `shape` as in `results_of`."""
 
     async def put_session(result: SessionResult, turns: list[Turn]) -> None:
         attempt = await store.start_attempt(result.session_id, node="node", lease_until=1e12)
@@ -175,7 +190,7 @@ async def put_run(store: Store, plan: Plan, *, groups: int = 40, n: int = 4, see
             await store.add_turn(result.session_id, attempt, turn)
         await store.finish(result.session_id, attempt, msgspec.structs.replace(result, attempt=attempt))
 
-    for row, sessions in _cells(plan, groups, n, seed):
+    for row, sessions in results_of(plan, **shape):
         await store.create_group(row, b"{}", [result.session_id for result, _ in sessions])
         await asyncio.gather(*(put_session(result, turns) for result, turns in sessions))
 
@@ -204,11 +219,9 @@ def tokens(kind: str) -> Callable[[float], Plan]:
 
 
 def ungraded(share: float) -> Plan:
-    return lambda place: planned(
-        place,
-        tokens=TokenCounts(sampled=1000, trained=1000),
-        **({"reward": None, "stop_reason": StopReason.CANCELLED} if place.among(share) else {}),
-    )
+    counts = TokenCounts(sampled=1000, trained=1000)
+    fields: dict[str, Any] = {"reward": None, "stop_reason": StopReason.CANCELLED}
+    return lambda place: planned(place, tokens=counts, **(fields if place.among(share) else {}))
 
 
 def equal_rewards(share: float) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.schemas import RunFinding
 from outrider.service.diagnosis.evidence import RunEvidence
-from outrider.service.diagnosis.rules import MEASURES, RULES, RunRule, diagnose
+from outrider.service.diagnosis.rules import MEASURES, RULES, Measured, RunRule, diagnose
 
 from .ailing import PAIRS, Place, Planned, evidence_of, planned, slow, stale, stalled, tool, trend, uneven
 
@@ -60,7 +60,7 @@ def test_a_rule_finds_its_fault(name: str) -> None:
     assert 0 < len(finding.sessions) <= 5
     assert "{" not in finding.text
     assert "\n" not in finding.text
-    assert finding.numbers["at_least"] > rule.threshold
+    assert float(finding.numbers["at_least"]) > rule.threshold
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,8 +89,8 @@ def test_a_comparison_the_other_way_round_fails(name: str) -> None:
     """A rule that compares with `<` misses the fault."""
 
     class Reversed(RunRule, frozen=True, kw_only=True):
-        def fits(self, measured: object) -> bool:
-            return not super().fits(measured)  # type: ignore[arg-type]
+        def fits(self, measured: Measured) -> bool:
+            return not super().fits(measured)
 
     turned = Reversed(**msgspec.structs.asdict(rule_of(name)))
     assert not [each for each in found(with_fault(name), turned) if each.subject in subjects(name)]

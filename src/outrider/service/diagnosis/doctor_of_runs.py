@@ -58,16 +58,16 @@ class DoctorOfRuns:
             rows = self._named(groups, tenant) if groups else self._all(since, tenant)
             looked_at = planned = 0
             async for page in rows:
-                looked_at += len(page)
-                wanted = [row for row in page if labels.items() <= row.labels.items() and row.created >= since]
+                wanted = []
+                for row in page:
+                    truncated = truncated or planned >= most_sessions or looked_at >= MOST_GROUPS
+                    looked_at += 1
+                    if not truncated and labels.items() <= row.labels.items() and row.created >= since:
+                        planned += row.n
+                        wanted.append(row)
                 for some in _parts(wanted):
-                    if planned >= most_sessions:
-                        truncated = True
-                        break
-                    planned += sum(row.n for row in some)
                     await self._add_groups(evidence, some)
-                if truncated or looked_at >= MOST_GROUPS:
-                    truncated = True
+                if truncated:
                     break
             await self._add_sample(evidence)
             findings = await self._offload.run_steps(_findings(evidence))

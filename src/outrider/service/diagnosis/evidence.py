@@ -333,7 +333,7 @@ class _GroupUnderWay:
         if result.tokens.sampled:
             self._tokens.add(log(result.tokens.sampled))
             self._note("tokens", reward, result.tokens.sampled, result.session_id)
-        count = tests_in(result.verdict.metrics)
+        count = count_of_tests(result.verdict.metrics)
         if count is not None:
             self._tests.add(log(1 + count))
             self._note("tests", reward, count, result.session_id)
@@ -354,7 +354,7 @@ class _GroupUnderWay:
         )
 
 
-def tests_in(metrics: Mapping[str, float]) -> float | None:
+def count_of_tests(metrics: Mapping[str, float]) -> float | None:
     """Return the number of tests that ran, by the first metric of TEST_COUNTS that is present. None without one."""
     for wanted in TEST_COUNTS:
         for name, value in metrics.items():
