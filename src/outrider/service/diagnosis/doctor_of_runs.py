@@ -8,9 +8,9 @@ has a bound, however many callers there are.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 
-from outrider.concurrency.cancellation import OffloadThread, Steps
+from outrider.concurrency.cancellation import INLINE_BYTES, PIECE_BYTES, OffloadThread, Steps
 from outrider.schemas import RunDiagnosis, RunFinding
 from outrider.service.diagnosis.evidence import RunEvidence
 from outrider.service.diagnosis.rules import diagnose
@@ -28,8 +28,6 @@ MOST_GROUPS = 100_000
 """Maximum number of groups that are looked at, so that a rare label does not read the whole history."""
 MOST_TURNS = 200
 """Maximum number of turns that are read of a sampled session."""
-PAUSE_STEPS = 32 << 10
-"""Bytes that count for a step with the rules, which is run in the thread."""
 
 
 class DoctorOfRuns:
@@ -117,7 +115,7 @@ class DoctorOfRuns:
                     evidence.add_facts(group_id, facts)
 
 
-def _parts(rows: Iterable[GroupRow]) -> Iterable[list[GroupRow]]:
+def _parts(rows: Iterable[GroupRow]) -> Iterator[list[GroupRow]]:
     """Divide groups into parts with at most RESULTS_READ sessions each. A group with more is a part of its own."""
     part: list[GroupRow] = []
     size = 0
@@ -132,26 +130,49 @@ def _parts(rows: Iterable[GroupRow]) -> Iterable[list[GroupRow]]:
 
 
 def _add(evidence: RunEvidence, rows: Sequence[GroupRow], results: Mapping[str, Sequence[bytes]]) -> Steps[None]:
+    size = 0
     for row in rows:
+        own = results[row.id]
+        size += sum(map(len, own))
+        if size >= PIECE_BYTES:
+            yield size
+            size = 0
         evidence.begin_group(row)
-        yield from _add_results(evidence, results[row.id])
+        for packed in own:
+            evidence.add_result(result_from(packed))
         evidence.end_group()
 
 
 def _add_results(evidence: RunEvidence, results: Sequence[bytes]) -> Steps[None]:
-    for packed in results:
-        yield len(packed)
-        evidence.add_result(result_from(packed))
+    for piece in _pieces(results):
+        yield sum(map(len, piece))
+        for packed in piece:
+            evidence.add_result(result_from(packed))
 
 
 def _facts(session_id: str, turns: Sequence[bytes]) -> Steps[SessionFacts]:
     reader = FactsReader(session_id)
-    for packed in turns:
-        yield len(packed)
-        reader.add(turn_from(packed))
+    for piece in _pieces(turns):
+        yield sum(map(len, piece))
+        for packed in piece:
+            reader.add(turn_from(packed))
     return reader.facts
 
 
+def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Divide rows into pieces for the thread: a change of threads takes longer than most rows."""
+    piece: list[bytes] = []
+    size = 0
+    for row in packed:
+        if piece and size + len(row) > PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(row)
+        size += len(row)
+    if piece:
+        yield piece
+
+
 def _findings(evidence: RunEvidence) -> Steps[list[RunFinding]]:
-    yield PAUSE_STEPS + 1
+    yield INLINE_BYTES + 1  # so that the rules, which take some milliseconds, are applied in the thread
     return diagnose(evidence)
