@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from outrider.messages import Message, Role
+from outrider.redaction import without_keys
 
 HEAD_CHARACTERS = 200_000
 """Maximum number of characters of a beginning that are compared."""
@@ -41,7 +42,7 @@ KINDS: Sequence[tuple[str, re.Pattern[str]]] = (
 
 class ChangedLine(msgspec.Struct, frozen=True):
     """The first line that differs between two versions of a prompt: its number, from 1, both versions, and the kind of
-    the change. `text` positions are cut around the difference."""
+    the change. Both versions are cut around the difference, and have no keys of sessions."""
 
     number: int
     before: str
@@ -83,7 +84,8 @@ def changed_line(before: str, after: str) -> ChangedLine | None:
         return None
     at = _common(old, new)
     first, second = old[at] if at < len(old) else "", new[at] if at < len(new) else ""
-    return ChangedLine(at + 1, *_around(first, second), _kind(first, second))
+    shown = _around(without_keys(first), without_keys(second))
+    return ChangedLine(at + 1, *shown, _kind(first, second))
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> int:
@@ -123,8 +125,7 @@ def _kind(first: str, second: str) -> str:
 def _around(first: str, second: str) -> tuple[str, str]:
     """Return the parts of two lines that are shown, from a little before the difference."""
     start = max(0, _words(first, second)[2] - SHOWN_CHARACTERS // 2)
+    end = start + SHOWN_CHARACTERS
     mark = "…" if start else ""
-    return tuple(  # type: ignore[return-value]  # two elements
-        mark + line[start : start + SHOWN_CHARACTERS] + ("…" if len(line) > start + SHOWN_CHARACTERS else "")
-        for line in (first, second)
-    )
+    shown, other = (mark + line[start:end] + ("…" if len(line) > end else "") for line in (first, second))
+    return shown, other

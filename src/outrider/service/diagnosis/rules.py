@@ -37,6 +37,8 @@ ORDER: Sequence[Severity] = ("error", "warning", "info")
 LEAST_SESSION_SECONDS = 5.0
 """Shares of time are judged only if a session takes at least this long on average: in shorter sessions, starting and
 stopping is most of the time by nature."""
+MOST_SUBJECT = 200
+"""Maximum number of characters of a finding's subject."""
 THIRD = 3
 """The trends compare the first and the last of this many equal parts of the run."""
 
@@ -85,11 +87,12 @@ class RunRule(msgspec.Struct, frozen=True, kw_only=True):
         return _number(self.threshold, self.percent)
 
     def found(self, measured: Measured) -> RunFinding:
+        subject = " ".join(measured.subject.split())[:MOST_SUBJECT]  # a model makes up the names of its tools
         shown = {
             "value": _number(measured.value, self.percent),
             "bound": _number(measured.bound, self.percent),
             "units": f"{measured.units:,}",
-            "subject": measured.subject,
+            "subject": subject,
         } | {name: _plain(value) for name, value in measured.numbers.items()}
         numbers: dict[str, float | str] = {
             "value": measured.value,
@@ -101,7 +104,7 @@ class RunRule(msgspec.Struct, frozen=True, kw_only=True):
             rule=self.name,
             severity=self.severity,
             text=self.finding.format_map(shown),
-            subject=measured.subject,
+            subject=subject,
             numbers=numbers | measured.numbers,
             sessions=measured.sessions,
             next=self.next,
