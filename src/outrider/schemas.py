@@ -556,9 +556,9 @@ class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a run's done sessions by their use, summed. `queued` is the time before a session starts; `waiting` is
-    the time in which a prepared sandbox waits for a slot; `tools` is the time of the run in which no model call is
-    under way."""
+    """Seconds of a run's done sessions by their use, summed. `queued` is the wait for a slot before the sandbox starts,
+    without the time in the service's queue; `waiting` is the time in which a prepared sandbox waits for a slot; `tools`
+    is the time of the run in which no model call is under way."""
 
     queued: float = 0.0
     waiting: float = 0.0
@@ -574,7 +574,7 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     groups, sessions: the groups and the done sessions that were read. not_done: further sessions of these groups.
     truncated: true if there are more groups, which are older and were not read.
-    read_sessions, read_turns: the sessions and model calls of the sample that is read in full.
+    read_sessions, read_turns: the sessions and model calls of the sample whose turns and timelines are read.
     """
 
     groups: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import exp
 from random import Random
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from outrider.service.diagnosis.session_facts import FactsReader
 from outrider.spec import OPERATOR_TENANT
 from outrider.store.rows import GroupRow
 from outrider.store.store import Store
+from outrider.timeline import Entry, EntryKind, TimelinePart
 from outrider.trajectory import (
     FinishReason,
     ForkCause,
@@ -39,10 +40,19 @@ START = 1_000_000.0
 
 
 class Planned(NamedTuple):
-    """A session: fields of its result, and its turns."""
+    """A session: fields of its result, its turns, and entries of its timeline."""
 
     result: dict[str, Any]
     turns: list[Turn]
+    entries: Sequence[Entry] = ()
+
+
+class Made(NamedTuple):
+    """A session of a run."""
+
+    result: SessionResult
+    turns: list[Turn]
+    entries: Sequence[Entry]
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -135,7 +145,7 @@ def results_of(
     first: int = 0,
     tenant: str = OPERATOR_TENANT,
     labels: dict[str, str] = LABELS,
-) -> list[tuple[GroupRow, list[tuple[SessionResult, list[Turn]]]]]:
+) -> list[tuple[GroupRow, list[Made]]]:
     """The groups of a run, oldest first, with the sessions' results and turns. `first` is the first group's number."""
     found = []
     for group in range(groups):
@@ -152,12 +162,12 @@ def results_of(
         sessions = []
         for index in range(n):
             place = Place(group, index, groups, n, Random(f"{seed} {group} {index}"))
-            fields, turns = plan(place)
+            fields, turns, entries = plan(place)
             id = f"s-{first + group:05}-{index}"
             result = SessionResult(
                 session_id=id, group_id=row.id, sample_index=index, attempt=1, labels=labels, **fields
             )
-            sessions.append((result, turns))
+            sessions.append(Made(result, turns, entries))
         found.append((row, sessions))
     return found
 
@@ -165,18 +175,19 @@ def results_of(
 def evidence_of(plan: Plan, *, groups: int = 100, n: int = 4, seed: int = 0) -> RunEvidence:
     """The evidence of a run, gathered as the doctor gathers it, newest group first."""
     evidence = RunEvidence()
-    turns: dict[str, list[Turn]] = {}
+    sessions_by_id: dict[str, Made] = {}
     for row, sessions in reversed(results_of(plan, groups=groups, n=n, seed=seed)):
         evidence.begin_group(row)
-        for result, made in sessions:
-            evidence.add_result(result)
-            turns[result.session_id] = made
+        for made in sessions:
+            evidence.add_result(made.result)
+            sessions_by_id[made.result.session_id] = made
         evidence.end_group()
     for group_id, chosen in evidence.to_read():
         for session_id, _ in chosen:
             reader = FactsReader(session_id)
-            for turn in turns[session_id]:
+            for turn in sessions_by_id[session_id].turns:
                 reader.add(turn)
+            reader.add_commands(sessions_by_id[session_id].entries)
             evidence.add_facts(group_id, reader.facts)
     return evidence
 
@@ -184,15 +195,19 @@ def evidence_of(plan: Plan, *, groups: int = 100, n: int = 4, seed: int = 0) -> 
 async def put_run(store: Store, plan: Plan, **shape: Any) -> None:
     """Store a finished run; `shape` as in `results_of`."""
 
-    async def put_session(result: SessionResult, turns: list[Turn]) -> None:
-        attempt = await store.start_attempt(result.session_id, node="node", lease_until=1e12)
-        for turn in turns:
-            await store.add_turn(result.session_id, attempt, turn)
-        await store.finish(result.session_id, attempt, msgspec.structs.replace(result, attempt=attempt))
+    async def put_session(made: Made) -> None:
+        id = made.result.session_id
+        attempt = await store.start_attempt(id, node="node", lease_until=1e12)
+        for turn in made.turns:
+            await store.add_turn(id, attempt, turn)
+        if made.entries:
+            entries = msgspec.msgpack.encode(made.entries)
+            await store.add_timeline([TimelinePart(session_id=id, attempt=attempt, part=0, entries=entries)])
+        await store.finish(id, attempt, msgspec.structs.replace(made.result, attempt=attempt))
 
     for row, sessions in results_of(plan, **shape):
-        await store.create_group(row, b"{}", [result.session_id for result, _ in sessions])
-        await asyncio.gather(*(put_session(result, turns) for result, turns in sessions))
+        await store.create_group(row, b"{}", [made.result.session_id for made in sessions])
+        await asyncio.gather(*map(put_session, sessions))
 
 
 FAILURE = ErrorRecord(boundary=Boundary.RUNTIME, code="runtime_failure", message="the image is gone", hint="pull it")
@@ -264,6 +279,22 @@ def tool(share: float, result: str = "bash: rg: command not found\n[exit code 12
                 message = Message(role=Role.TOOL, content=result, tool_call_id=f"c{at - 1}")
                 turns[at] = msgspec.structs.replace(turns[at], messages=(message,))
         return planned(place, turns=turns)
+
+    return of
+
+
+def commands(*ran: tuple[str, int, float], sandbox: str = "agent") -> list[Entry]:
+    """Entries of commands: each with its exit code and its seconds."""
+    return [
+        Entry(number, EntryKind.COMMAND, line, START, START + seconds, {"sandbox": sandbox, "exit_code": code})
+        for number, (line, code, seconds) in enumerate(ran)
+    ]
+
+
+def missing(share: float) -> Plan:
+    def of(place: Place) -> Planned:
+        code = 127 if place.among(share) else 0
+        return planned(place)._replace(entries=commands(("/usr/bin/rg -n main", code, 0.1), ("ls -l", 1, 0.1)))
 
     return of
 
@@ -424,6 +455,7 @@ PAIRS: Mapping[str, Pair] = {
     "fewer tests, more reward": Pair(trend("tests"), 0.16, 0.08, groups=60, most=0.9),
     "shorter answers, more reward": Pair(trend("tokens", noise=0.1), 0.6, 0.45, groups=60, most=0.95),
     "tools that never work": Pair(tool, 1.0, 0.93, groups=5, n=3),
+    "missing programs": Pair(missing, 0.3, 0.22),
     "malformed calls": Pair(malformed, 0.08, 0.04, most=0.1),
     "replies cut off": Pair(cut_replies, 0.2, 0.12),
     "drift": Pair(ending(StopReason.COMPLETED, tokens=TokenCounts(sampled=10, trained=10, drift=3)), 0.06, 0.03),

@@ -12,7 +12,7 @@ from outrider.schemas import RunFinding
 from outrider.service.diagnosis.evidence import RunEvidence
 from outrider.service.diagnosis.rules import MEASURES, RULES, Measured, RunRule, diagnose
 
-from .ailing import PAIRS, Place, Planned, evidence_of, planned, slow, stale, stalled, tool, trend, uneven
+from .ailing import PAIRS, Place, Planned, commands, evidence_of, planned, slow, stale, stalled, tool, trend, uneven
 
 NAMES = [rule.name for rule in RULES]
 
@@ -132,6 +132,26 @@ def test_the_time_of_short_sessions_is_not_judged(name: str) -> None:
     [measured] = MEASURES[name](evidence)
     assert measured.given == pytest.approx(100)
     assert not rule.fits(msgspec.structs.replace(measured, given=4.9))
+
+
+def test_the_slowest_programs_are_named() -> None:
+    def plan(place: Place) -> Planned:
+        made = PAIRS["time spent in tools"].plan(0.9)(place)
+        ran = (("pytest -x", 1, 40.0), ("/bin/ls", 0, 0.001), ("cargo build", 0, 20.0))
+        return made._replace(entries=commands(*ran))
+
+    [finding] = found(evidence_of(plan), rule_of("time spent in tools"))
+    assert "100 s, most of it in pytest, cargo (at least" in finding.text
+
+
+def test_the_missing_programs_are_named_and_those_of_graders_are_not() -> None:
+    rule = rule_of("missing programs")
+    [finding] = found(with_fault("missing programs"), rule)
+    assert "its program is missing, most often rg (at least" in finding.text
+    graders = commands(("pytest", 127, 1.0), sandbox="grading")
+    assert found(evidence_of(lambda place: planned(place)._replace(entries=graders)), rule) == []
+    failing = commands(("pytest", 1, 1.0), ("make", 2, 1.0))
+    assert found(evidence_of(lambda place: planned(place)._replace(entries=failing)), rule) == []
 
 
 def test_a_lag_of_three_versions_is_not_stale() -> None:

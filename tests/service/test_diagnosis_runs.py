@@ -190,8 +190,8 @@ async def test_nothing_is_said_about_a_sound_run(ward: Ward, name: str) -> None:
 async def test_nothing_is_said_about_retries_that_recovered(ward: Ward) -> None:
     groups = results_of(planned, groups=20, n=4)
     for row, sessions in groups:
-        await ward.store.create_group(row, b"{}", [result.session_id for result, _ in sessions])
-        for result, turns in sessions:
+        await ward.store.create_group(row, b"{}", [made.result.session_id for made in sessions])
+        for result, turns, _ in sessions:
             for _ in range(2):
                 attempt = await ward.store.start_attempt(result.session_id, node="node", lease_until=1e12)
                 await ward.store.add_turn(result.session_id, attempt, turns[0])
@@ -257,8 +257,8 @@ async def test_the_newest_groups_of_a_large_run_are_read(ward: Ward) -> None:
 
 async def test_sessions_that_are_not_done_are_counted_apart(ward: Ward) -> None:
     [(row, sessions)] = results_of(planned, groups=1, n=3)
-    await ward.store.create_group(row, b"{}", [result.session_id for result, _ in sessions])
-    result = sessions[0][0]
+    await ward.store.create_group(row, b"{}", [made.result.session_id for made in sessions])
+    result = sessions[0].result
     await ward.store.start_attempt(result.session_id, node="node", lease_until=1e12)
     await ward.store.finish(result.session_id, 1, result)
     found = await ward.doctor.diagnose()
@@ -272,7 +272,7 @@ async def put_many(ward: Ward, plan: Plan, *, groups: int, n: int) -> None:
     like = msgspec.structs.replace(like, id="g-like")
     await ward.store.create_group(like, b"{}", ["s-like"])
     await ward.store.start_attempt("s-like", node="node", lease_until=1e12)
-    await ward.store.finish("s-like", 1, msgspec.structs.replace(sessions[0][0], session_id="s-like"))
+    await ward.store.finish("s-like", 1, msgspec.structs.replace(sessions[0].result, session_id="s-like"))
 
     async def body(tx: Connection) -> None:
         for table, values in (
@@ -287,7 +287,7 @@ async def put_many(ward: Ward, plan: Plan, *, groups: int, n: int) -> None:
                         "result": pack(result),
                     }
                     for row, made in rows
-                    for result, _ in made
+                    for result, *_ in made
                 ],
             ),
         ):

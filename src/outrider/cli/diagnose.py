@@ -105,13 +105,12 @@ def _finding(finding: RunFinding) -> Iterator[Text]:
 
 def _time_line(seconds: RunSeconds) -> str:
     """Return the uses of the sessions' time in percent, the largest first. "" if no session has taken any time."""
-    used = {name: getattr(seconds, name) for name in RunSeconds.__struct_fields__ if name != "queued"}
+    used = {name: getattr(seconds, name) for name in RunSeconds.__struct_fields__}
     total = sum(used.values())
     if not total:
         return ""
     shares = sorted(used.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{name} {part / total:.0%}" for name, part in shares if part / total >= 0.005)
-    return f"time: {parts}; and {seconds.queued / (total + seconds.queued):.0%} of all time in the queue"
+    return "time: " + ", ".join(f"{name} {part / total:.0%}" for name, part in shares if part / total >= 0.005)
 
 
 def _label(text: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Reads a run from the store and diagnoses the run: all results, and the turns of a sample of sessions.
+"""Reads a run from the store and diagnoses the run: all results, and the turns and timelines of a sample of sessions.
 
 Results are read in pages, and counted and thrown away. Decoding and counting run in steps in the offload thread, so
 that the event loop is never held. The rules are in `rules.py`. Invariant: one diagnosis runs at a time, so the memory
@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
 
 from outrider.concurrency.cancellation import INLINE_BYTES, PIECE_BYTES, OffloadThread, Steps
+from outrider.errors import UNREADABLE, NotFound
 from outrider.schemas import RunDiagnosis, RunFinding
 from outrider.service.diagnosis.evidence import RunEvidence
 from outrider.service.diagnosis.rules import diagnose
 from outrider.service.diagnosis.session_facts import FactsReader, SessionFacts
 from outrider.store.rows import GroupRow, PackedResult, result_from, turn_from
 from outrider.store.store import Store
+from outrider.timeline import Entry
 
 GROUPS_READ = 100
 """Number of groups that are read at once."""
@@ -28,6 +33,9 @@ MOST_GROUPS = 100_000
 """Maximum number of groups that are looked at, so that a rare label does not read the whole history."""
 MOST_TURNS = 200
 """Maximum number of turns that are read of a sampled session."""
+MOST_PARTS = 200
+"""Maximum number of parts of a timeline that are read of a sampled session."""
+ENTRIES = msgspec.msgpack.Decoder(list[Entry])
 
 
 class DoctorOfRuns:
@@ -110,7 +118,11 @@ class DoctorOfRuns:
         for group_id, sessions in evidence.to_read():
             for session_id, attempt in sessions:
                 packed = await self._store.packed_turns(session_id, attempt, limit=MOST_TURNS)
-                facts = await self._offload.run_steps(_facts(session_id, packed))
+                try:
+                    _, parts = await self._store.timeline(session_id, attempt)
+                except NotFound:  # the session was removed since
+                    continue
+                facts = await self._offload.run_steps(_facts(session_id, packed, parts[:MOST_PARTS]))
                 if facts.turns:  # the group may have been removed in between
                     evidence.add_facts(group_id, facts)
 
@@ -150,12 +162,18 @@ def _add_results(evidence: RunEvidence, results: Sequence[bytes]) -> Steps[None]
             evidence.add_result(result_from(packed))
 
 
-def _facts(session_id: str, turns: Sequence[bytes]) -> Steps[SessionFacts]:
+def _facts(session_id: str, turns: Sequence[bytes], timeline: Sequence[bytes]) -> Steps[SessionFacts]:
     reader = FactsReader(session_id)
     for piece in _pieces(turns):
         yield sum(map(len, piece))
         for packed in piece:
             reader.add(turn_from(packed))
+    entries: list[Entry] = []
+    for part in timeline:
+        yield len(part)
+        with suppress(*UNREADABLE):
+            entries += ENTRIES.decode(part)
+    reader.add_commands(entries)
     return reader.facts
 
 

@@ -8,6 +8,7 @@ ids: the same run gives the same samples. The module is pure. Invariant: a sessi
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from math import log, nan
@@ -173,6 +174,9 @@ class RunEvidence:
         self.read_turns = 0
         self.malformed = SessionTally()
         self.tools = NamedTallies()
+        self.missing = SessionTally()
+        self.missing_programs: Counter[str] = Counter()
+        self.program_seconds: Counter[str] = Counter()
         self.cut_replies = SessionTally()
         self.cache_misses = SessionTally()
         self.prompts = SessionTally()
@@ -273,6 +277,10 @@ class RunEvidence:
         self.malformed.add(facts.malformed, facts.calls, session_id)
         for name, counted in facts.tools.items():
             self.tools.at(name).add(counted.failed, counted.results, session_id)
+        if facts.programs:
+            self.missing.add(bool(facts.missing), 1, session_id)
+            _count(self.missing_programs, dict.fromkeys(facts.missing, 1))
+            _count(self.program_seconds, facts.programs)
         self.cut_replies.add(facts.cut > 0, facts.turns > 0, session_id)
         self.cache_misses.add(facts.missed, facts.cacheable, session_id)
         for engine, speed in facts.speeds.items():
@@ -362,6 +370,13 @@ def count_of_tests(metrics: Mapping[str, float]) -> float | None:
             if value >= 0 and name.endswith(wanted) and (at == 0 or name[at - 1] in "./:"):
                 return value
     return None
+
+
+def _count(counts: Counter[str], more: Mapping[str, float]) -> None:
+    """Add to the counts by name. Names beyond MOST_NAMES are left out."""
+    for name, count in more.items():
+        if name in counts or len(counts) < MOST_NAMES:
+            counts[name] += count  # type: ignore[assignment]  # a Counter also counts seconds
 
 
 def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most: int) -> None:

@@ -37,6 +37,8 @@ ORDER: Sequence[Severity] = ("error", "warning", "info")
 LEAST_SESSION_SECONDS = 5.0
 """Shares of time are judged only if a session takes at least this long on average: in shorter sessions, starting and
 stopping is most of the time by nature."""
+MOST_PROGRAMS = 3
+"""Maximum number of programs that a finding names."""
 MOST_SUBJECT = 200
 """Maximum number of characters of a finding's subject."""
 THIRD = 3
@@ -197,6 +199,17 @@ RULES: Sequence[RunRule] = (
         finding="{value} of the {results} results of the tool {subject} are failures, in {units} sessions"
         " (at least {bound})",
         next="open a session and read the tool's results; try the tool's command in a sandbox of the task",
+    ),
+    RunRule(
+        name="missing programs",
+        severity="warning",
+        looks_at="sessions with a command in the agent's sandbox that ends with the exit code 126 or 127, of the"
+        " sessions with commands in their timeline",
+        threshold=0.2,
+        least=20,
+        finding="in {value} of {units} sessions a command cannot be run because its program is missing, most often"
+        " {programs} (at least {bound})",
+        next="add the programs to the image or the prepare steps, or tell the model which programs there are",
     ),
     RunRule(
         name="malformed calls",
@@ -380,7 +393,7 @@ RULES: Sequence[RunRule] = (
         least=20,
         given=LEAST_SESSION_SECONDS,
         given_text="mean seconds of a session",
-        finding="tools and the agent program take {value} of a session's {seconds} s (at least {bound})",
+        finding="tools and the agent program take {value} of a session's {seconds} s{programs} (at least {bound})",
         next="see in a session which commands are slow; do tools wait for something that the sandbox does not have?",
     ),
 )
@@ -436,6 +449,23 @@ def _measured(
 def _of_time(stage: str, evidence: RunEvidence) -> Iterator[Measured]:
     mean = evidence.session_seconds.mean
     yield _measured(evidence.stages[stage], numbers={"seconds": mean}, given=mean)
+
+
+def _of_tool_time(evidence: RunEvidence) -> Iterator[Measured]:
+    """Measure the share of the tools, and name the programs that take longest."""
+    [measured] = _of_time("tools", evidence)
+    slowest = [name for name, seconds in evidence.program_seconds.most_common(MOST_PROGRAMS) if seconds >= 1]
+    programs = f", most of it in {_listed(slowest)}" if slowest else ""
+    yield msgspec.structs.replace(measured, numbers=measured.numbers | {"programs": programs})
+
+
+def _of_missing(evidence: RunEvidence) -> Iterator[Measured]:
+    names = [name for name, _ in evidence.missing_programs.most_common(MOST_PROGRAMS)]
+    yield _measured(evidence.missing, numbers={"programs": _listed(names)})
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(" ".join(name.split())[:MOST_SUBJECT] for name in names)
 
 
 def _of_lines(
@@ -582,6 +612,7 @@ MEASURES: Mapping[str, Measure] = {
     "fewer tests, more reward": partial(_of_trend, "tests"),
     "shorter answers, more reward": partial(_of_trend, "tokens"),
     "tools that never work": _of_tools,
+    "missing programs": _of_missing,
     "malformed calls": partial(_of, lambda evidence: evidence.malformed, "calls"),
     "replies cut off": partial(_of, lambda evidence: evidence.cut_replies, ""),
     "drift": partial(_of, lambda evidence: evidence.drift, ""),
@@ -601,7 +632,7 @@ MEASURES: Mapping[str, Measure] = {
     "time spent waiting": partial(_of_time, "waiting"),
     "time spent preparing": partial(_of_time, "preparing"),
     "time spent grading": partial(_of_time, "grading"),
-    "time spent in tools": partial(_of_time, "tools"),
+    "time spent in tools": _of_tool_time,
 }
 """What each rule measures, by the rule's name."""
 

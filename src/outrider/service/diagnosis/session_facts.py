@@ -1,4 +1,4 @@
-"""Reads the facts of one session that the rules need from the session's turns.
+"""Reads the facts of one session that the rules need, from the session's turns and timeline.
 
 The turns are read one by one, in order of their index, and none is kept whole. The module is pure. Invariant: a tool's
 result counts once, although later requests repeat the result.
@@ -7,18 +7,22 @@ result counts once, although later requests repeat the result.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from outrider.messages import Message, Role
+from outrider.redaction import without_keys
 from outrider.service.diagnosis.prompts import ChangedLine, changed_line, head_of, system_of
+from outrider.timeline import Entry, EntryKind
 from outrider.trajectory import HEAD_CHANGES, FinishReason, JoinKind, Turn
 
 MOST_TOOLS = 100
 """Maximum number of tools whose results are counted separately in a session, because the model makes up names."""
 MOST_HEADS = 8
 """Maximum number of conversations of a session whose beginnings are compared."""
+MISSING = (126, 127)
+"""Exit codes of a shell for a program that cannot be run or does not exist."""
 SEARCHED = 400
 """Number of characters at each end of a tool's result in which the signs of a failure are searched."""
 LEAST_OUTPUT = 8
@@ -65,6 +69,8 @@ class SessionFacts(msgspec.Struct, kw_only=True):
     cacheable: tokens of earlier prompts and replies that the prefix cache could have kept. missed: those of them that
         the engine computed again.
     oldest, newest: the policy versions of the sampled tokens; None without a version. ended: the end of the last turn.
+    missing: programs that could not be run in the agent's sandbox, each once. programs: the seconds of the agent's
+        commands, by program. A program is the first word of a command, without its folder.
     heads: the beginnings of the session's conversations. changed: the first system prompt that changed during a
         conversation.
     """
@@ -84,6 +90,8 @@ class SessionFacts(msgspec.Struct, kw_only=True):
     missed: int = 0
     oldest: int | None = None
     newest: int | None = None
+    missing: list[str] = []
+    programs: dict[str, float] = {}
     heads: list[str] = []
     changed: ChangedLine | None = None
 
@@ -125,6 +133,19 @@ class FactsReader:
                 facts.oldest = span.version if facts.oldest is None else min(facts.oldest, span.version)
                 facts.newest = span.version if facts.newest is None else max(facts.newest, span.version)
         self._add_prompt(turn)
+
+    def add_commands(self, entries: Iterable[Entry]) -> None:
+        """Add the commands of the session's timeline. Of several entries with the same number, the last counts."""
+        facts = self.facts
+        last = {entry.number: entry for entry in entries if entry.kind is EntryKind.COMMAND}
+        for entry in last.values():
+            if entry.end is None or entry.data.get("sandbox") == "grading":
+                continue
+            program = without_keys(entry.name.split(maxsplit=1)[0].rpartition("/")[2]) if entry.name.strip() else ""
+            if program and (program in facts.programs or len(facts.programs) < MOST_TOOLS):
+                facts.programs[program] = facts.programs.get(program, 0.0) + max(0.0, entry.end - entry.start)
+                if entry.data.get("exit_code") in MISSING and program not in facts.missing:
+                    facts.missing.append(program)
 
     def _add_calls(self, turn: Turn) -> None:
         calls = turn.reply.tool_calls if turn.reply is not None else ()
