@@ -130,7 +130,7 @@ def planned(place: Place, *, turns: list[Turn] | None = None, **changes: Any) ->
         "verdict": None if reward is None else Verdict(reward=reward, metrics=metrics),
         "turns": calls,
         "tokens": TokenCounts(sampled=sampled, trained=sampled),
-        "seconds": StageSeconds(queued=300, init=2 * jitter, ready=1, run=20 * jitter, eval_wait=1, eval=4, stop=1),
+        "seconds": StageSeconds(queued=10, init=2 * jitter, ready=1, run=20 * jitter, eval_wait=1, eval=4, stop=1),
         "model_seconds": 14 * jitter,
     }
     return Planned(fields | changes, conversation() if turns is None else turns)

@@ -44,6 +44,7 @@ from .ailing import (
     results_of,
     stale,
     tokens,
+    trend,
     uneven,
 )
 
@@ -239,6 +240,22 @@ async def test_a_tenant_sees_its_own_runs_only(ward: Ward) -> None:
     assert bob.findings == ()
     with pytest.raises(NotFound):
         await ward.doctor.diagnose(groups=["g-00000"], tenant="bob")
+
+
+async def test_trends_are_those_of_one_run(ward: Ward) -> None:
+    """Two runs, the second with shorter sessions and higher rewards: neither has a trend."""
+
+    def plan(reward: float, sampled: int) -> Plan:
+        counts = TokenCounts(sampled=sampled, trained=sampled)
+        return lambda place: planned(place, reward=reward + place.chance.gauss(0, 0.1), tokens=counts)
+
+    await put_run(ward.store, plan(0.2, 9000), groups=40, n=2, labels={"run": "a"})
+    await put_run(ward.store, plan(0.8, 900), groups=40, n=2, labels={"run": "b"}, first=100)
+    assert (await ward.doctor.diagnose()).findings == ()
+    await put_run(ward.store, trend("tokens")(0.8), groups=40, n=2, labels={"run": "c"}, first=200)
+    [finding] = (await ward.doctor.diagnose()).findings
+    assert (finding.rule, finding.subject) == ("shorter answers, more reward", "operator run=c")
+    assert finding.text.startswith("rewards of operator run=c rise from 0.3")
 
 
 async def test_evaluations_are_not_judged_as_training(ward: Ward) -> None:

@@ -22,6 +22,7 @@ from outrider.schemas import EVALUATION_LABEL, RunSeconds
 from outrider.service.diagnosis.prompts import ChangedLine, changed_line
 from outrider.service.diagnosis.session_facts import SessionFacts
 from outrider.service.diagnosis.statistics import ClusterShare, Moments
+from outrider.store.queue import BUCKET_LABELS
 from outrider.store.rows import GroupRow
 from outrider.trajectory import ForkCause, SessionResult
 
@@ -98,10 +99,11 @@ class NamedTallies(dict[str, SessionTally]):
 
 
 class GroupPoint(msgspec.Struct, frozen=True):
-    """A group on the axis of time: the mean of its rewards, and the means of the logarithms of the sampled tokens and
-    of the numbers of tests (nan if no session reports one). `fewest_tests` and `shortest` are the sessions with the
-    group's best reward and with the fewest tests or tokens."""
+    """A group of a run (`run_of`) on the axis of time: the mean of its rewards, and the means of the logarithms of the
+    sampled tokens and of the numbers of tests (nan if no session reports one). `fewest_tests` and `shortest` are the
+    sessions with the group's best reward and with the fewest tests or tokens."""
 
+    run: str
     created: float
     reward: float
     tokens: float
@@ -208,7 +210,7 @@ class RunEvidence:
             if reason in OUT_OF_TIME:
                 self.out_of_time.at(reason.value).add(1, 1, session_id)
             self.exits.add(reason is StopReason.NONZERO_EXIT, 1, session_id)
-        if tokens.sampled:
+        if tokens.sampled > 0:
             self.drift.add(tokens.drift > 0, 1, session_id)
             self.unsure.add(min(tokens.unsure, tokens.sampled), tokens.sampled, session_id)
             self.untrained.add(min(tokens.masked + tokens.dropped, tokens.sampled), tokens.sampled, session_id)
@@ -338,7 +340,7 @@ class _GroupUnderWay:
         self.highest = reward if not self.rewards.count else max(self.highest, reward)
         self.lowest = reward if not self.rewards.count else min(self.lowest, reward)
         self.rewards.add(reward)
-        if result.tokens.sampled:
+        if result.tokens.sampled > 0:
             self._tokens.add(log(result.tokens.sampled))
             self._note("tokens", reward, result.tokens.sampled, result.session_id)
         count = count_of_tests(result.verdict.metrics)
@@ -353,6 +355,7 @@ class _GroupUnderWay:
     def point(self) -> GroupPoint:
         none = (0.0, 0.0, "")
         return GroupPoint(
+            run=run_of(self.row),
             created=self.row.created,
             reward=self.rewards.mean,
             tokens=self._tokens.mean if self._tokens.count else nan,
@@ -360,6 +363,13 @@ class _GroupUnderWay:
             fewest_tests=self._best.get("tests", none)[2],
             shortest=self._best.get("tokens", none)[2],
         )
+
+
+def run_of(row: GroupRow) -> str:
+    """Return the name of the run to which a group belongs: its tenant, its harness, and the label by which the queue
+    tells runs apart, if it has one."""
+    named = next((f"{name}={row.labels[name]}" for name in BUCKET_LABELS if row.labels.get(name)), "")
+    return " ".join(filter(None, (row.tenant, row.harness, named)))
 
 
 def count_of_tests(metrics: Mapping[str, float]) -> float | None:

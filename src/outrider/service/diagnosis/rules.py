@@ -95,6 +95,7 @@ class RunRule(msgspec.Struct, frozen=True, kw_only=True):
             "bound": _number(measured.bound, self.percent),
             "units": f"{measured.units:,}",
             "subject": subject,
+            "of": f" of {subject}" if subject else "",
         } | {name: _plain(value) for name, value in measured.numbers.items()}
         numbers: dict[str, float | str] = {
             "value": measured.value,
@@ -170,7 +171,7 @@ RULES: Sequence[RunRule] = (
         unit="groups",
         given=0.3,
         given_text="the reward rises, in standard deviations",
-        finding="rewards rise from {reward_before} to {reward_after} while the number of tests that run falls by"
+        finding="rewards{of} rise from {reward_before} to {reward_after} while the number of tests that run falls by"
         " {value} (at least {bound}): the policy may have learned to avoid the tests",
         next="open the sessions, which have the best reward and the fewest tests, and see what happened to the tests",
     ),
@@ -184,7 +185,7 @@ RULES: Sequence[RunRule] = (
         unit="groups",
         given=0.3,
         given_text="the reward rises, in standard deviations",
-        finding="rewards rise from {reward_before} to {reward_after} while sessions get shorter by {value}"
+        finding="rewards{of} rise from {reward_before} to {reward_after} while sessions get shorter by {value}"
         " (at least {bound}): the policy may have found a short way around the task",
         next="open the sessions, which have the best reward and the fewest tokens, and check that they solve the task",
     ),
@@ -486,14 +487,20 @@ def _commonest_line(evidence: RunEvidence) -> ChangedLine | None:
 
 
 def _of_trend(kind: Literal["tests", "tokens"], evidence: RunEvidence) -> Iterator[Measured]:
-    """Measure the fall of a number from the first to the last third of the groups, given the rise of the reward. The
-    number of tokens is only measured on groups that report no number of tests: with a steady number of tests, shorter
-    sessions are no sign of a fault."""
-    points = [point for point in evidence.points if isnan(point.tests) == (kind == "tokens")]
-    points = [point for point in points if not isnan(getattr(point, kind))]
+    """Measure, for each run, the fall of a number from the first to the last third of the groups, given the rise of the
+    reward. The number of tokens is only measured on groups that report no number of tests: with a steady number of
+    tests, shorter sessions are no sign of a fault."""
+    runs: dict[str, list[GroupPoint]] = {}
+    for point in evidence.points:
+        if isnan(point.tests) == (kind == "tokens") and not isnan(getattr(point, kind)):
+            runs.setdefault(point.run, []).append(point)
+    for name, points in sorted(runs.items()):
+        if len(points) >= THIRD:
+            yield _fall(kind, name if len(runs) > 1 else "", points)
+
+
+def _fall(kind: str, run: str, points: Sequence[GroupPoint]) -> Measured:
     size = len(points) // THIRD
-    if not size:
-        return
     first, last = points[:size], points[-size:]
 
     def moments(part: Sequence[GroupPoint], name: str) -> Moments:
@@ -503,11 +510,12 @@ def _of_trend(kind: Literal["tests", "tokens"], evidence: RunEvidence) -> Iterat
     values = moments(first, kind), moments(last, kind)
     fewest = sorted(last, key=lambda point: (getattr(point, kind), -point.reward))[:MOST_EXAMPLES]
     named = [point.fewest_tests if kind == "tests" else point.shortest for point in fewest]
-    yield Measured(
+    return Measured(
         bound=least_fall(*values),
         value=least_fall(_certain(values[0]), _certain(values[1])),
         units=len(points),
         given=least_rise(*rewards),
+        subject=run,
         numbers={"reward_before": rewards[0].mean, "reward_after": rewards[1].mean},
         sessions=tuple(name for name in named if name),
     )

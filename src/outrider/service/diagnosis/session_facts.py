@@ -32,10 +32,10 @@ LEAST_CACHED = 256
 whole blocks, so nothing can be said about shorter ones."""
 
 FAILED = re.compile(
-    r"""^\W{0,4}(?:\w+\.)*\w*(?:error|exception|fatal|failed|failure|traceback|denied|refused)\b
+    r"""^[^\w{]{0,4}(?:\w+\.)*\w*(?:error|exception|fatal|failed|failure|traceback|denied|refused)\b
     |exit(?:ed)?[ _](?:with[ ])?(?:code|status)\W{0,4}[1-9]
     |return[ _]?code\W{0,4}[1-9]
-    |"(?:error|is_error)"\s*:\s*(?!null|false|""|\{\}|\[\])
+    |"(?:error|is_error)"\s*:(?!\s*(?:null|false|""|\{\}|\[\]))
     |command\snot\sfound|no\ssuch\stool|unknown\stool|not\sa\s(?:valid\s|known\s)?tool|\btool\b.{0,80}\bnot\s(?:found|available)
     |timed\sout
     """,
