@@ -23,7 +23,8 @@ async def diagnosis(
     group: Annotated[list[str] | None, Query(description="the id of a group; may be repeated")] = None,
     since: Annotated[float, Query(ge=0, description="seconds since the epoch")] = 0.0,
 ) -> RunDiagnosis:
-    """Say what is wrong with a run, with evidence: the groups with these labels, or the named groups, or all groups."""
+    """List the faults of a run, with evidence. A run is the groups with these labels, the named groups, or all
+    groups."""
     pairs = [each.partition("=") for each in label or ()]
     if any(not name or not equals for name, equals, _ in pairs):
         raise InvalidField("a label is NAME=VALUE", field="label")

@@ -45,7 +45,7 @@ def diagnose(
         ),
     ] = None,
 ) -> None:
-    """Say what is wrong with a run, with evidence and the next step.
+    """List the faults of a run, with evidence and the next step.
 
     All results of the run are read, and the turns of a sample. Without a label
     or a group: all groups.

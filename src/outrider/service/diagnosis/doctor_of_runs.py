@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -18,7 +19,7 @@ from outrider.errors import UNREADABLE, NotFound
 from outrider.schemas import RunDiagnosis, RunFinding
 from outrider.service.diagnosis.evidence import RunEvidence
 from outrider.service.diagnosis.rules import diagnose
-from outrider.service.diagnosis.session_facts import FactsReader, SessionFacts
+from outrider.service.diagnosis.session_facts import FactsReader
 from outrider.store.rows import GroupRow, PackedResult, result_from, turn_from
 from outrider.store.store import Store
 from outrider.timeline import Entry
@@ -94,7 +95,13 @@ class DoctorOfRuns:
     async def _all(self, since: float, tenant: str | None) -> AsyncIterator[list[GroupRow]]:
         """Yield all groups in pages, newest first."""
         before: str | None = None
-        while page := await self._store.groups_before(before, limit=GROUPS_READ, since=since, tenant=tenant):
+        while True:
+            try:
+                page = await self._store.groups_before(before, limit=GROUPS_READ, since=since, tenant=tenant)
+            except NotFound:  # the oldest group so far was removed meanwhile, and so were the groups before it
+                return
+            if not page:
+                return
             yield page
             before = page[-1].id
 
@@ -122,9 +129,11 @@ class DoctorOfRuns:
                     _, parts = await self._store.timeline(session_id, attempt)
                 except NotFound:  # the session was removed since
                     continue
-                facts = await self._offload.run_steps(_facts(session_id, packed, parts[:MOST_PARTS]))
-                if facts.turns:  # the group may have been removed in between
-                    evidence.add_facts(group_id, facts)
+                if packed:
+                    reader = FactsReader(session_id)
+                    await self._offload.run_steps(_read(reader, packed, parts[:MOST_PARTS]))
+                    # The comparison of long prompts takes some time, so it runs in the thread, too.
+                    await self._offload.run(partial(evidence.add_facts, group_id, reader.facts))
 
 
 def _parts(rows: Iterable[GroupRow]) -> Iterator[list[GroupRow]]:
@@ -162,8 +171,7 @@ def _add_results(evidence: RunEvidence, results: Sequence[bytes]) -> Steps[None]
             evidence.add_result(result_from(packed))
 
 
-def _facts(session_id: str, turns: Sequence[bytes], timeline: Sequence[bytes]) -> Steps[SessionFacts]:
-    reader = FactsReader(session_id)
+def _read(reader: FactsReader, turns: Sequence[bytes], timeline: Sequence[bytes]) -> Steps[None]:
     for piece in _pieces(turns):
         yield sum(map(len, piece))
         for packed in piece:
@@ -174,7 +182,6 @@ def _facts(session_id: str, turns: Sequence[bytes], timeline: Sequence[bytes]) -
         with suppress(*UNREADABLE):
             entries += ENTRIES.decode(part)
     reader.add_commands(entries)
-    return reader.facts
 
 
 def _pieces(packed: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -366,8 +366,8 @@ class _GroupUnderWay:
 
 
 def run_of(row: GroupRow) -> str:
-    """Return the name of the run to which a group belongs: its tenant, its harness, and the label by which the queue
-    tells runs apart, if it has one."""
+    """Return the name of the run to which a group belongs: its tenant, its harness, and the label that
+    names its bucket in the queue, if it has one."""
     named = next((f"{name}={row.labels[name]}" for name in BUCKET_LABELS if row.labels.get(name)), "")
     return " ".join(filter(None, (row.tenant, row.harness, named)))
 

@@ -15,7 +15,7 @@ import msgspec
 from outrider.messages import Message, Role
 from outrider.redaction import without_keys
 
-HEAD_CHARACTERS = 200_000
+HEAD_CHARACTERS = 100_000
 """Maximum number of characters of a beginning that are compared."""
 SHOWN_CHARACTERS = 160
 """Maximum number of characters of a line that are shown."""

@@ -1,9 +1,9 @@
 """The rules of the doctor of runs, as data, and the pure function that applies the rules to the evidence of a run.
 
 A rule compares a measurement with a threshold. The measurement is the careful bound of an estimate (`statistics.py`),
-never the estimate itself, and comes with the number of independent units from which it is made. A rule says nothing
-below its least number of units. docs/diagnosis.md prints the table. Invariant: the findings depend on the evidence and
-the rules alone.
+never the estimate itself, and comes with the number of independent units from which the bound is made. A rule finds
+nothing if there are fewer units than the rule's least number. docs/diagnosis.md prints the table. Invariant: the
+findings depend on the evidence and the rules alone.
 """
 
 from __future__ import annotations
