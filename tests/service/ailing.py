@@ -470,7 +470,7 @@ PAIRS: Mapping[str, Pair] = {
     "cache misses": Pair(cache_misses, 0.6, 0.4),
     "prompts that differ": Pair(differing, 0.65, 0.5),
     "prompts that change": Pair(changing, 0.3, 0.22),
-    "time spent waiting": Pair(time_in("eval_wait"), 0.4, 0.25),
+    "time spent waiting": Pair(time_in("eval_wait"), 0.6, 0.4),
     "time spent preparing": Pair(time_in("init"), 0.5, 0.35),
     "time spent grading": Pair(time_in("eval"), 0.6, 0.45),
     "time spent in tools": Pair(time_in("tools"), 0.85, 0.7),

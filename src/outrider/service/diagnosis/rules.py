@@ -356,8 +356,9 @@ RULES: Sequence[RunRule] = (
     RunRule(
         name="time spent waiting",
         severity="warning",
-        looks_at="time that sessions wait with a prepared sandbox, for a run slot or an eval slot",
-        threshold=0.3,
+        looks_at="time that sessions wait with a prepared sandbox, for a run slot or an eval slot (a third in a full"
+        " service with the default lanes)",
+        threshold=0.5,
         least=20,
         given=LEAST_SESSION_SECONDS,
         given_text="mean seconds of a session",
