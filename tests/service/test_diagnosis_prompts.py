@@ -161,6 +161,23 @@ def test_what_the_cache_could_have_kept() -> None:
     assert facts_of([first, other]).cacheable == 0
 
 
+def test_a_wait_for_new_weights_is_no_wait() -> None:
+    first, same, newer, mixed = (
+        a_turn(at, versions=versions)
+        for at, versions in enumerate(
+            (
+                (VersionSpan(3, 0, 10),),
+                (VersionSpan(3, 0, 10),),
+                (VersionSpan(4, 0, 10),),
+                (VersionSpan(4, 0, 5), VersionSpan(5, 5, 10)),
+            )
+        )
+    )
+    assert facts_of([first, same]).waits == [1.0, 1.0]
+    assert facts_of([first, same, newer, mixed]).waits == [1.0, 1.0]
+    assert facts_of([first, a_turn(1, versions=())]).waits == [1.0, 1.0]
+
+
 def test_versions_of_spans_without_tokens_do_not_count() -> None:
     facts = facts_of([a_turn(0, versions=(VersionSpan(1, 0, 0), VersionSpan(5, 0, 4), VersionSpan(6, 4, 10)))])
     assert (facts.oldest, facts.newest) == (5, 6)

@@ -65,7 +65,8 @@ class SessionFacts(msgspec.Struct, kw_only=True):
 
     cut: turns whose reply ended at the token limit. calls: tool calls of the replies, malformed ones included.
     tools: by name. speeds: by engine. engine: the engine of the first turn, at the time `began`.
-    waits: for each turn, the time from the request to the first token.
+    waits: for each turn during which the policy's version stayed the same, the time from the request to the first
+        token.
     cacheable: tokens of earlier prompts and replies that the prefix cache could have kept. missed: those of them that
         the engine computed again.
     oldest, newest: the policy versions of the sampled tokens; None without a version. ended: the end of the last turn.
@@ -124,7 +125,7 @@ class FactsReader:
             speed = facts.speeds.setdefault(turn.engine, EngineSpeed())
             speed.seconds += max(0.0, turn.timings.finished - turn.timings.received)
             speed.tokens += sampled
-        if turn.timings.first_token is not None:
+        if turn.timings.first_token is not None and not self._policy_changed(turn):
             facts.waits.append(max(0.0, turn.timings.first_token - turn.timings.received))
         self._add_cache(turn)
         self._lengths[turn.index] = turn.prompt_length + sampled
@@ -146,6 +147,13 @@ class FactsReader:
                 facts.programs[program] = facts.programs.get(program, 0.0) + max(0.0, entry.end - entry.start)
                 if entry.data.get("exit_code") in MISSING and program not in facts.missing:
                     facts.missing.append(program)
+
+    def _policy_changed(self, turn: Turn) -> bool:
+        """Return True if the policy's version rose during the call or since the session's last one: calls wait while
+        new weights are loaded."""
+        versions = {span.version for span in turn.versions}
+        before = self.facts.newest
+        return len(versions) > 1 or (before is not None and any(version > before for version in versions))
 
     def _add_calls(self, turn: Turn) -> None:
         calls = turn.reply.tool_calls if turn.reply is not None else ()
