@@ -173,9 +173,10 @@ def test_a_wait_for_new_weights_is_no_wait() -> None:
             )
         )
     )
-    assert facts_of([first, same]).waits == [1.0, 1.0]
-    assert facts_of([first, same, newer, mixed]).waits == [1.0, 1.0]
-    assert facts_of([first, a_turn(1, versions=())]).waits == [1.0, 1.0]
+    assert facts_of([first, same]).waits == [1.0]
+    assert facts_of([first, same, newer, mixed]).waits == [1.0]
+    assert facts_of([first, a_turn(1, versions=())]).waits == [1.0]
+    assert facts_of([first]).first_wait == 1.0
 
 
 def test_versions_of_spans_without_tokens_do_not_count() -> None:

@@ -9,10 +9,25 @@ import msgspec
 import pytest
 
 from outrider.schemas import RunFinding
-from outrider.service.diagnosis.evidence import RunEvidence
+from outrider.service.diagnosis.evidence import MOST_NAMES, NamedTallies, RunEvidence
 from outrider.service.diagnosis.rules import MEASURES, RULES, Measured, RunRule, diagnose
+from outrider.trajectory import TurnTimings, VersionSpan
 
-from .ailing import PAIRS, Place, Planned, commands, evidence_of, planned, slow, stale, stalled, tool, trend, uneven
+from .ailing import (
+    PAIRS,
+    Place,
+    Plan,
+    Planned,
+    commands,
+    evidence_of,
+    planned,
+    slow,
+    stale,
+    stalled,
+    tool,
+    trend,
+    uneven,
+)
 
 NAMES = [rule.name for rule in RULES]
 
@@ -101,6 +116,33 @@ def subjects(name: str) -> set[str]:
     return {each.subject for each in found(with_fault(name), rule_of(name))}
 
 
+@pytest.mark.parametrize(
+    ("name", "subject"),
+    [
+        ("errors", "runtime: runtime_failure"),
+        ("timeouts", "agent_timeout"),
+        ("sessions cut short", "max_turns"),
+        ("tools that never work", "search"),
+        ("uneven engines", "one"),
+        ("prompts that differ", "date or time"),
+        ("prompts that change", "path"),
+        ("drift", ""),
+    ],
+)
+def test_a_finding_names_its_subject(name: str, subject: str) -> None:
+    assert subjects(name) == {subject}
+
+
+def test_names_have_a_bound() -> None:
+    tallies = NamedTallies()
+    for number in range(2 * MOST_NAMES):
+        tallies.at(f"cause {number}").add(1, 1, f"s-{number}")
+    tallies.at("cause 0").add(1, 1, "s-0")
+    assert len(tallies) == MOST_NAMES + 1
+    assert tallies["others"].ratio.units == MOST_NAMES
+    assert tallies["cause 0"].ratio.units == 2
+
+
 def test_a_tool_that_often_works_is_not_one_that_never_works() -> None:
     rule = rule_of("tools that never work")
     often = evidence_of(tool(0.93))
@@ -165,6 +207,23 @@ def test_a_wait_is_a_stall_by_its_length_and_by_what_is_usual() -> None:
     assert found(evidence_of(stalled(0.5, seconds=31, usual=1)), rule)
     assert found(evidence_of(stalled(0.5, seconds=99, usual=10)), rule) == []
     assert found(evidence_of(stalled(0.5, seconds=101, usual=10)), rule)
+
+
+def test_the_first_call_of_a_session_may_wait_for_new_weights() -> None:
+    def plan(versions: int) -> Plan:
+        def of(place: Place) -> Planned:
+            [first, *others] = stale(0.0)(place).turns
+            seconds = 60.0 if place.among(0.2) else 1.0
+            at = first.timings.received
+            times = TurnTimings(received=at, first_token=at + seconds, finished=at + 70)
+            spans = (VersionSpan(place.group * versions, 0, 10),)
+            first, *others = (msgspec.structs.replace(turn, versions=spans) for turn in (first, *others))
+            return planned(place, turns=[msgspec.structs.replace(first, timings=times), *others])
+
+        return of
+
+    assert found(evidence_of(plan(0)), rule_of("stalled calls"))
+    assert found(evidence_of(plan(1)), rule_of("stalled calls")) == []
 
 
 def test_an_engine_that_came_late_is_not_uneven() -> None:

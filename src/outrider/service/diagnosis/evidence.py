@@ -138,11 +138,13 @@ class VersionUse(msgspec.Struct, frozen=True):
 
 
 class CallWaits(msgspec.Struct, frozen=True):
-    """The usual and the longest wait for a first token in a session, in seconds."""
+    """The usual wait for a first token in a session, the wait of the first call, and the longest wait of the later
+    calls, in seconds. None if there is no such call."""
 
     session_id: str
     usual: float
-    longest: float
+    first: float | None
+    later: float | None
 
 
 class RunEvidence:
@@ -297,8 +299,10 @@ class RunEvidence:
             self.starts.append(EngineStart(facts.engine, facts.began, session_id))
         if facts.oldest is not None and facts.newest is not None:
             self.versions.append(VersionUse(session_id, group_id, facts.oldest, facts.newest, facts.ended))
-        if facts.waits:
-            self.waits.append(CallWaits(session_id, median(facts.waits), max(facts.waits)))
+        waits = facts.waits if facts.first_wait is None else [facts.first_wait, *facts.waits]
+        if waits:
+            later = max(facts.waits, default=None)
+            self.waits.append(CallWaits(session_id, median(waits), facts.first_wait, later))
         self._add_prompts(group_id, facts)
 
     def _add_prompts(self, group_id: str, facts: SessionFacts) -> None:

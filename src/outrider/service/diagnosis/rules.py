@@ -589,14 +589,19 @@ def _merged(parts: Sequence[Moments]) -> Moments:
 
 
 def _of_stalls(evidence: RunEvidence) -> Iterator[Measured]:
+    """Measure the sessions with a stalled call. The first call of a session counts only if the policy's version stays
+    the same during the run, because calls wait while new weights are loaded."""
     if not evidence.waits:
         return
     usual = median(waits.usual for waits in evidence.waits)
+    versions = {version for use in evidence.versions for version in (use.oldest, use.newest)}
     tally = SessionTally()
+    longest = 0.0
     for waits in evidence.waits:
-        stalls = waits.longest >= max(STALL_SECONDS, STALL_TIMES * usual)
-        tally.add(stalls, 1, waits.session_id)
-    longest = max(waits.longest for waits in evidence.waits)
+        counted = [wait for wait in (waits.first if len(versions) < 2 else None, waits.later) if wait is not None]
+        if counted:
+            longest = max(longest, *counted)
+            tally.add(max(counted) >= max(STALL_SECONDS, STALL_TIMES * usual), 1, waits.session_id)
     yield _measured(tally, numbers={"usual": usual, "longest": longest})
 
 

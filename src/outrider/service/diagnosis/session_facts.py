@@ -65,8 +65,8 @@ class SessionFacts(msgspec.Struct, kw_only=True):
 
     cut: turns whose reply ended at the token limit. calls: tool calls of the replies, malformed ones included.
     tools: by name. speeds: by engine. engine: the engine of the first turn, at the time `began`.
-    waits: for each turn during which the policy's version stayed the same, the time from the request to the first
-        token.
+    first_wait: the time from the request to the first token of the first turn, None if no token was sampled.
+    waits: the same for each later turn during which the policy's version stayed the same.
     cacheable: tokens of earlier prompts and replies that the prefix cache could have kept. missed: those of them that
         the engine computed again.
     oldest, newest: the policy versions of the sampled tokens; None without a version. ended: the end of the last turn.
@@ -86,6 +86,7 @@ class SessionFacts(msgspec.Struct, kw_only=True):
     engine: str | None = None
     began: float = 0.0
     ended: float = 0.0
+    first_wait: float | None = None
     waits: list[float] = []
     cacheable: int = 0
     missed: int = 0
@@ -126,7 +127,11 @@ class FactsReader:
             speed.seconds += max(0.0, turn.timings.finished - turn.timings.received)
             speed.tokens += sampled
         if turn.timings.first_token is not None and not self._policy_changed(turn):
-            facts.waits.append(max(0.0, turn.timings.first_token - turn.timings.received))
+            wait = max(0.0, turn.timings.first_token - turn.timings.received)
+            if facts.turns == 1:
+                facts.first_wait = wait
+            else:
+                facts.waits.append(wait)
         self._add_cache(turn)
         self._lengths[turn.index] = turn.prompt_length + sampled
         for span in turn.versions:
