@@ -10,7 +10,7 @@ import pytest
 
 from cli.world import REPLIES, Cli
 from outrider.client.client import AsyncClient
-from outrider.errors import EvaluatorError, NotFound
+from outrider.errors import EvaluatorError, InvalidField, NotFound
 from outrider.evaluators.base import Outcome
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.messages import Message, Role
@@ -138,6 +138,10 @@ async def test_wrong_arguments_are_named(cli: Cli, tmp_path: Path) -> None:
         ]
         with pytest.raises(NotFound):
             await client.diagnosis(groups=["g-unknown"])
+        with pytest.raises(InvalidField, match="201 groups are named, and at most 200 can be"):
+            await client.diagnosis(groups=[f"g-0019a4e2b6c1f3d{number:03}" for number in range(201)])
+        with pytest.raises(InvalidField, match="a label is NAME=VALUE"):
+            await client.diagnosis(labels={"": "x"})
     assert [ran.code for ran in refused] == [2] * 5
     assert [ran.err.splitlines()[0] for ran in refused] == [
         "error: --fail-on: 'info' is not a severity to fail on",

@@ -10,7 +10,7 @@ from outrider.service.diagnosis.prompts import SHOWN_CHARACTERS, ChangedLine, ch
 from outrider.service.diagnosis.session_facts import FactsReader, SessionFacts, shows_failure
 from outrider.trajectory import ForkCause, JoinKind, Turn, VersionSpan
 
-from .ailing import SYSTEM, a_turn, conversation
+from .ailing import SYSTEM, a_turn, commands, conversation
 
 KINDS = {
     "date or time": [
@@ -61,6 +61,13 @@ def test_a_single_line_is_compared_by_its_characters() -> None:
     assert found is not None
     assert found.kind == "path"
     assert changed_line("You are an agent.", "Write a title for this text.") is None
+
+
+def test_what_two_lines_have_in_common_counts_once() -> None:
+    assert changed_line("aaaa", "aaaaaaaaa") is None
+    found = changed_line(f"{SYSTEM}\na 5 5", f"{SYSTEM}\na 5 5 5")
+    assert found is not None
+    assert found.kind == "number"
 
 
 def test_a_long_line_is_cut_around_the_change() -> None:
@@ -148,6 +155,18 @@ def test_made_up_tools_have_a_bound() -> None:
     reply = Message(role=Role.ASSISTANT, tool_calls=calls)
     facts = facts_of([a_turn(0, reply=reply), a_turn(1, messages=results)])
     assert (facts.calls, len(facts.tools)) == (300, 100)
+
+
+def test_programs_have_a_bound_and_are_counted_once() -> None:
+    reader = FactsReader("s")
+    ran = [(f"/bin/program-{number} -x", 127, 1.0) for number in range(300)]
+    reader.add_commands([*commands(*ran), *commands(("/bin/program-0 -y", 127, 2.0))])
+    assert len(reader.facts.programs) == len(reader.facts.missing) == 100
+    assert reader.facts.programs["program-0"] == 2.0  # the later entry with the same number
+    going_on = msgspec.structs.replace(commands(("sleep 9", 0, 9.0))[0], end=None)
+    other = FactsReader("s")
+    other.add_commands([going_on, msgspec.structs.replace(commands(("  ", 127, 1.0))[0], number=1)])
+    assert (other.facts.programs, other.facts.missing) == ({}, [])
 
 
 def test_what_the_cache_could_have_kept() -> None:

@@ -10,7 +10,8 @@ from outrider.api.control_router import Caller, ControlRouter, Serving
 from outrider.errors import InvalidField, NotFound
 from outrider.schemas import RunDiagnosis
 
-MOST_NAMED_GROUPS = 1000
+MOST_NAMED_GROUPS = 200
+"""Maximum number of groups that a request may name: each is read by itself, and a URL has a bound."""
 
 ROUTES = ControlRouter()
 
