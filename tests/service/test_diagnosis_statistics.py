@@ -15,6 +15,7 @@ from outrider.service.diagnosis.statistics import (
     least_fall,
     least_rise,
     least_times,
+    student_quantile,
 )
 
 
@@ -98,6 +99,12 @@ def test_the_bound_of_a_difference_is_rarely_above_the_truth() -> None:
         second = Moments.of([chance.gauss(0.5, 2) for _ in range(10)])
         above += least_difference(first, second) > 0.5
     assert above <= 9
+
+
+@pytest.mark.parametrize(("freedom", "known"), [(9, 4.297), (18, 3.610), (40, 3.307), (120, 3.160), (1e9, 3.090)])
+def test_the_quantile_is_students(freedom: float, known: float) -> None:
+    """The known values are those of tables of the distribution, for the probability 0.999."""
+    assert known * 0.985 < student_quantile(freedom) <= known + 0.001
 
 
 def test_a_difference_needs_two_values_on_each_side() -> None:
