@@ -11,6 +11,7 @@ import pytest
 from outrider.schemas import RunFinding
 from outrider.service.diagnosis.evidence import MOST_NAMES, NamedTallies, RunEvidence
 from outrider.service.diagnosis.rules import MEASURES, RULES, Measured, RunRule, diagnose
+from outrider.service.diagnosis.session_facts import EngineSpeed, SessionFacts
 from outrider.trajectory import TurnTimings, VersionSpan
 
 from .ailing import (
@@ -19,6 +20,7 @@ from .ailing import (
     Plan,
     Planned,
     commands,
+    differing,
     evidence_of,
     planned,
     slow,
@@ -141,6 +143,30 @@ def test_names_have_a_bound() -> None:
     assert len(tallies) == MOST_NAMES + 1
     assert tallies["others"].ratio.units == MOST_NAMES
     assert tallies["cause 0"].ratio.units == 2
+
+
+def test_programs_and_engines_have_a_bound() -> None:
+    evidence = RunEvidence()
+    for number in range(2 * MOST_NAMES):
+        facts = SessionFacts(
+            session_id=f"s-{number}",
+            turns=1,
+            programs={f"program-{number}": 1.0, "ls": 2.0},
+            speeds={f"engine-{number}": EngineSpeed(1.0, 10), "one": EngineSpeed(1.0, 10)},
+        )
+        evidence.add_facts("g", facts)
+    assert len(evidence.speeds) == len(evidence.program_seconds) == MOST_NAMES
+    assert evidence.program_seconds["ls"] == 4.0 * MOST_NAMES
+    assert evidence.speeds["one"].count == 2 * MOST_NAMES
+
+
+def test_the_commonest_kind_of_change_is_named() -> None:
+    def plan(place: Place) -> Planned:
+        kind = "Today is 2026-11-{:02}." if place.group % 3 else "Working directory: /work/{}"
+        return differing(0.9, kind)(place)
+
+    [finding] = found(evidence_of(plan), rule_of("prompts that differ"))
+    assert finding.subject == "date or time"
 
 
 def test_a_tool_that_often_works_is_not_one_that_never_works() -> None:
