@@ -20,6 +20,10 @@ R = TypeVar("R", bound=msgspec.Struct)
 Role = Literal["read", "submit", "node", "admin"]
 """The rights of a token. `submit` includes `read`, `node` only allows a node to join, `admin` allows everything."""
 
+Severity = Literal["error", "warning", "info"]
+"""The severity of a finding: `error` spoils what is trained on or fails sessions, `warning` wastes time or tokens,
+`info` is good to know."""
+
 PolicyPause = Literal["finish", "abort"]
 """The effect of a policy pause on the generations in flight: they run to their end, or are cut off and continued
 later."""
@@ -530,6 +534,57 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineStatus, ...]
     policy: PolicyStatus = PolicyStatus(version=0, paused=None, engines=())
     failing: tuple[FailingChore, ...] = ()
+
+
+class RunFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault that a rule of the doctor of runs has found (docs/diagnosis.md).
+
+    text: the fault, in one line. subject: what the finding is about, such as a tool, an engine or an error's code; ""
+        for findings about all sessions.
+    numbers: `value` is the estimate, `at_least` is the bound that is compared with `threshold`, `sessions` or `groups`
+        is the number of independent units; others depend on the rule.
+    sessions: up to 5 sessions that show the fault, the clearest first. next: the next step.
+    """
+
+    rule: str
+    severity: Severity
+    text: str
+    subject: str = ""
+    numbers: dict[str, float | str] = {}
+    sessions: tuple[str, ...] = ()
+    next: str
+
+
+class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a run's done sessions by their use, summed. `queued` is the wait for a slot before the sandbox starts,
+    without the time in the service's queue; `waiting` is the time in which a prepared sandbox waits for a slot; `tools`
+    is the time of the run in which no model call is under way."""
+
+    queued: float = 0.0
+    waiting: float = 0.0
+    preparing: float = 0.0
+    model: float = 0.0
+    tools: float = 0.0
+    grading: float = 0.0
+    stopping: float = 0.0
+
+
+class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What the doctor of runs has read, and the findings, the most severe first.
+
+    groups, sessions: the groups and the done sessions that were read. not_done: further sessions of these groups.
+    truncated: true if there are more groups, which are older and were not read.
+    read_sessions, read_turns: the sessions and model calls of the sample whose turns and timelines are read.
+    """
+
+    groups: int
+    sessions: int
+    not_done: int
+    truncated: bool = False
+    read_sessions: int
+    read_turns: int
+    seconds: RunSeconds
+    findings: tuple[RunFinding, ...]
 
 
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -219,14 +219,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     report: WorkerReport | None = None
 
 
-def path_to(turn: Turn, turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns from the root to `turn`. `turns[i].index` must be `i`."""
-    path = [turn]
-    while (parent := path[-1].parent) is not None:
-        path.append(turns[parent])
-    return path[::-1]
-
-
 def prompt_of(path: Sequence[Turn]) -> bytes:
     """Return the packed ids of the prompt of the path's last turn."""
     before = [ids for turn in path[:-1] for ids in (turn.prompt_delta, turn.output_ids)]
@@ -250,6 +242,17 @@ class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
     mode: TokenMode = TokenMode.TOKENS
     altered: bool = False
     messages: tuple[MessageOutline, ...] = ()
+
+
+TurnType = TypeVar("TurnType", Turn, TurnOutline, "Turn | TurnOutline")
+
+
+def path_to(turn: TurnType, turns: Sequence[TurnType]) -> list[TurnType]:
+    """Return the turns from the root to `turn`. `turns[i].index` must be `i`."""
+    path = [turn]
+    while (parent := path[-1].parent) is not None:
+        path.append(turns[parent])
+    return path[::-1]
 
 
 def without_gaps(turns: Sequence[Turn]) -> list[Turn]:

@@ -88,6 +88,7 @@ TABLE: dict[str, Row] = {
     "GET /v1/sessions/{session_id}/artifacts": UNKNOWN,
     "GET /v1/sessions/{session_id}/artifacts/{path:any_path}": UNKNOWN,
     "GET /v1/images/{digest}": UNKNOWN,
+    "GET /v1/diagnosis": Row(Gets.NOTHING, nothing={"groups": 0, "sessions": 0}),
     "GET /v1/status": Row(Gets.NOTHING, nothing={"sessions": NO_SESSIONS, "cursor": 0}),
     "GET /v1/engines": SHARED,
     "POST /v1/engines": REFUSED,

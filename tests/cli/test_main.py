@@ -46,6 +46,7 @@ def test_there_is_every_command() -> None:
             "slurm",
             "session",
             "capture",
+            "diagnose",
         ),
     }
 

@@ -85,6 +85,7 @@ from outrider.schemas import (
     Redelivered,
     ResultsPage,
     Role,
+    RunDiagnosis,
     SampleList,
     ServiceStatus,
     SessionEndpoint,
@@ -463,6 +464,18 @@ class AsyncClient:
             "label": [f"{name}={value}" for name, value in labels.items()],
         }
         return await self._call("GET", "/v1/sessions", SessionList, query=query)
+
+    async def diagnosis(
+        self, *, labels: Mapping[str, str] = {}, groups: Sequence[str] = (), since: float = 0.0
+    ) -> RunDiagnosis:
+        """Return the faults of the groups with all of `labels`, or of the named `groups`, that were created at `since`
+        (seconds since the epoch) or later (docs/diagnosis.md)."""
+        query: Query = {
+            "label": [f"{name}={value}" for name, value in labels.items()],
+            "group": list(groups),
+            "since": since or None,
+        }
+        return await self._call("GET", "/v1/diagnosis", RunDiagnosis, query=query)
 
     @asynccontextmanager
     async def external_session(
@@ -972,6 +985,7 @@ class Client:
     complete_session = _blocking(AsyncClient.complete_session)
     reset_session = _blocking(AsyncClient.reset_session)
     sessions = _blocking(AsyncClient.sessions)
+    diagnosis = _blocking(AsyncClient.diagnosis)
     samples = _blocking(AsyncClient.samples)
     chat_rows = _blocking(AsyncClient.chat_rows)
     timeline = _blocking(AsyncClient.timeline)

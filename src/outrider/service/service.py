@@ -45,6 +45,7 @@ from outrider.service.allow_lists import AllowLists
 from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer, Translate
+from outrider.service.diagnosis.doctor_of_runs import DoctorOfRuns
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
@@ -133,6 +134,7 @@ class Service:
         tokenizers = {model.backend.model: model.backend.renderer.tokenizer for model in frozen}
         self.reader = ViewReader(store, backend.renderer.tokenizer, backend.offload, frozen=tokenizers)
         self._offload = backend.offload
+        self.doctor = DoctorOfRuns(store, backend.offload)
         self._ids = Ids()
         secret = config.callbacks.secret
         self._deliverer = Deliverer(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -107,6 +107,13 @@ class PolicyRow(msgspec.Struct, frozen=True):
     weights: str | None = None
 
 
+class PackedResult(NamedTuple):
+    """The result of a session of a group, as stored (`result_from`)."""
+
+    group_id: str
+    packed: bytes
+
+
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True):
     """A token of the control API. Times are seconds since the epoch. `digest` is the SHA-256 of the token's text (hex).
     Groups submitted with the token belong to its `tenant`."""
@@ -191,6 +198,9 @@ class StoredTurns(msgspec.Struct, frozen=True):
         return [_OUTLINE.decode(packed) for packed in self.packed]
 
 
+result_from = msgspec.msgpack.Decoder(SessionResult).decode
+
+
 def columns_of(row: type[msgspec.Struct]) -> str:
     """Return the columns of a row, for a SELECT: the names of the struct's fields, in order."""
     return ", ".join(row.__struct_fields__)
@@ -207,7 +217,7 @@ UNPACKED: Mapping[str, Callable[[Any], Any]] = {
     "labels": msgspec.json.decode,
     "data": msgspec.json.decode,
     "last_error": msgspec.msgpack.Decoder(ErrorRecord).decode,
-    "result": msgspec.msgpack.Decoder(SessionResult).decode,
+    "result": result_from,
 }
 """Functions that convert a column's value to the field's value, by column name. The values of other columns are used
 unchanged."""

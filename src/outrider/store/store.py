@@ -33,7 +33,17 @@ from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.removals import REMOVED, Removals
-from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, StoredTurns, TokenRow
+from outrider.store.rows import (
+    Delivery,
+    EventKind,
+    GroupRow,
+    PackedResult,
+    PolicyRow,
+    QueueLength,
+    SessionRow,
+    StoredTurns,
+    TokenRow,
+)
 from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.store.training_timings import TrainingTimings
@@ -830,6 +840,23 @@ class Store:
             return [StoredTurns([packed for (packed,) in stored]) for stored in found]
 
         return await self._db.read(body)
+
+    async def packed_results(self, group_ids: Sequence[str], first: int, count: int) -> list[PackedResult]:
+        """Return the results of the groups' done sessions with the sample indexes [first, first + count), as stored.
+        The caller decodes the results (`rows.result_from`), because many results take long to decode."""
+        if not group_ids:
+            return []
+        sql = f"""SELECT group_id, result FROM sessions WHERE group_id IN ({", ".join("?" * len(group_ids))})
+            AND state = ? AND sample_index >= ? AND sample_index < ? AND result IS NOT NULL
+            ORDER BY group_id, sample_index"""
+        values = (*group_ids, SessionState.DONE.value, first, first + count)
+        return [PackedResult(*row) for row in await self._db.read(lambda tx: tx.fetch(sql, values))]
+
+    async def packed_turns(self, session_id: str, attempt: int, *, limit: int) -> list[bytes]:
+        """Return the first `limit` turns of an attempt, as stored (`rows.turn_from`), in the order of their index. The
+        list is empty for an unknown session."""
+        sql = "SELECT turn FROM turns WHERE session_id = ? AND attempt = ? ORDER BY turn_index LIMIT ?"
+        return [row[0] for row in await self._db.read(lambda tx: tx.fetch(sql, (session_id, attempt, limit)))]
 
     async def frozen_turns(
         self, session_id: str, attempt: int | None = None, *, tenant: str | None = None

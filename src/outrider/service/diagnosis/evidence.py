@@ -1,0 +1,414 @@
+"""Counts what happened in a run: each session's result, and the facts of a sample of sessions.
+
+Results are added group by group, in any order of time, and none is kept, so the memory has a bound whatever the size
+of the run. The groups of the trends and the sessions whose turns are read are samples, drawn by digests of the groups'
+ids: the same run gives the same samples. The module is pure. Invariant: a session counts once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from math import log, nan
+from statistics import median
+from typing import TypeVar
+
+import msgspec
+
+from outrider.lifecycle import GroupState, StopReason
+from outrider.schemas import EVALUATION_LABEL, RunSeconds
+from outrider.service.diagnosis.prompts import ChangedLine, changed_line
+from outrider.service.diagnosis.session_facts import SessionFacts
+from outrider.service.diagnosis.statistics import ClusterShare, Moments
+from outrider.store.queue import BUCKET_LABELS
+from outrider.store.rows import GroupRow
+from outrider.trajectory import ForkCause, SessionResult
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MOST_EXAMPLES = 5
+"""Maximum number of sessions that a finding names."""
+MOST_NAMES = 200
+"""Maximum number of error causes, tools and engines that are counted separately."""
+TREND_GROUPS = 4096
+"""Maximum number of groups whose rewards and lengths are compared over time."""
+SAMPLED_GROUPS = 100
+"""Maximum number of groups of which sessions are sampled."""
+SAMPLED_SESSIONS = 400
+"""Maximum number of sessions whose turns are read."""
+LEAST_SIBLINGS = 4
+"""Number of sampled sessions of each group, if there are many groups."""
+LEAST_SPREAD = 1e-9
+"""Rewards that differ by no more are equal."""
+STALE_VERSIONS = 4
+"""A session is stale if its oldest token is this many policy versions older than the newest version that any sampled
+session had seen by the session's end."""
+STALL_SECONDS = 30.0
+"""A call stalls if its first token takes at least this long, ..."""
+STALL_TIMES = 10.0
+"""... and this many times the run's usual time (the median over sessions of each session's median)."""
+TEST_COUNTS = ("tests", "tests_run", "num_tests", "total_tests", "test_count", "cases")
+"""Metrics with the number of tests that ran, in order of precedence. The names also count at the end of a longer name,
+after a dot, a slash or a colon."""
+
+OUTSIDE = frozenset({StopReason.CANCELLED, StopReason.EARLY_STOP})
+"""Endings that a person or the group decided: such sessions count neither as failed nor as sound."""
+CUT_SHORT = (StopReason.MAX_TOKENS, StopReason.MAX_TURNS, StopReason.CONTEXT_OVERFLOW)
+OUT_OF_TIME = (StopReason.AGENT_TIMEOUT, StopReason.SESSION_TIMEOUT, StopReason.EXPIRED)
+REWRITES = (
+    ForkCause.HISTORY_REWRITTEN,
+    ForkCause.BRIDGE_REFUSED,
+    ForkCause.TEMPLATE_HISTORY,
+    ForkCause.CAPTURE_DRIFT,
+)
+"""Causes of forks after which the engine reads an already known history again."""
+STAGES = ("waiting", "preparing", "model", "tools", "grading", "stopping")
+"""The uses of a session's time, apart from the queue."""
+
+
+class SessionTally:
+    """A ratio over sessions, and the sessions with the largest parts."""
+
+    def __init__(self) -> None:
+        self.ratio = ClusterShare()
+        self._examples: list[tuple[float, str]] = []
+
+    def add(self, part: float, whole: float, session_id: str) -> None:
+        self.ratio.add(part, whole)
+        if part > 0:
+            entry = (part, session_id)
+            if len(self._examples) < MOST_EXAMPLES:
+                heapq.heappush(self._examples, entry)
+            else:
+                heapq.heappushpop(self._examples, entry)
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        return tuple(session_id for _, session_id in sorted(self._examples, key=lambda each: (-each[0], each[1])))
+
+
+class NamedTallies(dict[str, SessionTally]):
+    """Tallies by name. Beyond MOST_NAMES, new names share the tally `others`."""
+
+    def at(self, name: str) -> SessionTally:
+        if name not in self and len(self) >= MOST_NAMES:
+            name = "others"
+        return self.setdefault(name, SessionTally())
+
+
+class GroupPoint(msgspec.Struct, frozen=True):
+    """A group of a run (`run_of`) on the axis of time: the mean of its rewards, and the means of the logarithms of the
+    sampled tokens and of the numbers of tests (nan if no session reports one). `fewest_tests` and `shortest` are the
+    sessions with the group's best reward and with the fewest tests or tokens."""
+
+    run: str
+    created: float
+    reward: float
+    tokens: float
+    tests: float
+    fewest_tests: str
+    shortest: str
+
+
+class GroupSample(msgspec.Struct):
+    """Sessions of a group whose turns may be read: the attempts by session id."""
+
+    created: float
+    sessions: dict[str, int] = {}
+
+
+class EngineStart(msgspec.Struct, frozen=True):
+    """The first call of a session: its engine and its time."""
+
+    engine: str
+    at: float
+    session_id: str
+
+
+class VersionUse(msgspec.Struct, frozen=True):
+    """The oldest and newest policy version of a session's tokens, and the end of its last turn."""
+
+    session_id: str
+    group_id: str
+    oldest: int
+    newest: int
+    ended: float
+
+
+class CallWaits(msgspec.Struct, frozen=True):
+    """The usual wait for a first token in a session, the wait of the first call, and the longest wait of the later
+    calls, in seconds. None if there is no such call."""
+
+    session_id: str
+    usual: float
+    first: float | None
+    later: float | None
+
+
+class RunEvidence:
+    """What is counted of a run. Call `begin_group`, `add_result` for the group's sessions and `end_group` for each
+    group, then `add_facts` for the sessions of `to_read`, one group after the other."""
+
+    def __init__(self) -> None:
+        self.groups = 0
+        self.sessions = 0
+        self.not_done = 0
+        self.counted = 0
+        """Sessions that ended by themselves (not `OUTSIDE`)."""
+        self.errors = NamedTallies()
+        self.cut_short = NamedTallies()
+        self.out_of_time = NamedTallies()
+        self.exits = SessionTally()
+        self.drift = SessionTally()
+        self.unsure = SessionTally()
+        self.untrained = SessionTally()
+        self.ungraded = SessionTally()
+        self.rewritten = SessionTally()
+        self.equal_rewards = SessionTally()
+        self.stages = {name: SessionTally() for name in STAGES}
+        self.stage_seconds = dict.fromkeys(("queued", *STAGES), 0.0)
+        self.session_seconds = Moments()
+        self._points: list[tuple[int, str, GroupPoint]] = []
+        self._sampled: list[tuple[int, str, GroupSample]] = []
+        self._group: _GroupUnderWay | None = None
+        # From the turns of sampled sessions:
+        self.read_sessions = 0
+        self.read_turns = 0
+        self.malformed = SessionTally()
+        self.tools = NamedTallies()
+        self.missing = SessionTally()
+        self.missing_programs: Counter[str] = Counter()
+        self.program_seconds: Counter[str] = Counter()
+        self.cut_replies = SessionTally()
+        self.cache_misses = SessionTally()
+        self.prompts = SessionTally()
+        self.prompt_lines: dict[str, tuple[int, ChangedLine]] = {}
+        self.system_changes = SessionTally()
+        self.system_line: ChangedLine | None = None
+        self.speeds: dict[str, Moments] = {}
+        self.slowest: dict[str, list[tuple[float, str]]] = {}
+        self.starts: list[EngineStart] = []
+        self.versions: list[VersionUse] = []
+        self.waits: list[CallWaits] = []
+        self._heads: tuple[str, str, list[str]] | None = None
+
+    def begin_group(self, row: GroupRow) -> None:
+        self.groups += 1
+        self.not_done += row.n - row.done
+        self._group = _GroupUnderWay(row)
+
+    def add_result(self, result: SessionResult) -> None:
+        """Add a session of the group that was begun last."""
+        self.sessions += 1
+        session_id, reason, tokens = result.session_id, result.stop_reason, result.tokens
+        if reason not in OUTSIDE:
+            self.counted += 1
+            if result.error is not None:
+                self.errors.at(f"{result.error.boundary.value}: {result.error.code}").add(1, 1, session_id)
+            if reason in CUT_SHORT:
+                self.cut_short.at(reason.value).add(1, 1, session_id)
+            if reason in OUT_OF_TIME:
+                self.out_of_time.at(reason.value).add(1, 1, session_id)
+            self.exits.add(reason is StopReason.NONZERO_EXIT, 1, session_id)
+        if tokens.sampled > 0:
+            self.drift.add(tokens.drift > 0, 1, session_id)
+            self.unsure.add(min(tokens.unsure, tokens.sampled), tokens.sampled, session_id)
+            self.untrained.add(min(tokens.masked + tokens.dropped, tokens.sampled), tokens.sampled, session_id)
+            self.ungraded.add(tokens.sampled * (result.verdict is None), tokens.sampled, session_id)
+        if result.turns:
+            forks = sum(result.forks.get(cause.value, 0) for cause in REWRITES)
+            self.rewritten.add(min(forks, result.turns), result.turns, session_id)
+        if result.regrades is None:
+            self._add_seconds(result)
+        if self._group is not None:
+            self._group.add(result)
+
+    def _add_seconds(self, result: SessionResult) -> None:
+        seconds = result.seconds
+        model = min(result.model_seconds, seconds.run)
+        used = {
+            "waiting": seconds.ready + seconds.eval_wait,
+            "preparing": seconds.init,
+            "model": model,
+            "tools": seconds.run - model,
+            "grading": seconds.eval,
+            "stopping": seconds.stop,
+        }
+        total = sum(used.values())
+        self.stage_seconds["queued"] += seconds.queued
+        for name, part in used.items():
+            self.stages[name].add(part, total, result.session_id)
+            self.stage_seconds[name] += part
+        if total:
+            self.session_seconds.add(total)
+
+    def end_group(self) -> None:
+        group, self._group = self._group, None
+        assert group is not None
+        row = group.row
+        mark = int.from_bytes(blake2b(row.id.encode(), digest_size=8).digest(), "big")
+        if group.sampled.sessions:
+            _keep_lowest(self._sampled, (-mark, row.id, group.sampled), SAMPLED_GROUPS)
+        if EVALUATION_LABEL in row.labels:
+            return  # evaluations repeat the same tasks, and no advantage is computed from their rewards
+        if row.state is GroupState.DONE and not row.cancelled and group.rewards.count >= 2:
+            self.equal_rewards.add(group.highest - group.lowest <= LEAST_SPREAD, 1, group.first)
+        if group.rewards.count and row.state is GroupState.DONE:
+            _keep_lowest(self._points, (-mark, row.id, group.point()), TREND_GROUPS)
+
+    @property
+    def points(self) -> list[GroupPoint]:
+        """The groups of the trends, oldest first."""
+        return sorted((point for _, _, point in self._points), key=lambda point: point.created)
+
+    @property
+    def seconds(self) -> RunSeconds:
+        return RunSeconds(**self.stage_seconds)
+
+    def to_read(self) -> list[tuple[str, list[tuple[str, int]]]]:
+        """Return the sessions whose turns are read, by group: the ids of sessions and the numbers of their attempts."""
+        each = max(LEAST_SIBLINGS, SAMPLED_SESSIONS // max(1, len(self._sampled)))
+        chosen = sorted(self._sampled, key=lambda entry: -entry[0])
+        return [(id, sorted(group.sessions.items())[:each]) for _, id, group in chosen]
+
+    def add_facts(self, group_id: str, facts: SessionFacts) -> None:
+        """Add a session of the sample. The sessions of a group are added one after the other."""
+        session_id = facts.session_id
+        self.read_sessions += 1
+        self.read_turns += facts.turns
+        self.malformed.add(facts.malformed, facts.calls, session_id)
+        for name, counted in facts.tools.items():
+            self.tools.at(name).add(counted.failed, counted.results, session_id)
+        if facts.programs:
+            self.missing.add(bool(facts.missing), 1, session_id)
+            _count(self.missing_programs, dict.fromkeys(facts.missing, 1))
+            _count(self.program_seconds, facts.programs)
+        self.cut_replies.add(facts.cut > 0, facts.turns > 0, session_id)
+        self.cache_misses.add(facts.missed, facts.cacheable, session_id)
+        for engine, speed in facts.speeds.items():
+            if speed.seconds > 0 and (engine in self.speeds or len(self.speeds) < MOST_NAMES):
+                each = speed.seconds / speed.tokens
+                self.speeds.setdefault(engine, Moments()).add(log(each))
+                slowest = self.slowest.setdefault(engine, [])
+                slowest.append((each, session_id))
+                slowest.sort(reverse=True)
+                del slowest[MOST_EXAMPLES:]
+        if facts.engine is not None:
+            self.starts.append(EngineStart(facts.engine, facts.began, session_id))
+        if facts.oldest is not None and facts.newest is not None:
+            self.versions.append(VersionUse(session_id, group_id, facts.oldest, facts.newest, facts.ended))
+        waits = facts.waits if facts.first_wait is None else [facts.first_wait, *facts.waits]
+        if waits:
+            later = max(facts.waits, default=None)
+            self.waits.append(CallWaits(session_id, median(waits), facts.first_wait, later))
+        self._add_prompts(group_id, facts)
+
+    def _add_prompts(self, group_id: str, facts: SessionFacts) -> None:
+        if facts.turns:
+            self.system_changes.add(facts.changed is not None, 1, facts.session_id)
+            self.system_line = self.system_line or facts.changed
+        if not facts.heads:
+            return
+        if self._heads is not None and self._heads[0] == group_id:
+            change = _changed_head(self._heads[2], facts.heads)
+            self.prompts.add(change is not None, 1, facts.session_id)
+            if change is not None:
+                count, first = self.prompt_lines.get(change.kind, (0, change))
+                self.prompt_lines[change.kind] = (count + 1, first)
+        self._heads = group_id, facts.session_id, facts.heads
+
+
+class _GroupUnderWay:
+    """The sessions of one group, while they are added."""
+
+    def __init__(self, row: GroupRow) -> None:
+        self.row = row
+        self.rewards = Moments()
+        self.highest = self.lowest = 0.0
+        self.first = ""
+        self.sampled = GroupSample(row.created)
+        self._tokens = Moments()
+        self._tests = Moments()
+        self._best: dict[str, tuple[float, float, str]] = {}
+        """By kind, the best reward, then the fewest tests or tokens, with the session."""
+
+    def add(self, result: SessionResult) -> None:
+        if result.turns and len(self.sampled.sessions) < SAMPLED_SESSIONS:
+            self.sampled.sessions[result.session_id] = result.attempt
+        if result.verdict is None:
+            return
+        reward = result.verdict.reward
+        self.first = self.first or result.session_id
+        self.highest = reward if not self.rewards.count else max(self.highest, reward)
+        self.lowest = reward if not self.rewards.count else min(self.lowest, reward)
+        self.rewards.add(reward)
+        if result.tokens.sampled > 0:
+            self._tokens.add(log(result.tokens.sampled))
+            self._note("tokens", reward, result.tokens.sampled, result.session_id)
+        count = count_of_tests(result.verdict.metrics)
+        if count is not None:
+            self._tests.add(log(1 + count))
+            self._note("tests", reward, count, result.session_id)
+
+    def _note(self, kind: str, reward: float, count: float, session_id: str) -> None:
+        entry = (-reward, count, session_id)
+        self._best[kind] = min(self._best.get(kind, entry), entry)
+
+    def point(self) -> GroupPoint:
+        none = (0.0, 0.0, "")
+        return GroupPoint(
+            run=run_of(self.row),
+            created=self.row.created,
+            reward=self.rewards.mean,
+            tokens=self._tokens.mean if self._tokens.count else nan,
+            tests=self._tests.mean if self._tests.count else nan,
+            fewest_tests=self._best.get("tests", none)[2],
+            shortest=self._best.get("tokens", none)[2],
+        )
+
+
+def run_of(row: GroupRow) -> str:
+    """Return the name of the run to which a group belongs: its tenant, its harness, and the label that
+    names its bucket in the queue, if it has one."""
+    named = next((f"{name}={row.labels[name]}" for name in BUCKET_LABELS if row.labels.get(name)), "")
+    return " ".join(filter(None, (row.tenant, row.harness, named)))
+
+
+def count_of_tests(metrics: Mapping[str, float]) -> float | None:
+    """Return the number of tests that ran, by the first metric of TEST_COUNTS that is present. None without one."""
+    for wanted in TEST_COUNTS:
+        for name, value in metrics.items():
+            at = len(name) - len(wanted)
+            if value >= 0 and name.endswith(wanted) and (at == 0 or name[at - 1] in "./:"):
+                return value
+    return None
+
+
+def _count(counts: Counter[str], more: Mapping[str, float]) -> None:
+    """Add to the counts by name. Names beyond MOST_NAMES are left out."""
+    for name, count in more.items():
+        if name in counts or len(counts) < MOST_NAMES:
+            counts[name] += count  # type: ignore[assignment]  # a Counter also counts seconds
+
+
+def _keep_lowest(heap: list[tuple[int, str, T]], entry: tuple[int, str, T], most: int) -> None:
+    """Add an entry (-mark, id, value) to a heap that keeps the entries with the lowest marks."""
+    if len(heap) < most:
+        heapq.heappush(heap, entry)
+    elif entry[:2] > heap[0][:2]:
+        heapq.heapreplace(heap, entry)
+
+
+def _changed_head(before: Sequence[str], after: Sequence[str]) -> ChangedLine | None:
+    """Return the first changed line of the first conversation of a session that is a version of a conversation of its
+    sibling. None if the sibling has the same conversations."""
+    known = frozenset(before)
+    for head in after:
+        if head not in known:
+            for other in before:
+                change = changed_line(other, head)
+                if change is not None:
+                    return change
+    return None
