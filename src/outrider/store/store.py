@@ -44,6 +44,8 @@ from outrider.store.rows import (
     StoredTurns,
     TokenRow,
 )
+from outrider.store.run_reader import RunReader
+from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
 from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.store.training_timings import TrainingTimings
@@ -137,6 +139,7 @@ class Store:
         self.consumers = Consumers(database, clock)
         self.removals = Removals(database)
         self.training_timings = TrainingTimings(database, clock)
+        self.runs = RunReader(database)
 
     async def __aenter__(self) -> Self:
         """Open the database, and apply new migrations of the schema. Raises ServiceError."""
