@@ -29,11 +29,11 @@ MAX_SEARCHED = 16_384
 MAX_MESSAGE = 8192
 
 
-class _Instruction(msgspec.Struct):
+class _Instruction(msgspec.Struct, frozen=True):
     instruction: str = ""
 
 
-class _TaskOnly(msgspec.Struct):
+class _TaskOnly(msgspec.Struct, frozen=True):
     task: _Instruction = _Instruction()
 
 

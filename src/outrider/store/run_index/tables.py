@@ -81,7 +81,7 @@ class View(NamedTuple):
 
     def select(self, tenant: str | None) -> str:
         """Return the SELECT of the view for one tenant's rows, or for all rows if `tenant` is None."""
-        own = "IS NOT NULL" if tenant is None else "= '" + tenant.replace("'", "''") + "'"
+        own = ">= ''" if tenant is None else "= '" + tenant.replace("'", "''") + "'"
         columns = ", ".join(f"{column.sql} AS {column.name}" for column in self.columns)
         return f"SELECT {columns} FROM {self.source} WHERE {self.tenant} {own}"
 
@@ -95,7 +95,9 @@ _OF_SESSION = (
     Column("session_id", "s.id", "the session"),
     Column("group_id", "s.group_id", "its group"),
 )
-_WITH_GROUP = "kept_sessions AS s JOIN kept_groups AS g ON g.no = s.group_no"
+# SQLite reports a table of which a query uses no column but the row number as read outside of any view. So each view
+# compares a column of each of its tables.
+_WITH_GROUP = "kept_sessions AS s JOIN kept_groups AS g ON g.no = s.group_no AND g.tenant = s.tenant"
 
 VIEWS = (
     View(
