@@ -69,7 +69,9 @@ async def test_views_have_turns_errors_rewards_and_tokens(store: Store, tmp_path
         await a_done_group(store)
         turns = "SELECT session_id, turn_index, model, kind, prompt_tokens, output_tokens, min_version FROM turns"
         assert await ask(f"{turns} ORDER BY session_id, model") == [
-            [f"g.{index}", 0, model, kind, 3, 2, 7] for index in (0, 1) for model, kind in (("", "main"), ("judge", "frozen"))
+            [f"g.{index}", 0, model, kind, 3, 2, 7]
+            for index in (0, 1)
+            for model, kind in (("", "main"), ("judge", "frozen"))
         ]
         assert await ask("SELECT session_id, attempt, final, code FROM errors ORDER BY attempt") == [
             ["g.1", 1, 0, "runtime_failure"],

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from outrider.concurrency.cancellation import Steps
-from outrider.concurrency.chores import Failures
+from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import WILDCARDS, Config
@@ -49,6 +49,7 @@ from outrider.service.diagnosis.doctor_of_runs import DoctorOfRuns
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
+from outrider.service.runs import Runs
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.session_control import SessionControl
 from outrider.service.tokens import TokenRegistry
@@ -73,6 +74,7 @@ from outrider.spec import (
 )
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
+from outrider.store.run_index.index import CHORE_SECONDS, RunIndex
 from outrider.store.store import Store
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ class Service:
         config: Config,
         *,
         store: Store,
+        index: RunIndex,
         artifacts: ArtifactStore,
         backend: ModelBackend,
         frozen: Sequence[FrozenModel] = (),
@@ -148,6 +151,8 @@ class Service:
         self._traces: TraceExport | None = None
         if config.traces_to is not None:
             self._traces = TraceExport(store, self.reader, config.traces_to, model=backend.model, failures=failures)
+        self._index = index
+        self.retention = Retention(store, artifacts, config.retention, failures=failures, on_hidden=index.forget)
         self._back_pressure = BackPressure(store, config.queue.sessions)
         self._agent_services = AgentServices(config.agents)
         self._url = ""
@@ -174,6 +179,7 @@ class Service:
             on_session_done=self._back_pressure.note_done,
             failures=failures,
         )
+        self.runs = Runs(store, index, submit=self.submit, end=self.scheduler.end, wake=self.scheduler.wake)
         self.joined = joined
         joined.added.subscribe(self.scheduler.add_node)
         joined.removed.subscribe(self.scheduler.places.remove)
@@ -202,6 +208,8 @@ class Service:
             stack.callback(tasks.create_task(self.retention.run(), name="retention").cancel)
             if self._traces is not None:
                 stack.callback(tasks.create_task(self._traces.run(), name="traces").cancel)
+            chores = await stack.enter_async_context(Chores(self.failures))
+            chores.begin("index of runs", self._index.chore, every=CHORE_SECONDS, at_once=False)
             yield
 
     def _address(self, network: str | None) -> str:

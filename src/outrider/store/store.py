@@ -32,6 +32,7 @@ from outrider.store.consumers import Consumers
 from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
+from outrider.store.pauses import Pauses, group_is_held, is_held
 from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import (
     Delivery,
@@ -46,6 +47,7 @@ from outrider.store.rows import (
 )
 from outrider.store.run_reader import RunReader
 from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
+from outrider.store.run_reader import RunReader
 from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.store.training_timings import TrainingTimings
@@ -95,7 +97,7 @@ ADOPT = (
         FROM image_uses, sessions JOIN groups ON groups.id = sessions.group_id
         WHERE sessions.id = ? AND image_uses.session_id = ? ON CONFLICT DO NOTHING""",
 )
-END_OTHERS = """UPDATE sessions SET ending = ?, waiting = 0
+END_OTHERS = """UPDATE sessions SET ending = ?, waiting = 0, held = 0
     WHERE group_id = ? AND state <> 'done' AND ending IS NULL"""
 REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = ? WHERE given_up IS NOT NULL"""
 
@@ -139,6 +141,7 @@ class Store:
         self.consumers = Consumers(database, clock)
         self.removals = Removals(database)
         self.training_timings = TrainingTimings(database, clock)
+        self.pauses = Pauses(database, clock)
         self.runs = RunReader(database)
 
     async def __aenter__(self) -> Self:
@@ -272,10 +275,11 @@ class Store:
             if not inserted:
                 raise Conflict(f"there already is a group {group.id!r}")
             bucket = queue.bucket_of(group.tenant, group.labels, external=external)
-            common = (group.priority, group.created, group.created, bucket, expires)
+            held = await is_held(tx, group.tenant, group.labels, group.harness)
+            common = (group.priority, group.created, group.created, bucket, expires, int(not held), int(held))
             inserted = await tx.execute_many(
                 """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated, bucket,
-                       expires, waiting) VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
+                       expires, waiting, held) VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
                 [(id, group.id, index, SessionState.QUEUED.value, *common) for index, id in enumerate(session_ids)],
             )
             if inserted != group.n:
@@ -391,10 +395,14 @@ class Store:
         return await self._db.read(body)
 
     async def queue_length(self) -> QueueLength:
-        """Count the waiting sessions, buckets and tenants. Reads the whole queue."""
+        """Count the waiting sessions, those that a pause holds included, and the buckets and tenants. Reads the whole
+        queue."""
 
         async def body(tx: Connection) -> QueueLength:
-            sessions = await tx.fetch("SELECT COUNT(*) FROM sessions WHERE waiting = 1")
+            sessions = await tx.fetch(
+                """SELECT (SELECT COUNT(*) FROM sessions WHERE waiting = 1)
+                    + (SELECT COUNT(*) FROM sessions WHERE held = 1)"""
+            )
             sql = "SELECT COUNT(DISTINCT bucket), COUNT(DISTINCT tenant) FROM queue_shares WHERE waiting = 1"
             ((buckets, tenants),) = await tx.fetch(sql)
             return QueueLength(sessions[0][0], buckets, tenants)
@@ -531,6 +539,8 @@ class Store:
                 raise Conflict(f"session {session_id} is {session.state}, not queued")
             if session.ending is not None:
                 raise Conflict(f"session {session_id} is to end: {session.ending}")
+            if await tx.fetch("SELECT 1 FROM sessions WHERE id = ? AND held = 1", (session_id,)):
+                raise Conflict(f"session {session_id} is held by a pause of the queue")
             attempt = session.attempt + 1
             await tx.execute(
                 """UPDATE sessions SET state = ?, waiting = 0, due = 0, expires = NULL, attempt = ?, node = ?,
@@ -915,7 +925,7 @@ class Store:
                 if stored != result.turns + sum(use.turns for use in result.frozen.values()):
                     raise MoreTurns(session_id)
             await tx.execute(
-                """UPDATE sessions SET state = ?, waiting = 0, lease_until = NULL, updated = ?, result = ?
+                """UPDATE sessions SET state = ?, waiting = 0, held = 0, lease_until = NULL, updated = ?, result = ?
                    WHERE id = ?""",
                 (SessionState.DONE.value, self._clock(), packed, session_id),
             )
@@ -997,7 +1007,8 @@ class Store:
         """Set `ending` of one session to CANCELLED. Returns the session, which the caller must now end unless it is
         done. The other sessions of its group continue."""
 
-        sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE id = ? AND ending IS NULL AND state <> 'done'"
+        sql = """UPDATE sessions SET ending = ?, waiting = 0, held = 0
+            WHERE id = ? AND ending IS NULL AND state <> 'done'"""
 
         async def body(tx: Connection) -> SessionRow:
             session = await _find_session(tx, session_id, tenant)
@@ -1182,11 +1193,22 @@ class Store:
     async def _requeue(
         self, tx: Connection, session: SessionRow, error: ErrorRecord, *, due: float = 0.0, recovered: int = 0
     ) -> None:
+        held = await group_is_held(tx, session.group_id)
         await tx.execute(
             """UPDATE sessions SET state = ?, lease_until = NULL, updated = ?, last_error = ?, due = ?,
-                   recovered = recovered + ?, waiting = CASE WHEN ending IS NULL THEN 1 ELSE 0 END
+                   recovered = recovered + ?, waiting = CASE WHEN ending IS NULL THEN ? ELSE 0 END,
+                   held = CASE WHEN ending IS NULL THEN ? ELSE 0 END
                WHERE id = ?""",
-            (SessionState.QUEUED.value, self._clock(), rows.pack(error), due, recovered, session.id),
+            (
+                SessionState.QUEUED.value,
+                self._clock(),
+                rows.pack(error),
+                due,
+                recovered,
+                int(not held),
+                int(held),
+                session.id,
+            ),
         )
         await queue.reopen_share(tx, session.priority, session.bucket)
         data = {"attempt": session.attempt, "error": error}

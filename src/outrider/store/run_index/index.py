@@ -321,7 +321,9 @@ def _group_ids(db: sqlite3.Connection) -> set[str]:
 
 
 def _last_group(db: sqlite3.Connection) -> tuple[float, str] | None:
-    found: list[Any] = db.execute("SELECT created, id FROM kept_groups ORDER BY created DESC, id DESC LIMIT 1").fetchall()
+    found: list[Any] = db.execute(
+        "SELECT created, id FROM kept_groups ORDER BY created DESC, id DESC LIMIT 1"
+    ).fetchall()
     return (found[0][0], found[0][1]) if found else None
 
 

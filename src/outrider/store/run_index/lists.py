@@ -108,7 +108,9 @@ def find_groups(
 def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, limit: int) -> list[ListedRun]:
     """Return up to `limit` sessions for a comparison, the oldest first."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
-    seconds = "seconds_queued + seconds_init + seconds_ready + seconds_run + seconds_eval_wait + seconds_eval + seconds_stop"
+    seconds = (
+        "seconds_queued + seconds_init + seconds_ready + seconds_run + seconds_eval_wait + seconds_eval + seconds_stop"
+    )
     columns = ", ".join({"seconds": seconds, "task": "(SELECT task FROM kept_groups WHERE no = group_no)"}.get(name, name)
         for name in ListedRun.__struct_fields__)  # fmt: skip
     sql = f"SELECT {columns} FROM kept_sessions WHERE {where} ORDER BY created, group_id, sample_index LIMIT ?"
