@@ -66,8 +66,8 @@ class Runs:
         return await self._queries.run(sql, caller.sees)
 
     async def sessions(self, wanted: SessionFilter, *, after: str | None, limit: int, caller: Principal) -> SessionList:
-        """Return a page of sessions, newest group first. Raises NotFound for an unknown `after`, and InvalidField for an
-        unknown state or stop reason."""
+        """Return a page of sessions, newest group first. Raises NotFound for an unknown `after`, and InvalidField for
+        an unknown state or stop reason."""
         _check(wanted, SessionState)
         await self._index.catch_up()
         find = partial(lists.find_sessions, wanted=wanted, tenant=caller.sees, after=after, limit=limit)
@@ -124,9 +124,10 @@ class Runs:
         return _changed(ids, changed, skipped)
 
     async def retry(self, asked: SessionsSpec, caller: Principal) -> ChangedSessions:
-        """Submit the sessions that match and are done again: for each of their groups, a new group of the same task with
-        as many sessions, under the label RETRY_LABEL. The new groups belong to the tenant of the old. Raises Conflict
-        for more than `max_matches`, and the errors of `Service.submit` if the first group is refused."""
+        """Submit the sessions that match and are done again: for each of their groups, a new group of the same task
+        with as many sessions, under the label RETRY_LABEL. The new groups belong to the tenant of the old. Raises
+        Conflict for more than `max_matches`, and the errors of `Service.submit` if the only group, or the first of
+        several because the service is busy, is refused."""
         ids, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
         if asked.dry_run:
             return _changed(ids, 0, skipped, dry_run=True)

@@ -76,9 +76,9 @@ class RunIndex:
         """One turn of the background work: make the index complete, however long it takes."""
         async with self._failures():
             while await self._step():
-                await asyncio.sleep(0)
+                pass
             while await self._step_of_turns(None):
-                await asyncio.sleep(0)
+                pass
 
     async def catch_up(self, *, turns: bool = False) -> None:
         """Return once the index has every change whose event is stored now, and with `turns` the turns of the sessions

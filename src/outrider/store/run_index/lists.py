@@ -14,6 +14,7 @@ import msgspec
 
 from outrider.errors import NotFound
 from outrider.store.run_index.rows_of_runs import storable_text
+from outrider.store.run_index.tables import SECONDS
 
 Condition = tuple[str, list[Any]]
 """A part of a WHERE clause, and the values of its placeholders."""
@@ -108,11 +109,11 @@ def find_groups(
 def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, limit: int) -> list[ListedRun]:
     """Return up to `limit` sessions for a comparison, the oldest first."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
-    seconds = (
-        "seconds_queued + seconds_init + seconds_ready + seconds_run + seconds_eval_wait + seconds_eval + seconds_stop"
-    )
-    columns = ", ".join({"seconds": seconds, "task": "(SELECT task FROM kept_groups WHERE no = group_no)"}.get(name, name)
-        for name in ListedRun.__struct_fields__)  # fmt: skip
+    computed = {
+        "seconds": " + ".join(f"seconds_{stage}" for stage in SECONDS),
+        "task": "(SELECT task FROM kept_groups WHERE no = group_no)",
+    }
+    columns = ", ".join(computed.get(name, name) for name in ListedRun.__struct_fields__)
     sql = f"SELECT {columns} FROM kept_sessions WHERE {where} ORDER BY created, group_id, sample_index LIMIT ?"
     names = ListedRun.__struct_fields__
     return [ListedRun(**dict(zip(names, row, strict=True))) for row in db.execute(sql, (*values, limit)).fetchall()]

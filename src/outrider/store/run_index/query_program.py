@@ -9,8 +9,8 @@ A query is confined in several ways, each enough for the usual attack:
   FUNCTIONS, and reads of the views.
 - The views limit the rows to the caller's tenant. They are temporary views over hidden views whose names are random.
   Tables may be read only inside a hidden view. The authoriser gets the name of the innermost view or common table
-  expression that reads a table, so a fixed name would not do: `WITH sessions AS (SELECT * FROM kept_sessions) ...` reads
-  as the view `sessions` does. A query cannot guess a random name.
+  expression that reads a table, so a fixed name would not do: `WITH sessions AS (SELECT * FROM kept_sessions) ...`
+  reads as the view `sessions` does. A query cannot guess a random name.
 - SQLite's memory, the process's address space, its processor time, and the number and size of rows are limited.
 
 Before the query, the program tries two such attacks, and refuses to work with an SQLite that lets them pass.
