@@ -1,5 +1,5 @@
-"""Control routes for many runs at once: SQL queries, comparisons, changes of all sessions that match a filter, and pauses
-of the queue."""
+"""Control routes for many runs at once: SQL queries, comparisons, changes of all sessions that match a filter, and
+pauses of the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`outrider sessions`, `outrider cancel` and `outrider retry`: list sessions by filters, cancel them, submit them again."""
+"""`outrider sessions`, `outrider cancel` and `outrider retry`: list sessions by filters, cancel them, or submit them
+again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from outrider.schemas import ChangedSessions
 ANY_NUMBER = (1 << 53) - 1
 
 Which = Annotated[
-    list[str], CliArgument(metavar="[GROUP|SESSION]...", help="Ids of groups (g-…) or of sessions (s-…).")
+    list[str] | None, CliArgument(metavar="[GROUP|SESSION]...", help="Ids of groups (g-…) or of sessions (s-…).")
 ]
 All = Annotated[bool, CliOption("--all", help="All sessions, without a filter.")]
 DryRun = Annotated[bool, CliOption("--dry-run", help="Only show what matches.")]
@@ -45,7 +46,7 @@ def sessions(
         outrider sessions --groups --min-reward 0.5
     """
     if groups:
-        found = service.group_page(after=after, limit=limit, **wanted.fields)
+        found = service.group_page(wanted.fields, after=after, limit=limit)
         terminal.show(found, group_table(found.groups))
         following = found.after
     else:
@@ -61,7 +62,7 @@ def cancel(
     terminal: Terminal,
     service: Client,
     wanted: RunFilter,
-    ids: Which,
+    ids: Which = None,
     everything: All = False,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -93,7 +94,7 @@ def retry(
     terminal: Terminal,
     service: Client,
     wanted: RunFilter,
-    ids: Which,
+    ids: Which = None,
     everything: All = False,
     dry_run: DryRun = False,
     yes: Yes = False,

@@ -273,9 +273,11 @@ class AsyncClient:
         """Return groups, newest first, without their sessions."""
         return (await self._call("GET", "/v1/groups", GroupList, query={"limit": limit, "state": state or None})).groups
 
-    async def group_page(self, *, after: str | None = None, limit: int = 20, **wanted: Any) -> GroupList:
-        """Return one page of the groups that match, newest first. `wanted` are fields of a filter, as in `sessions`;
-        the bounds of the reward are those of a group's mean reward."""
+    async def group_page(
+        self, wanted: Mapping[str, Any] = {}, *, after: str | None = None, limit: int = 20
+    ) -> GroupList:
+        """Return one page of the groups that match, newest first. `wanted` has arguments of `sessions` by name; the
+        bounds of the reward are those of a group's mean reward."""
         return await self._call("GET", "/v1/groups", GroupList, query=_filter(wanted, after, limit))
 
     async def cancel(self, group_id: str) -> GroupView:
@@ -497,18 +499,13 @@ class AsyncClient:
         with a reward of at least `passed` is solved."""
         return await self._call("GET", "/v1/diff", RunDiff, query={"a": a, "b": b, "passed": passed})
 
-    async def cancel_sessions(
-        self, wanted: SessionsSpec | Mapping[str, Any] | None = None, **fields: Any
-    ) -> ChangedSessions:
-        """Cancel all sessions that match and are not done. For the fields see `outrider.spec.SessionsSpec`."""
-        return await self._call("POST", "/v1/sessions/cancel", ChangedSessions, body=_encoded(wanted or fields))
+    async def cancel_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
+        """Cancel all sessions that match and are not done."""
+        return await self._call("POST", "/v1/sessions/cancel", ChangedSessions, body=_encoded(wanted))
 
-    async def retry_sessions(
-        self, wanted: SessionsSpec | Mapping[str, Any] | None = None, **fields: Any
-    ) -> ChangedSessions:
-        """Submit all sessions that match and are done again, in new groups of the same tasks. For the fields see
-        `outrider.spec.SessionsSpec`."""
-        return await self._call("POST", "/v1/sessions/retry", ChangedSessions, body=_encoded(wanted or fields))
+    async def retry_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
+        """Submit all sessions that match and are done again, in new groups of the same tasks."""
+        return await self._call("POST", "/v1/sessions/retry", ChangedSessions, body=_encoded(wanted))
 
     async def pauses(self) -> QueuePauses:
         """Return the pauses of the queue, and the number of sessions that they hold."""

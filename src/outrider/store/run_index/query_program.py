@@ -216,8 +216,8 @@ def answer(job: dict[str, Any]) -> str:
     for name, sql in job["views"].items():
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
-    # SQLite makes a table function at its first use, and asks the authoriser for each step. Those that are not made here
-    # can be made no more.
+    # SQLite makes a table function at its first use, and asks the authoriser for each step. A table function that is
+    # not made here cannot be made later.
     for name in TABLE_FUNCTIONS:
         db.execute(f"SELECT * FROM {name}('[]')").fetchall()
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_TEXT)
