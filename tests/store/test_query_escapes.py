@@ -118,6 +118,7 @@ WAYS_OUT = [
     "SELECT 1 LIMIT (SELECT count(*) FROM kept_groups)",
     "EXPLAIN SELECT * FROM kept_sessions",
     "SELECT ?",
+    "SELECT CAST(x'ff' AS TEXT)",
     "SELECT :tenant",
     "SELECT",
     "not SQL at all",
@@ -180,7 +181,7 @@ async def test_what_a_query_may_do(tmp_path: Path) -> None:
         ]
         # A common table expression may hide a view: it still reads nothing else.
         assert await rows("WITH sessions AS (SELECT id FROM groups) SELECT * FROM sessions") == [["alices"]]
-        assert await rows("SELECT 9e999, x'00ff', NULL, CAST(x'ff' AS TEXT)") == [["inf", "00ff", None, "�"]]
+        assert await rows("SELECT 9e999, x'00ff', NULL") == [["inf", "00ff", None]]
 
 
 async def test_rows_and_bytes_are_limited(tmp_path: Path) -> None:
@@ -232,8 +233,48 @@ async def test_queries_wait_for_their_turn_and_not_without_a_bound(tmp_path: Pat
 async def test_random_queries_never_show_another_tenant(tmp_path: Path) -> None:
     draw = random.Random(34)
     words = [
-        *["SELECT", "FROM", "WHERE", "WITH", "AS", "UNION", "ALL", "RECURSIVE", "JOIN", "ON", "ORDER", "BY", "LIMIT", "GROUP", "EXISTS", "IN", "NULL"],
-        *["(", ")", ",", "*", "1", "=", ".", ";", "--", "/*", "'", "count(*)", "json_each(labels)", "sessions", "turns", "groups", "id", "s", "c", "no", "labels"],
+        *[
+            "SELECT",
+            "FROM",
+            "WHERE",
+            "WITH",
+            "AS",
+            "UNION",
+            "ALL",
+            "RECURSIVE",
+            "JOIN",
+            "ON",
+            "ORDER",
+            "BY",
+            "LIMIT",
+            "GROUP",
+            "EXISTS",
+            "IN",
+            "NULL",
+        ],
+        *[
+            "(",
+            ")",
+            ",",
+            "*",
+            "1",
+            "=",
+            ".",
+            ";",
+            "--",
+            "/*",
+            "'",
+            "count(*)",
+            "json_each(labels)",
+            "sessions",
+            "turns",
+            "groups",
+            "id",
+            "s",
+            "c",
+            "no",
+            "labels",
+        ],
         *["kept_sessions", "kept_groups", "main.", "temp."],
     ]
     async with alices_queries(tmp_path) as asked:

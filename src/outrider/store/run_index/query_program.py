@@ -137,11 +137,11 @@ NAMES = {value: name[7:] for name, value in vars(sqlite3).items() if name.starts
 """Names of the authoriser's actions by number."""
 
 
-class Refused(Exception):
+class QueryRefused(Exception):
     """The query is refused. `args` are the code (`field`, `busy`, `unfit`), the message and the hint."""
 
 
-class Guard:
+class QueryGuard:
     """SQLite's authoriser for one query."""
 
     def __init__(self, views: Iterable[str], tables: Iterable[str], real: Iterable[str]) -> None:
@@ -189,7 +189,7 @@ def main() -> None:
     job = json.load(sys.stdin)
     try:
         reply = answer(job)
-    except Refused as refused:
+    except QueryRefused as refused:
         head, reply = dict(zip(("code", "message", "hint"), refused.args, strict=True)), ""
     else:
         head = {}
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def answer(job: dict[str, Any]) -> str:
-    """Return the reply to a job as JSON. Raises Refused."""
+    """Return the reply to a job as JSON. Raises QueryRefused."""
     limits = job["limits"]
     began = time.monotonic()
     os.nice(10)
@@ -208,11 +208,10 @@ def answer(job: dict[str, Any]) -> str:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     db = sqlite3.connect(f"file:{job['path']}?mode=ro", uri=True, isolation_level=None, timeout=2.0)
-    db.text_factory = lambda text: text.decode("utf-8", "replace")
     for pragma in (f"hard_heap_limit={limits['heap']}", "temp_store=MEMORY", "cache_size=-32768", "mmap_size=0"):
         db.execute(f"PRAGMA {pragma}").fetchall()
     real = [name.lower() for (name,) in db.execute("SELECT name FROM sqlite_schema").fetchall()]
-    guard = Guard(job["views"], job["tables"], real)
+    guard = QueryGuard(job["views"], job["tables"], real)
     for name, sql in job["views"].items():
         db.execute(f"CREATE TEMP VIEW {guard.hidden[name]} AS {sql}")
         db.execute(f"CREATE TEMP VIEW {name} AS SELECT * FROM {guard.hidden[name]}")
@@ -234,14 +233,14 @@ def answer(job: dict[str, Any]) -> str:
     try:
         cursor = db.execute(job["sql"])
         if cursor.description is None:
-            raise Refused("field", "the query has no columns", "write one SELECT")
+            raise QueryRefused("field", "the query has no columns", "write one SELECT")
         return encoded(cursor, limits, began)
     except (sqlite3.Error, sqlite3.Warning, MemoryError, OverflowError, ValueError) as error:
         raise refusal_of(error, guard, limits) from None
 
 
 def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> None:
-    """Raise Refused unless this SQLite refuses to read a table: by its name, and under the name of a view."""
+    """Raise QueryRefused unless this SQLite refuses to read a table: by its name, and under the name of a view."""
     for sql in (
         f"SELECT no FROM {tables[0]}",
         f"WITH {view} AS (SELECT no FROM {tables[0]}) SELECT no FROM {view}",
@@ -251,7 +250,7 @@ def check_confinement(db: sqlite3.Connection, tables: list[str], view: str) -> N
             db.execute(sql)
         except sqlite3.DatabaseError:
             continue
-        raise Refused("unfit", f"SQLite {sqlite3.sqlite_version} does not confine queries", "use another Python")
+        raise QueryRefused("unfit", f"SQLite {sqlite3.sqlite_version} does not confine queries", "use another Python")
 
 
 def encoded(cursor: sqlite3.Cursor, limits: Mapping[str, float], began: float) -> str:
@@ -282,25 +281,27 @@ def plain(value: object) -> object:
     return value
 
 
-def refusal_of(error: Exception, guard: Guard, limits: Mapping[str, float]) -> Refused:
+def refusal_of(error: Exception, guard: QueryGuard, limits: Mapping[str, float]) -> QueryRefused:
     text = str(error)
     if text.startswith("vtable constructor failed: "):
-        return Refused("field", f"the table function {text[27:]} is not allowed", "json_each and json_tree are")
+        return QueryRefused("field", f"the table function {text[27:]} is not allowed", "json_each and json_tree are")
     if guard.refusal is not None and any(each in text for each in ("prohibited", "not authorized", "denied")):
-        return Refused("field", guard.refusal, "a query reads the views of docs/queries.md")
+        return QueryRefused("field", guard.refusal, "a query reads the views of docs/queries.md")
     if "interrupted" in text:
         message = f"the query took longer than {limits['seconds']:g} s"
-        return Refused("field", message, "narrow it: a WHERE on `created`, fewer joins, an end for a recursion")
+        return QueryRefused("field", message, "narrow it: a WHERE on `created`, fewer joins, an end for a recursion")
     if isinstance(error, MemoryError) or "out of memory" in text:
         message = f"the query needs more than {limits['memory'] / (1 << 20):.0f} MiB of memory"
-        return Refused("field", message, "narrow it, or add up instead of listing")
+        return QueryRefused("field", message, "narrow it, or add up instead of listing")
     if "locked" in text or "busy" in text:
-        return Refused("busy", f"the index of runs is busy: {text}", "ask again")
+        return QueryRefused("busy", f"the index of runs is busy: {text}", "ask again")
     if "You can only execute one statement" in text:
-        return Refused("field", "only one statement is run", "write one SELECT")
+        return QueryRefused("field", "only one statement is run", "write one SELECT")
     if "bindings" in text or "binding" in text:
-        return Refused("field", "the query has placeholders, and no values are taken", "write the values as literals")
-    return Refused("field", f"SQLite refuses the query: {text}", "the views and columns are in docs/queries.md")
+        return QueryRefused(
+            "field", "the query has placeholders, and no values are taken", "write the values as literals"
+        )
+    return QueryRefused("field", f"SQLite refuses the query: {text}", "the views and columns are in docs/queries.md")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ VERSION = int(hashlib.sha256("".join(TABLES).encode()).hexdigest()[:7], 16)
 """The number in the head of the file (`PRAGMA user_version`), made from TABLES."""
 
 
-class Column(NamedTuple):
+class ViewColumn(NamedTuple):
     """A column of a view: its name, the expression over the tables, and its meaning."""
 
     name: str
@@ -75,7 +75,7 @@ class View(NamedTuple):
 
     name: str
     about: str
-    columns: tuple[Column, ...]
+    columns: tuple[ViewColumn, ...]
     source: str
     tenant: str
 
@@ -86,14 +86,14 @@ class View(NamedTuple):
         return f"SELECT {columns} FROM {self.source} WHERE {self.tenant} {own}"
 
 
-def _columns(alias: str, abouts: dict[str, str]) -> tuple[Column, ...]:
+def _columns(alias: str, abouts: dict[str, str]) -> tuple[ViewColumn, ...]:
     """Return columns of a table with the same names in the view."""
-    return tuple(Column(name, f"{alias}.{name}", about) for name, about in abouts.items())
+    return tuple(ViewColumn(name, f"{alias}.{name}", about) for name, about in abouts.items())
 
 
 _OF_SESSION = (
-    Column("session_id", "s.id", "the session"),
-    Column("group_id", "s.group_id", "its group"),
+    ViewColumn("session_id", "s.id", "the session"),
+    ViewColumn("group_id", "s.group_id", "its group"),
 )
 # SQLite reports a table of which a query uses no column but the row number as read outside of any view. So each view
 # compares a column of each of its tables.
@@ -163,12 +163,12 @@ VIEWS = (
                     "harness": "name of the harness",
                 },
             ),
-            Column("labels", "g.labels", "the group's labels, JSON object"),
-            Column("task", "g.task", "as in `groups`"),
-            Column("tenant", "s.tenant", "owner of the group"),
-            Column("created", "s.created", "time at which the group was submitted"),
-            Column("finished", "CASE s.state WHEN 'done' THEN s.updated END", "time; NULL until done"),
-            Column("updated", "s.updated", "time of the newest change of the state"),
+            ViewColumn("labels", "g.labels", "the group's labels, JSON object"),
+            ViewColumn("task", "g.task", "as in `groups`"),
+            ViewColumn("tenant", "s.tenant", "owner of the group"),
+            ViewColumn("created", "s.created", "time at which the group was submitted"),
+            ViewColumn("finished", "CASE s.state WHEN 'done' THEN s.updated END", "time; NULL until done"),
+            ViewColumn("updated", "s.updated", "time of the newest change of the state"),
         ),
         _WITH_GROUP,
         "s.tenant",
@@ -237,8 +237,8 @@ VIEWS = (
         "one row for the reward of a graded session, and one for each of its metrics",
         (
             *_OF_SESSION,
-            Column("name", "r.name", "`reward`, or `metrics.` and the metric's name"),
-            Column("value", "r.value", "the number"),
+            ViewColumn("name", "r.name", "`reward`, or `metrics.` and the metric's name"),
+            ViewColumn("value", "r.value", "the number"),
         ),
         "kept_rewards AS r JOIN kept_sessions AS s ON s.no = r.session_no",
         "s.tenant",
@@ -248,8 +248,8 @@ VIEWS = (
         "up to three rows for each session that is done: its sampled tokens by their use in training",
         (
             *_OF_SESSION,
-            Column("fate", "f.column1", "`trained`, `masked` or `dropped`"),
-            Column(
+            ViewColumn("fate", "f.column1", "`trained`, `masked` or `dropped`"),
+            ViewColumn(
                 "tokens",
                 "CASE f.column1 WHEN 'trained' THEN s.tokens_trained WHEN 'masked' THEN s.tokens_masked"
                 " ELSE s.tokens_dropped END",
