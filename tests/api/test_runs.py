@@ -102,7 +102,8 @@ async def test_pages_have_each_session_once_in_order(tmp_path: Path) -> None:
         groups = (await client.group_page(limit=2)).groups
         assert [group.n for group in groups] == [2, 12]
         older = await client.group_page(after=groups[-1].id, limit=9)
-        assert [group.n for group in older.groups] == [1, 3] and older.after is None
+        assert [group.n for group in older.groups] == [1, 3]
+        assert older.after is None
         # A page may also begin after a group, as in earlier versions.
         assert [s.id for s in (await client.sessions(after=groups[-1].id)).sessions] == ids[14:]
 
@@ -118,7 +119,8 @@ async def test_text_is_found_in_errors_and_answers(tmp_path: Path) -> None:
         for text, session in (("answer is 42", opened.session.id), ("machine was lost", lost.session.id)):
             assert [each.id for each in (await client.sessions(text=text)).sessions] == [session]
         code = (await client.session(lost.session.id)).result
-        assert code is not None and code.error is not None
+        assert code is not None
+        assert code.error is not None
         assert lost.session.id in [each.id for each in (await client.sessions(error=code.error.code)).sessions]
         assert [each.id for each in (await client.group_page({"text": "LOST"})).groups] == [lost.session.group_id]
 
@@ -193,10 +195,13 @@ async def test_two_runs_are_compared(tmp_path: Path) -> None:
         await client.wait([lost.session.group_id])
         found = await client.diff("run=a", "run=b")
         assert (found.a.sessions, found.b.sessions, found.b.graded, found.paired) == (6, 7, 6, 3)
-        assert found.a.reward is not None and found.b.reward is not None and found.reward is not None
+        assert found.a.reward is not None
+        assert found.b.reward is not None
+        assert found.reward is not None
         assert (found.a.reward.value, found.b.reward.value) == (1.0, pytest.approx(2 / 3))
         assert found.reward.value == pytest.approx(-1 / 3)
-        assert found.reward.low == pytest.approx(-1.0) and found.reward.high == 0.0
+        assert found.reward.low == pytest.approx(-1.0)
+        assert found.reward.high == 0.0
         assert {k: each.value for k, each in found.pass_at.items()} == {
             1: pytest.approx(-1 / 3),
             2: pytest.approx(-1 / 3),

@@ -287,6 +287,8 @@ def refusal_of(error: Exception, guard: QueryGuard, limits: Mapping[str, float])
         return QueryRefused("field", f"the table function {text[27:]} is not allowed", "json_each and json_tree are")
     if guard.refusal is not None and any(each in text for each in ("prohibited", "not authorized", "denied")):
         return QueryRefused("field", guard.refusal, "a query reads the views of docs/queries.md")
+    if text.startswith("cannot modify"):
+        return QueryRefused("field", "a query only reads: no view can be changed", "write one SELECT")
     if "interrupted" in text:
         message = f"the query took longer than {limits['seconds']:g} s"
         return QueryRefused("field", message, "narrow it: a WHERE on `created`, fewer joins, an end for a recursion")
