@@ -292,24 +292,26 @@ async def test_a_pause_holds_what_it_names_until_it_ends(tmp_path: Path) -> None
 
 
 async def test_pauses_are_those_of_the_tenant(tmp_path: Path) -> None:
-    async with running_service(tmp_path=tmp_path, replies=[say("hello")], token="root") as (_, url):
-        async with AsyncClient(url, token="root") as root:
-            text = (await root.create_token("alice", "submit")).text
-            async with AsyncClient(url, token=text) as alice:
-                assert (await alice.pause_queue()).pauses[0].tenant == "alice"
-                group = await root.submit({"task": TASK})
-                await root.wait([group.id])  # not alice's
-                mine = await alice.submit({"task": TASK})
-                with pytest.raises(NotFound, match="no tenant 'operator'"):
-                    await alice.pause_queue(tenant="operator")
-                with pytest.raises(NotFound, match="no such pause"):
-                    await root.resume_queue()
-                assert (await root.resume_queue(tenant="alice")).changed == 1
-                await alice.wait([mine.id])
-                await root.pause_queue()
-                assert [each.tenant for each in (await alice.pauses()).pauses] == [None]
-                with pytest.raises(NotFound, match="no such pause"):
-                    await alice.resume_queue()
-                # An admin's retry of alice's session is alice's group.
-                again = await root.retry_sessions({"groups": [mine.id]})
-                assert (await alice.group(again.groups[0])).tenant == "alice"
+    async with (
+        running_service(tmp_path=tmp_path, replies=[say("hello")], token="root") as (_, url),
+        AsyncClient(url, token="root") as root,
+    ):
+        text = (await root.create_token("alice", "submit")).text
+        async with AsyncClient(url, token=text) as alice:
+            assert (await alice.pause_queue()).pauses[0].tenant == "alice"
+            group = await root.submit({"task": TASK})
+            await root.wait([group.id])  # not alice's
+            mine = await alice.submit({"task": TASK})
+            with pytest.raises(NotFound, match="no tenant 'operator'"):
+                await alice.pause_queue(tenant="operator")
+            with pytest.raises(NotFound, match="no such pause"):
+                await root.resume_queue()
+            assert (await root.resume_queue(tenant="alice")).changed == 1
+            await alice.wait([mine.id])
+            await root.pause_queue()
+            assert [each.tenant for each in (await alice.pauses()).pauses] == [None]
+            with pytest.raises(NotFound, match="no such pause"):
+                await alice.resume_queue()
+            # An admin's retry of alice's session is alice's group.
+            again = await root.retry_sessions({"groups": [mine.id]})
+            assert (await alice.group(again.groups[0])).tenant == "alice"

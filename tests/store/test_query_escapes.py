@@ -134,8 +134,8 @@ COSTLY = {
     "endless recursion": "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c",
     "endless rows": "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT x FROM c WHERE x < 0",
     "cross join": "SELECT count(*) FROM " + ", ".join(f"turns AS t{n}" for n in range(30)),
-    "large sort": "WITH RECURSIVE c(x, y) AS (SELECT 1, printf('%.*c', 100000, 'x') UNION ALL SELECT x + 1, y || x FROM c)"
-    " SELECT * FROM c ORDER BY y DESC",
+    "large sort": "WITH RECURSIVE c(x, y) AS"
+    " (SELECT 1, printf('%.*c', 100000, 'x') UNION ALL SELECT x + 1, y || x FROM c) SELECT * FROM c ORDER BY y DESC",
     "large set": "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
     " SELECT count(DISTINCT printf('%.*c', 9000, 'x') || x) FROM c",
     "large text": "WITH RECURSIVE c(x) AS (SELECT 'x' UNION ALL SELECT x || x FROM c) SELECT x FROM c",

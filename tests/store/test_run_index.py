@@ -5,16 +5,20 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from outrider.errors import InvalidField
+from outrider.errors import InvalidField, ServiceError
 from outrider.lifecycle import StopReason
 from outrider.store.run_index.index import RunIndex
+from outrider.store.run_index.lists import SessionFilter, find_sessions
 from outrider.store.run_index.queries import Queries
+from outrider.store.run_reader import RunReader
+from outrider.store.sqlite import SqliteDatabase, sqlite_store
 from outrider.store.store import Store
 
 from .world import FAILURE, group_row, result, start, submit, turn
@@ -127,8 +131,6 @@ async def test_a_lost_file_is_made_again(store: Store, tmp_path: Path, loss: str
 
 
 async def test_the_file_of_another_store_is_not_used(tmp_path: Path) -> None:
-    from outrider.store.sqlite import sqlite_store
-
     for name, group in (("one", "g"), ("two", "h")):
         async with sqlite_store(tmp_path / name) as store:
             await a_done_group(store, group)
@@ -136,6 +138,36 @@ async def test_the_file_of_another_store_is_not_used(tmp_path: Path) -> None:
                 await a_done_group(store, "i")
             async with an_index(store, tmp_path) as ask:
                 assert await ask("SELECT id FROM groups ORDER BY id") == ([["g"]] if name == "one" else [["h"], ["i"]])
+
+
+async def test_a_file_that_is_removed_while_it_is_open_is_made_again(store: Store, tmp_path: Path) -> None:
+    async with an_index(store, tmp_path) as ask:
+        await a_done_group(store, "a")
+        assert await ask("SELECT count(*) FROM sessions") == [[2]]
+        (tmp_path / "runs.sqlite3").unlink()
+        assert await ask("SELECT count(*) FROM sessions") == [[2]]
+        (tmp_path / "runs.sqlite3").unlink()
+        await a_done_group(store, "b")
+        assert await ask("SELECT count(*) FROM sessions") == [[4]]
+        assert await ask("SELECT count(*) FROM turns") == [[8]]
+        find = partial(find_sessions, wanted=SessionFilter(), tenant=None, after=None, limit=9)
+        assert await ask.index.read(find) == ["b.0", "b.1", "a.0", "a.1"]
+
+
+async def test_a_failure_of_the_store_is_made_up_for(tmp_path: Path) -> None:
+    """A read of the store that fails while the file is opened must not skip the check of the file."""
+    async with sqlite_store(tmp_path / "store") as store:
+        await a_done_group(store)
+        async with an_index(store, tmp_path) as ask:
+            await ask("SELECT 1")
+        await store.removals.hide(["g"], force=True)
+        async with an_index(store, tmp_path) as ask:
+            reader, broken = store.runs, RunReader(SqliteDatabase(None))  # never opened
+            store.runs = broken
+            with pytest.raises(ServiceError, match="not open"):
+                await ask("SELECT 1")
+            store.runs = reader
+            assert await ask("SELECT count(*) FROM sessions") == [[0]]
 
 
 async def test_a_tenant_sees_its_own_rows(store: Store, tmp_path: Path) -> None:

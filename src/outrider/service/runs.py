@@ -7,7 +7,7 @@ from the store. Invariant: a caller who is not an admin sees and changes the ses
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -38,7 +38,6 @@ from outrider.store.store import Store
 
 MOST_COMPARED = 200_000
 """Maximum number of sessions on each side of a comparison."""
-MOST_CHANGED = 1_000_000
 SHOWN = 100
 """Number of ids in the reply to a change."""
 CHANGED_AT_ONCE = 100
@@ -109,14 +108,15 @@ class Runs:
 
     async def cancel(self, asked: SessionsSpec, caller: Principal) -> ChangedSessions:
         """Cancel the sessions that match and are not done. Raises Conflict for more than `max_matches`."""
-        ids, skipped = await self._matching(asked, UNFINISHED, caller)
+        found, skipped = await self._matching(asked, UNFINISHED, caller)
+        ids = [id for id, _ in found]
         if asked.dry_run:
             return _changed(ids, 0, skipped, dry_run=True)
         changed = 0
         for start in range(0, len(ids), CHANGED_AT_ONCE):
             some = ids[start : start + CHANGED_AT_ONCE]
-            found = await asyncio.gather(*(self._cancelled(id, caller) for id in some))
-            rows = [row for row in found if row is not None]
+            tried = await asyncio.gather(*(self._cancelled(id, caller) for id in some))
+            rows = [row for row in tried if row is not None]
             changed += len(rows)
             await self._end(rows)
         if changed < len(ids):
@@ -128,12 +128,11 @@ class Runs:
         with as many sessions, under the label RETRY_LABEL. The new groups belong to the tenant of the old. Raises
         Conflict for more than `max_matches`, and the errors of `Service.submit` if the only group, or the first of
         several because the service is busy, is refused."""
-        ids, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
+        found, skipped = await self._matching(asked, (SessionState.DONE.value,), caller)
+        ids = [id for id, _ in found]
         if asked.dry_run:
             return _changed(ids, 0, skipped, dry_run=True)
-        of_group: defaultdict[str, int] = defaultdict(int)
-        for row in [row for start in range(0, len(ids), 1000) for row in await self._rows(ids[start : start + 1000])]:
-            of_group[row.group_id] += 1
+        of_group = Counter(group_id for _, group_id in found)
         groups: list[str] = []
         changed = 0
         for group_id, n in of_group.items():
@@ -176,9 +175,6 @@ class Runs:
         self._wake()
         return await self.pauses(caller, changed=changed)
 
-    async def _rows(self, ids: Sequence[str]) -> list[SessionRow]:
-        return await self._store.runs.sessions(ids)
-
     async def _cancelled(self, session_id: str, caller: Principal) -> SessionRow | None:
         """Cancel a session. Returns None for a session that is done or removed by now."""
         try:
@@ -189,8 +185,9 @@ class Runs:
 
     async def _matching(
         self, asked: SessionsSpec, states: Sequence[str], caller: Principal
-    ) -> tuple[list[str], Counter[str]]:
-        """Return the ids of the matching sessions in one of `states`, and the number of the others by reason."""
+    ) -> tuple[list[tuple[str, str]], Counter[str]]:
+        """Return the ids and the groups of the matching sessions in one of `states`, and the number of the others by
+        reason."""
         wanted = SessionFilter(
             ids=tuple(asked.ids),
             groups=tuple(asked.groups),
@@ -213,27 +210,24 @@ class Runs:
                 hint='give a filter, such as {"labels": {"run": "try"}}, or {"all": true} for all sessions',
             )
         await self._index.catch_up()
-        find = partial(lists.find_sessions, wanted=wanted, tenant=caller.sees, after=None, limit=MOST_CHANGED)
-        found = await self._index.read(find)
+        found = await self._index.read(partial(lists.matching, wanted=wanted, tenant=caller.sees))
         if asked.ids:
             named = partial(lists.find_sessions, wanted=SessionFilter(ids=wanted.ids), tenant=caller.sees, after=None)
             known = set(await self._index.read(partial(named, limit=len(asked.ids))))
             for id in asked.ids:
                 if id not in known:
                     raise NotFound(f"no session {id!r}", field="ids", hint="see `outrider sessions`")
-        usable = set(states)
-        rows = [row for start in range(0, len(found), 1000) for row in await self._rows(found[start : start + 1000])]
-        ids = [row.id for row in rows if row.state.value in usable]
+        usable = [(id, group_id) for id, group_id, state in found if state in states]
         skipped: Counter[str] = Counter()
-        if len(ids) < len(rows):
-            skipped["done" if SessionState.DONE.value not in usable else "not done"] = len(rows) - len(ids)
-        if len(ids) > asked.max_matches and not asked.dry_run:
+        if len(usable) < len(found):
+            skipped["not done" if SessionState.DONE in states else "done"] = len(found) - len(usable)
+        if len(usable) > asked.max_matches and not asked.dry_run:
             raise Conflict(
-                f"{len(ids)} sessions match, and at most {asked.max_matches} are expected",
+                f"{len(usable)} sessions match, and at most {asked.max_matches} are expected",
                 field="max_matches",
                 hint="look at them with a dry run; then raise max_matches, or give --yes on the command line",
             )
-        return ids, skipped
+        return usable, skipped
 
 
 def selected(selector: str, field: str) -> SessionFilter:

@@ -52,8 +52,10 @@ class RunIndex:
         self._store = store
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="outrider-run-index-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="outrider-run-index-reader")
-        self._written: sqlite3.Connection | None = None
-        self._read: sqlite3.Connection | None = None
+        self._written = _OpenFile(path, _open_writer)
+        self._read = _OpenFile(path, _open_reader)
+        self._checked = False
+        """True once the open file is known to belong to this store."""
         self._one_at_a_time = asyncio.Lock()
         self._gone: set[str] = set()
         """Removed groups that the index may still have."""
@@ -64,7 +66,7 @@ class RunIndex:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for executor, close in ((self._reader, self._close_reader), (self._writer, self._close_writer)):
+        for executor, close in ((self._reader, self._read.close), (self._writer, self._written.close)):
             await asyncio.get_running_loop().run_in_executor(executor, close)
             executor.shutdown(wait=True)
 
@@ -86,8 +88,9 @@ class RunIndex:
         try:
             async with asyncio.timeout(CATCH_UP_SECONDS), self._failures():
                 newest, gone = await self._store.last_event(), set(self._gone)
-                while not self._filled or self._cursor < newest or gone & self._gone:
-                    if not await self._step():
+                await self._on_writer(lambda _: None)  # opens the file again if it was removed
+                while not self._checked or not self._filled or self._cursor < newest or gone & self._gone:
+                    if not await self._step() and self._filled:
                         break  # the newest events were removed with their groups
                 if turns:
                     last = await self._on_writer(_last_unread)
@@ -106,11 +109,10 @@ class RunIndex:
         loop = asyncio.get_running_loop()
 
         def run() -> T:
-            if self._read is None:
-                self._read = _open_reader(self.path)
+            db, _ = self._read.connection()
             until = loop.time() + READ_SECONDS
-            self._read.set_progress_handler(lambda: loop.time() > until, STEPS_BETWEEN_LOOKS)
-            return work(self._read)
+            db.set_progress_handler(lambda: loop.time() > until, STEPS_BETWEEN_LOOKS)
+            return work(db)
 
         async with self._failures():
             try:
@@ -125,8 +127,9 @@ class RunIndex:
     async def _step(self) -> bool:
         """Write the next changes. Returns True if there may be more of the changes that the step has looked for."""
         async with self._one_at_a_time:
-            if self._written is None:
-                await self._open()
+            await self._on_writer(lambda _: None)
+            if not self._checked:
+                await self._check()
             # Taken before the store is read: a group that is hidden during the read may be written once more, and then
             # stays in `_gone` for the next step.
             gone = frozenset(self._gone)
@@ -138,14 +141,14 @@ class RunIndex:
                 await self._fill_retries()
             return changes.more
 
-    async def _open(self) -> None:
-        """Open the file, and check that it belongs to this store."""
-        await self._on_writer(lambda _: None)
+    async def _check(self) -> None:
+        """Empty a file of another store, and note the groups that were removed while the file was not open."""
         if self._cursor and await self._store.runs.event_at(self._cursor) != self._cursor_at:
             await self._on_writer(self._empty)
         if self._filled:
             stored = await self._store.runs.group_ids()
             self._gone |= await self._on_writer(lambda db: _group_ids(db) - stored)
+        self._checked = True
 
     async def _next_changes(self) -> RunChanges:
         if self._filled:
@@ -236,12 +239,12 @@ class RunIndex:
 
     async def _on_writer(self, work: Callable[[sqlite3.Connection], T]) -> T:
         def run() -> T:
-            if self._written is None:
-                self._written = _open_writer(self.path)
-                marks = dict(self._written.execute("SELECT name, value FROM marks").fetchall())
-                self._filled = FILLED in marks
+            db, opened = self._written.connection()
+            if opened:
+                marks = dict(db.execute("SELECT name, value FROM marks").fetchall())
+                self._filled, self._checked = FILLED in marks, False
                 self._cursor, self._cursor_at = int(marks.get(CURSOR, 0)), marks.get(CURSOR_AT, 0.0)
-            return work(self._written)
+            return work(db)
 
         return await asyncio.get_running_loop().run_in_executor(self._writer, run)
 
@@ -253,25 +256,50 @@ class RunIndex:
             damaged = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
             raise ServiceError(
                 f"the index of runs failed: {error}",
-                hint=f"stop the service, remove {self.path}, and start the service again: the file is made anew"
+                hint=f"remove {self.path}: the service makes the file again"
                 if damaged
                 else f"{self.path} must be writable, and its disk must have room",
             ) from error
 
-    def _close_reader(self) -> None:
-        if self._read is not None:
-            self._read.close()
-            self._read = None
 
-    def _close_writer(self) -> None:
-        if self._written is not None:
-            self._written.close()
-            self._written = None
+class _OpenFile:
+    """A connection to the file at a path. A file that was removed or replaced meanwhile is opened anew."""
+
+    def __init__(self, path: Path, open_file: Callable[[Path], sqlite3.Connection]) -> None:
+        self._path = path
+        self._open_file = open_file
+        self._db: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None
+        """Device and inode of the open file."""
+
+    def connection(self) -> tuple[sqlite3.Connection, bool]:
+        """Return the connection, and True if it was opened now."""
+        if self._db is not None and _file_at(self._path) == self._file:
+            return self._db, False
+        self.close()
+        self._db = self._open_file(self._path)
+        self._file = _file_at(self._path)
+        return self._db, True
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+
+def _file_at(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _open_writer(path: Path) -> sqlite3.Connection:
     """Open the file. A file that is damaged or has other tables is replaced."""
     for last in (False, True):
+        if not path.exists():
+            _remove(path)  # a log without its file belongs to a file that was removed
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         try:
             db.execute("PRAGMA journal_mode=WAL").fetchall()
@@ -294,9 +322,13 @@ def _open_writer(path: Path) -> sqlite3.Connection:
             if last or error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise
         db.close()
-        for suffix in ("", "-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        _remove(path)
     raise AssertionError("a new file has no tables")
+
+
+def _remove(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _open_reader(path: Path) -> sqlite3.Connection:

@@ -80,10 +80,13 @@ def find_sessions(
     return [id for (id,) in db.execute(sql, (*values, limit)).fetchall()]
 
 
-def count_sessions(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None) -> int:
+def matching(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None) -> list[tuple[str, str, str]]:
+    """Return the id, group and state of every session that matches, the newest group first."""
     where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
-    count: int = db.execute(f"SELECT COUNT(*) FROM kept_sessions WHERE {where}", values).fetchone()[0]
-    return count
+    order = "created DESC, group_id DESC, sample_index"
+    return db.execute(
+        f"SELECT id, group_id, state FROM kept_sessions WHERE {where} ORDER BY {order}", values
+    ).fetchall()
 
 
 def find_groups(

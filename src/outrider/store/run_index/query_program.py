@@ -191,6 +191,8 @@ def main() -> None:
         reply = answer(job)
     except QueryRefused as refused:
         head, reply = dict(zip(("code", "message", "hint"), refused.args, strict=True)), ""
+    except sqlite3.OperationalError as error:  # the file cannot be opened, such as while it is made again
+        head, reply = {"code": "busy", "message": f"the index of runs: {error}", "hint": "ask again"}, ""
     else:
         head = {}
     sys.stdout.write(f"{json.dumps(head)}\n{reply}")
@@ -295,7 +297,7 @@ def refusal_of(error: Exception, guard: QueryGuard, limits: Mapping[str, float])
     if isinstance(error, MemoryError) or "out of memory" in text:
         message = f"the query needs more than {limits['memory'] / (1 << 20):.0f} MiB of memory"
         return QueryRefused("field", message, "narrow it, or add up instead of listing")
-    if "locked" in text or "busy" in text:
+    if any(each in text for each in ("locked", "busy", "unable to open database file")):
         return QueryRefused("busy", f"the index of runs is busy: {text}", "ask again")
     if "You can only execute one statement" in text:
         return QueryRefused("field", "only one statement is run", "write one SELECT")
