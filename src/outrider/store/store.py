@@ -12,6 +12,7 @@ state, cursor, event and outbox row.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -693,6 +694,12 @@ class Store:
         return bytes(found[0][0]) if found else None
 
     def credential_of(self, session_id: str) -> str:
+    def mark_of(self, text: str) -> str:
+        """Return a digest of a text of a task, 16 hexadecimal digits. A text cannot be guessed from its digest without
+        the store's key."""
+        return hashlib.sha256(self._key.mark(f"the text {text}").encode()).hexdigest()[:16]
+
+    def session_key(self, session_id: str) -> str:
         """Return the credential of an external session. The store can check the credential without having stored it,
         so the credential outlives the service's process."""
         return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"

@@ -37,6 +37,8 @@ READ_SECONDS = 10.0
 """Maximum seconds of one read in this process."""
 STEPS_BETWEEN_LOOKS = 10_000
 """SQLite's steps between two looks at the clock."""
+TASK_LABEL = "task"
+"""Label that names the task of a group. Without the label, groups with the same instruction have the same task."""
 CURSOR, CURSOR_AT, FILLED = "cursor", "cursor_at", "filled"
 
 
@@ -168,12 +170,15 @@ class RunIndex:
         tasks: dict[str, str | None] = {}
         for group in changes.groups:
             if group.id in new:
-                spec = None
-                if not group.labels.get(rows_of_runs.TASK_LABEL):
-                    with suppress(OutriderError):  # a spec that cannot be opened, or a group just removed
-                        spec = await self._store.spec(group.id)
-                tasks[group.id] = rows_of_runs.task_of(group.labels, spec)
+                tasks[group.id] = group.labels.get(TASK_LABEL) or await self._mark_of_task(group.id)
         return tasks
+
+    async def _mark_of_task(self, group_id: str) -> str | None:
+        """Return the digest of the group's instruction; None if its spec cannot be read."""
+        with suppress(OutriderError):  # the key of the spec is missing, or the group was just removed
+            instruction = rows_of_runs.instruction_of(await self._store.spec(group_id))
+            return None if instruction is None else self._store.mark_of(instruction)
+        return None
 
     def _write(
         self, db: sqlite3.Connection, changes: RunChanges, tasks: dict[str, str | None], gone: frozenset[str]

@@ -5,7 +5,6 @@ The functions neither read the store nor a clock. Invariant: writing the same ro
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 from collections.abc import Iterable, Sequence
 
@@ -20,8 +19,6 @@ from outrider.store.run_reader import Retry
 from outrider.tokens.branches.classify import lineages
 from outrider.trajectory import Turn
 
-TASK_LABEL = "task"
-"""Label that names the task of a group. Without the label, groups with the same instruction have the same task."""
 FROZEN = "frozen"
 """The kind that is shown for turns of frozen models."""
 MAX_SEARCHED = 16_384
@@ -37,18 +34,12 @@ class _TaskOnly(msgspec.Struct, frozen=True):
     task: _Instruction = _Instruction()
 
 
-def task_of(labels: dict[str, str], spec: bytes | None) -> str | None:
-    """Return the task's name in the index: its label, or a digest of its instruction. None if the spec cannot be
-    read."""
-    if labels.get(TASK_LABEL):
-        return labels[TASK_LABEL]
-    if spec is None:
-        return None
+def instruction_of(spec: bytes) -> str | None:
+    """Return the instruction in a group's spec, None for a spec that cannot be read."""
     try:
-        instruction = msgspec.json.decode(spec, type=_TaskOnly).task.instruction
+        return msgspec.json.decode(spec, type=_TaskOnly).task.instruction
     except msgspec.DecodeError:
         return None
-    return hashlib.sha256(instruction.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def write_group(db: sqlite3.Connection, group: GroupRow, task: str | None) -> None:
