@@ -21,8 +21,9 @@ from outrider.trajectory import Turn
 
 FROZEN = "frozen"
 """The kind that is shown for turns of frozen models."""
-MAX_SEARCHED = 16_384
-"""Maximum number of characters of a session in which a list searches."""
+SEARCHED_ERROR, SEARCHED_OUTPUT, SEARCHED_ANSWER = 1000, 2000, 1000
+"""Characters in which a list searches: the beginning of the error, and the ends of the output and of the answer. A
+search reads all of these texts, so they are short."""
 MAX_MESSAGE = 8192
 
 
@@ -121,12 +122,14 @@ def write_session(db: sqlite3.Connection, session: SessionRow) -> bool:
     db.executemany(sql, [(no, name, value) for name, value in rewards])
     if result.error is not None:
         _write_error(db, no, result.attempt, True, session.updated, result.error)
-    texts = [result.answer, result.harness_exit.log_tail if result.harness_exit else None]
+    texts = [(result.answer or "")[-SEARCHED_ANSWER:]]
+    for log_tail in (result.harness_exit and result.harness_exit.log_tail, result.error and result.error.log_tail):
+        texts.append((log_tail or "")[-SEARCHED_OUTPUT:])
     if result.error is not None:
-        texts += [result.error.message, result.error.log_tail]
-    if text := "\n".join(each for each in texts if each):
+        texts.append(result.error.message[:SEARCHED_ERROR])
+    if text := "\n".join(filter(None, texts)):
         sql = "INSERT OR REPLACE INTO kept_texts (session_no, text) VALUES (?, ?)"
-        db.execute(sql, (no, storable_text(text[-MAX_SEARCHED:].lower())))
+        db.execute(sql, (no, storable_text(text.lower())))
     db.execute("INSERT INTO unread_turns (session_no) VALUES (?)", (no,))
     return True
 
