@@ -297,7 +297,7 @@ def refusal_of(error: Exception, guard: QueryGuard, limits: Mapping[str, float])
     if isinstance(error, MemoryError) or "out of memory" in text:
         message = f"the query needs more than {limits['memory'] / (1 << 20):.0f} MiB of memory"
         return QueryRefused("field", message, "narrow it, or add up instead of listing")
-    if any(each in text for each in ("locked", "busy", "unable to open database file")):
+    if "locked" in text or "busy" in text:
         return QueryRefused("busy", f"the index of runs is busy: {text}", "ask again")
     if "You can only execute one statement" in text:
         return QueryRefused("field", "only one statement is run", "write one SELECT")
