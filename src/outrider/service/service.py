@@ -147,12 +147,11 @@ class Service:
             secret=secret.get_secret_value() if secret else None,
             failures=failures,
         )
-        self.retention = Retention(store, artifacts, config.retention, failures=failures)
+        self._index = index
+        self.retention = Retention(store, artifacts, config.retention, failures=failures, on_hidden=index.forget)
         self._traces: TraceExport | None = None
         if config.traces_to is not None:
             self._traces = TraceExport(store, self.reader, config.traces_to, model=backend.model, failures=failures)
-        self._index = index
-        self.retention = Retention(store, artifacts, config.retention, failures=failures, on_hidden=index.forget)
         self._back_pressure = BackPressure(store, config.queue.sessions)
         self._agent_services = AgentServices(config.agents)
         self._url = ""
