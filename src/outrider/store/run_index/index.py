@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -79,10 +80,11 @@ class RunIndex:
     async def chore(self) -> None:
         """One turn of the background work: make the index complete, however long it takes."""
         async with self._failures():
-            while await self._step():
-                pass
-            while await self._step_of_turns(None):
-                pass
+            more = True
+            while more:
+                began = time.monotonic()
+                more = await self._step() or await self._step_of_turns(None)
+                await asyncio.sleep(time.monotonic() - began)  # leaves half of the time to the service's other work
 
     async def catch_up(self, *, turns: bool = False) -> None:
         """Return once the index has every change whose event is stored now, and with `turns` the turns of the sessions
