@@ -63,25 +63,6 @@ async def sessions(
     after: Annotated[str | None, Query(description="the `after` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> SessionList:
-    """List sessions, newest group first. A page ends with the group that reaches `limit` sessions."""
-    try:
-        wanted = None if state is None else SessionState(state)
-    except ValueError as error:
-        known = ", ".join(each.value for each in SessionState)
-        raise InvalidField(f"{state!r} is not a session state", field="state", hint=f"known: {known}") from error
-    pairs = [each.partition("=") for each in label or ()]
-    for name, equals, _ in pairs:
-        if not equals or not name:
-            raise InvalidField("a label is NAME=VALUE", field="label")
-    return await service.session_control.page(
-        after=after,
-        limit=limit,
-        state=wanted,
-        labels={name: value for name, _, value in pairs},
-        harness=harness,
-        since=since,
-        caller=caller,
-    )
     """List sessions, newest group first, and those of a group in sample order. `state` is queued, initializing, ready,
     running, evaluating or done."""
     wanted = msgspec.structs.replace(wanted, groups=tuple(group or ()))

@@ -22,10 +22,6 @@ from outrider.store.store import Store
 OPEN_SECONDS = 5.0
 """Maximum seconds that opening a session waits until the session takes calls. A later call waits no more: until then,
 calls get the error `session_not_running`."""
-GROUPS_READ = 100
-"""Number of groups that are read at once for a page of sessions."""
-MOST_GROUPS = 2_000
-"""Maximum number of groups that are read for one page, so that a rare label does not read the whole history."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
 """Prefixes of the fields of a group's task, which a `SessionSpec` has without the prefix."""
 

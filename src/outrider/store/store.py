@@ -47,8 +47,6 @@ from outrider.store.rows import (
     TokenRow,
 )
 from outrider.store.run_reader import RunReader
-from outrider.store.rows import Delivery, EventKind, GroupRow, PolicyRow, QueueLength, SessionRow, TokenRow
-from outrider.store.run_reader import RunReader
 from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.store.training_timings import TrainingTimings
@@ -693,13 +691,12 @@ class Store:
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return bytes(found[0][0]) if found else None
 
-    def credential_of(self, session_id: str) -> str:
     def mark_of(self, text: str) -> str:
         """Return a digest of a text of a task, 16 hexadecimal digits. A text cannot be guessed from its digest without
         the store's key."""
         return hashlib.sha256(self._key.mark(f"the text {text}").encode()).hexdigest()[:16]
 
-    def session_key(self, session_id: str) -> str:
+    def credential_of(self, session_id: str) -> str:
         """Return the credential of an external session. The store can check the credential without having stored it,
         so the credential outlives the service's process."""
         return f"{EXTERNAL_KEY}{session_id}_{self._key.mark(_key_of(session_id))}"
