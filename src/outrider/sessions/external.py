@@ -44,7 +44,7 @@ from outrider.schemas import NodeStats, ResourceStats
 from outrider.sessions.agent_service_calls import RemoteRunFailed
 from outrider.sessions.agent_services import AgentServices, FollowedRun, RunStore
 from outrider.sessions.attempt import Attempt, AttemptStore, Node, NodeLost, session_result, without_secrets
-from outrider.sessions.blame import Cause, End, Facts, Stage, decide
+from outrider.sessions.blame import HARMFUL_SECONDS, Cause, End, Facts, Stage, decide
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, overdue_error
@@ -52,7 +52,6 @@ from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.models import SessionModels
 from outrider.sessions.remote_runs import archive_of
 from outrider.sessions.reports import check_report, verdict_of
-from outrider.sessions.rollout import HARMFUL_SECONDS
 from outrider.spec import REPORTED, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.trajectory import BranchPolicy, SessionResult, StageSeconds, Turn, Verdict
