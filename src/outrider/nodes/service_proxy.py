@@ -131,7 +131,7 @@ class ServiceProxy:
                     images = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
             uses = tuple(messages.ModelUses(model=model, engines=pool.uses()) for model, pool in pools.items())
-            report = messages.Report(stats=node.stats(), uses=uses, images=images)
+            report = messages.Report(stats=node.stats(), uses=uses, images=images, counts=node.counts())
             if report != self._reported:
                 self._reported = report
                 self._link.send(report)
