@@ -67,7 +67,7 @@ async def scraped(url: str, *, token: str | None = None, accept: str | None = No
         return Scrape(list(prometheus(text)))
     assert kind.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
     assert text.endswith("# EOF\n")
-    return Scrape(list(openmetrics(text)))
+    return Scrape(list(openmetrics(text)))  # type: ignore[no-untyped-call]
 
 
 async def ran(url: str, *, n: int = 2, token: str | None = None, **task: Any) -> None:

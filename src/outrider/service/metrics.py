@@ -8,20 +8,27 @@ no label has a value that a client or an agent has made up, and a family has a b
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from outrider.counts import OTHER, SECONDS, Distribution, NodeCounts, SandboxCounts
-from outrider.errors import known_codes
+from outrider.counts import OTHER, SECONDS, CallFailures, Distribution, NodeCounts, SandboxCounts
+from outrider.errors import FailingChore, known_codes
 from outrider.lifecycle import SessionState
 from outrider.plugins import BUILTINS
-from outrider.schemas import EngineStatus, NodeStats
-from outrider.service.metrics_counts import DIALECT_NAMES, MOST_NAMED, TURNS, VERSIONS, EngineCounts
+from outrider.schemas import EngineStatus, NodeStats, PolicyStatus
+from outrider.service.metrics_counts import (
+    DIALECT_NAMES,
+    MOST_NAMED,
+    TURNS,
+    VERSIONS,
+    EngineCounts,
+    ServiceCounts,
+)
 from outrider.service.metrics_rates import Totals
+from outrider.service.placing import NodePlacement
 from outrider.sessions.attempt import Node
-
-if TYPE_CHECKING:
-    from outrider.service.service import Service
+from outrider.store.store import Store
 
 MIB = 1 << 20
 LANES = ("init", "ready", "run", "eval", "grading")
@@ -222,11 +229,27 @@ class Value(NamedTuple):
     value: float | Distribution
 
 
+@dataclass(frozen=True, kw_only=True)
+class MetricSources:
+    """The parts of a service whose state the metrics are. `call_failures` are those of the service's own gateway;
+    `engines`, `policy` and `failing` return the present status; `queue_limit` is the setting queue.sessions."""
+
+    store: Store
+    counts: ServiceCounts
+    places: NodePlacement
+    call_failures: CallFailures
+    engines: Callable[[], Sequence[EngineStatus]]
+    policy: Callable[[], PolicyStatus]
+    failing: Callable[[], Sequence[FailingChore]]
+    queue_limit: int
+    version: str
+
+
 class ServiceMetrics:
     """Reads the metrics of a service. Of nodes and engines beyond MOST_NAMED the values are added up."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, sources: MetricSources) -> None:
+        self._sources = sources
         self._left = NodeCounts()
         """What nodes had counted that have left."""
 
@@ -235,7 +258,7 @@ class ServiceMetrics:
         self._left = self._left.plus(node.counts())
 
     def totals(self) -> Totals:
-        counts = self._service.counts
+        counts = self._sources.counts
         return Totals(
             sessions_done=counts.done_sessions,
             sessions_failed=counts.failed_sessions,
@@ -247,15 +270,15 @@ class ServiceMetrics:
 
     async def read(self) -> list[Value]:
         """Return the present values. Raises ServiceError if the store fails."""
-        service, store = self._service, self._service.store
+        sources, store = self._sources, self._sources.store
         states = await store.counts()
         backlog = await store.backlog()
         oldest = backlog.oldest_waiting
-        paused = service.pool.policy.status().paused is not None
+        policy = sources.policy()
         return [
             *(Value("outrider_sessions", (state.value,), states[state]) for state in SessionState),
             Value("outrider_queue_oldest_seconds", (), 0.0 if oldest is None else max(0.0, time.time() - oldest)),
-            Value("outrider_queue_limit_sessions", (), service.config.queue.sessions),
+            Value("outrider_queue_limit_sessions", (), sources.queue_limit),
             Value("outrider_callbacks", ("pending",), backlog.pending_callbacks),
             Value("outrider_callbacks", ("given_up",), backlog.given_up_callbacks),
             Value("outrider_stored_bytes", (), backlog.stored_bytes),
@@ -263,16 +286,16 @@ class ServiceMetrics:
             *self._sessions(),
             *self._calls(),
             *self._engines(),
-            Value("outrider_policy_version", (), service.pool.policy.version),
-            Value("outrider_policy_paused", (), paused),
+            Value("outrider_policy_version", (), policy.version),
+            Value("outrider_policy_paused", (), policy.paused is not None),
             *self._nodes(),
             *self._counted_by_nodes(),
-            Value("outrider_failing_chores", (), len(service.failing())),
-            Value("outrider_info", (service.version,), 1),
+            Value("outrider_failing_chores", (), len(sources.failing())),
+            Value("outrider_info", (sources.version,), 1),
         ]
 
     def _sessions(self) -> Iterator[Value]:
-        counts = self._service.counts
+        counts = self._sources.counts
         for reason, number in counts.ended.items():
             yield Value("outrider_sessions_ended", (reason.value,), number)
         for family, errors in (
@@ -302,7 +325,7 @@ class ServiceMetrics:
         yield Value("outrider_first_prompt_shared_tokens", (), counts.shared_prompt_tokens)
 
     def _calls(self) -> Iterator[Value]:
-        counts = self._service.counts
+        counts = self._sources.counts
         for model, finished in counts.calls.items():
             yield Value("outrider_sampled_tokens", (model,), counts.sampled_tokens[model])
             for finish, number in finished.items():
@@ -316,7 +339,7 @@ class ServiceMetrics:
         yield Value("outrider_malformed_tool_calls", (), counts.malformed_calls)
 
     def _engines(self) -> Iterator[Value]:
-        counts, statuses = self._service.counts, self._service.engines()
+        counts, statuses = self._sources.counts, self._sources.engines()
         named = {engine.name for engine in statuses[:MOST_NAMED]}
         yield from _added_up(
             value
@@ -331,7 +354,7 @@ class ServiceMetrics:
         )
 
     def _nodes(self) -> list[Value]:
-        nodes = self._service.scheduler.places.stats()
+        nodes = self._sources.places.stats()
         return _added_up(
             value
             for number, node in enumerate(nodes)
@@ -339,9 +362,8 @@ class ServiceMetrics:
         )
 
     def _all_counts(self) -> NodeCounts:
-        service = self._service
-        found = self._left.plus(NodeCounts(failed_calls=service.call_failures.read()))
-        for node in service.scheduler.places.nodes():
+        found = self._left.plus(NodeCounts(failed_calls=self._sources.call_failures.read()))
+        for node in self._sources.places.nodes():
             found = found.plus(node.counts())
         return found
 

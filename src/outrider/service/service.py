@@ -56,7 +56,7 @@ from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer, Translate
 from outrider.service.diagnosis.doctor_of_runs import DoctorOfRuns
-from outrider.service.metrics import ServiceMetrics
+from outrider.service.metrics import MetricSources, ServiceMetrics
 from outrider.service.metrics_counts import ServiceCounts
 from outrider.service.metrics_rates import RateHistory
 from outrider.service.principals import LOCAL, Principal
@@ -196,7 +196,19 @@ class Service:
         store.turns_added.subscribe(self.counts.note_turn)
         self.scheduler.sessions_done.subscribe(self.counts.note_session)
         self.scheduler.attempts_failed.subscribe(self.counts.note_failed_attempt)
-        self.metrics = ServiceMetrics(self)
+        self.metrics = ServiceMetrics(
+            MetricSources(
+                store=store,
+                counts=self.counts,
+                places=self.scheduler.places,
+                call_failures=self.call_failures,
+                engines=self.engines,
+                policy=pool.policy.status,
+                failing=self.failing,
+                queue_limit=config.queue.sessions,
+                version=self.version,
+            )
+        )
         self.rates = RateHistory(self.metrics.totals, store.counts, failures)
         joined.removed.subscribe(self.metrics.note_departure)
         self.joined = joined
