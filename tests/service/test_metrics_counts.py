@@ -170,6 +170,14 @@ def test_a_session_is_counted_when_it_is_done(counting: Counting) -> None:
     assert (sum(counts.turns.counts), counts.turns.counts[-1]) == (3, 1)
 
 
+def test_the_tokens_of_a_run_that_is_graded_again_are_counted_once(counting: Counting) -> None:
+    counting.end("s-1-0", turns=2, tokens=TRAINED, model_seconds=2.0, samples=1)
+    counting.end("s-2-0", turns=2, tokens=TRAINED, model_seconds=2.0, samples=1, regrades="s-1-0")
+    counts = counting.counts
+    assert (sum(counts.turns.counts), counts.trained_tokens, counts.model_seconds) == (1, 3, 2.0)
+    assert (counts.samples, counts.done_sessions) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("rewards", "n", "spread"),
     [

@@ -177,15 +177,16 @@ class ServiceCounts:
             self._note_error(self.errors, result.error)
         for stage in self.stage_seconds:
             self.stage_seconds[stage] += getattr(result.seconds, stage)
-        self.model_seconds += result.model_seconds
-        self.tool_seconds += max(0.0, result.seconds.run - result.model_seconds)
-        self.turns.add(result.turns)
-        tokens = result.tokens
-        self.trained_tokens += tokens.trained
-        self.masked_tokens += tokens.masked
-        self.dropped_tokens += tokens.dropped
-        self.unsure_tokens += tokens.unsure
         self.samples += result.samples
+        tokens = result.tokens
+        if result.regrades is None:  # a run that is graded again was counted before
+            self.model_seconds += result.model_seconds
+            self.tool_seconds += max(0.0, result.seconds.run - result.model_seconds)
+            self.turns.add(result.turns)
+            self.trained_tokens += tokens.trained
+            self.masked_tokens += tokens.masked
+            self.dropped_tokens += tokens.dropped
+            self.unsure_tokens += tokens.unsure
         versions = self._versions.pop(session_id, None)
         if versions is not None and tokens.trained:
             self.trained_sessions["one" if versions.low == versions.high else "several"] += 1
