@@ -14,15 +14,21 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
+from outrider.api.gateway import Gateway
 from outrider.client.client import AsyncClient
+from outrider.counts import CallFailures
 from outrider.engines.base import EngineOptions
 from outrider.errors import Forbidden
+from outrider.lab.fakes.engine_servers.app import serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.schemas import RateList
 from outrider.service import metrics
 from outrider.service.metrics import FAMILIES
 from outrider.service.service import Service
+from sessions.world import a_world
 from support.service import call, running_service, say
+
+from .test_gateway import CHAT, HELLO, OneSession
 
 TASK = {
     "instruction": "say hello",
@@ -143,6 +149,26 @@ async def test_failed_calls_and_timeouts_are_apart_from_other_errors(tmp_path: P
     assert got.of("outrider_model_call_failures_total", dialect="chat", code="not_found") == 1
     assert got.of("outrider_sessions_ended_total", reason="agent_timeout") == 0
     assert got.of("outrider_session_errors_total", boundary="engine", code="engine_silent") == 0
+
+
+@pytest.mark.parametrize(("stream", "status"), [(True, 200), (False, 503)])
+async def test_a_call_whose_engine_fails_is_counted_also_in_the_middle_of_its_stream(
+    tmp_path: Path, stream: bool, status: int
+) -> None:
+    failures = CallFailures()
+    script = {"reply": "some words here<|im_end|>", "fail": "unavailable", "after": 2}
+    async with (
+        a_world(tmp_path, (script, "fine<|im_end|>")) as world,
+        serving(Gateway(OneSession(world.models), failures=failures)) as url,
+        aiohttp.ClientSession(url) as http,
+    ):
+        async with http.post(CHAT, json={**HELLO, "stream": stream}) as reply:
+            await reply.read()
+            assert reply.status == status
+        async with http.post(CHAT, json={**HELLO, "stream": stream}) as reply:
+            await reply.read()
+            assert reply.status == 200
+    assert failures.read() == {"chat": {"engine_unavailable": 1}}
 
 
 async def test_engines_and_nodes_beyond_the_bound_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
