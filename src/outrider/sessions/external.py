@@ -23,6 +23,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.watchdog import Watchdog
+from outrider.counts import NodeCounts
 from outrider.engines.pool.waits import Overdue
 from outrider.errors import (
     Conflict,
@@ -141,6 +142,9 @@ class ExternalSessions:
     def stats(self) -> NodeStats:
         nothing = ResourceStats(cpus=0, memory_mb=0)
         return NodeStats(name=self.name, sessions=len(self._live), capacity=self._capacity, lanes=(), resources=nothing)
+
+    def counts(self) -> NodeCounts:
+        return NodeCounts()
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True

@@ -108,7 +108,7 @@ class PolarGateway:
     def __init__(self, service: Service, reader: PolarReader) -> None:
         self._service = service
         self._reader = reader
-        self._gateway = Gateway(service.external)
+        self._gateway = Gateway(service.external, failures=service.call_failures)
         self._making: set[tuple[str, str]] = set()
         """Tenants and ids of the sessions that are being made, so that only one of several requests at once makes a
         session."""

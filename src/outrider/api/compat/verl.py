@@ -75,7 +75,7 @@ class VerlProxy:
     def __init__(self, service: Service) -> None:
         self.bound = BoundRuns(service)
         self._service = service
-        self._gateway = Gateway(service.external)
+        self._gateway = Gateway(service.external, failures=service.call_failures)
         self._taken = TAKEN | {name: f"the interface of {name}" for name in service.config.compat if name != "verl"}
 
     async def health(self, request: Request, caller: Principal) -> Any:
