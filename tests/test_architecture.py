@@ -35,6 +35,7 @@ LAYERS = (
         "text_files",
         "printable",
         "logs",
+        "counts",
         "concurrency",
     ),
     ("tokens", "dialects", "wire", "sandbox"),

@@ -17,7 +17,7 @@ from cli.world import program
 
 PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 
-NEVER = {"asyncpg", "httpx", "openai", "torch", "transformers", "datasets", "ray", "pytest"}
+NEVER = {"asyncpg", "prometheus_client", "httpx", "openai", "torch", "transformers", "datasets", "ray", "pytest"}
 """Libraries that no process imports at its start: they belong to a store, an engine or a trainer that few use."""
 SERVER = {"fastapi", "starlette", "uvicorn", "websockets", "renderers", "tokenizers", "jinja2", "cryptography"}
 COMMAND_LINE = {"click", "rich"}

@@ -67,6 +67,9 @@ class Boundary(StrEnum):
     SERVICE = "service"
 
 
+CODES_WITHOUT_CLASS = ("internal_error", "expired", "lease_expired")
+"""Codes of records that are made without an exception, or of any exception."""
+
 NO_THREAD = "can't start new thread"
 """Text of Python's RuntimeError when no thread can be started."""
 
@@ -425,6 +428,13 @@ def error_from(record: ErrorRecord) -> OutriderError:
     if isinstance(error, ContextOverflow):
         error.overflow = record.overflow or None
     return error
+
+
+def known_codes() -> dict[str, Boundary]:
+    """Return the codes that the errors of this process may have, with their boundaries. Records of other processes and
+    versions may have other codes."""
+    kinds = {kind.code: kind.boundary for kind in _subclasses(OutriderError) if "code" in vars(kind)}
+    return kinds | dict.fromkeys(CODES_WITHOUT_CLASS, Boundary.SERVICE)
 
 
 def _subclasses(kind: type[OutriderError]) -> Iterator[type[OutriderError]]:

@@ -700,6 +700,32 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[RunFinding, ...]
 
 
+class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What the service has done in the seconds that end at the time `at`, since the point before: the sessions that are
+    done, and those of them that failed; the groups that are done; the model calls that are stored, and those answered
+    with an error; and the sampled tokens. `queued` and `running` count the sessions at that time; a session is running
+    from its start to its end."""
+
+    at: float
+    sessions_done: int
+    sessions_failed: int
+    groups_done: int
+    calls: int
+    calls_failed: int
+    tokens_sampled: int
+    queued: int
+    running: int
+
+
+class RateList(msgspec.Struct, frozen=True, kw_only=True):
+    """The points of the last hour, oldest first: one each `step_seconds`, since the service's start. A point may come
+    late, if the store has failed meanwhile. `now` is the service's time."""
+
+    now: float
+    step_seconds: float
+    points: tuple[RatePoint, ...]
+
+
 class TokenView(msgspec.Struct, frozen=True, kw_only=True):
     """A token of the control API, without its text. The token submits and sees the groups of `tenant`. `expires` is
     None for a token that does not expire; `revoked` is None until the token is revoked."""

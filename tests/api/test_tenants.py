@@ -44,6 +44,7 @@ class Gets(Enum):
     OWN = "what is its own: nothing that it did meets another tenant's"
     SHARED = "what the service has for all: nodes, engines, the policy"
     REFUSED = "403: only an admin or a node"
+    OPERATORS = "403: about all tenants together, for admins and tokens of the operator's tenant"
 
 
 class Row(NamedTuple):
@@ -57,6 +58,7 @@ class Row(NamedTuple):
 UNKNOWN = Row(Gets.NOT_FOUND)
 SHARED = Row(Gets.SHARED)
 REFUSED = Row(Gets.REFUSED)
+OPERATORS = Row(Gets.OPERATORS)
 NO_SESSIONS = dict.fromkeys((state.value for state in SessionState), 0)
 
 TABLE: dict[str, Row] = {
@@ -99,6 +101,8 @@ TABLE: dict[str, Row] = {
     "GET /v1/images/{digest}": UNKNOWN,
     "GET /v1/diagnosis": Row(Gets.NOTHING, nothing={"groups": 0, "sessions": 0}),
     "GET /v1/status": Row(Gets.NOTHING, nothing={"sessions": NO_SESSIONS, "cursor": 0}),
+    "GET /metrics": OPERATORS,
+    "GET /v1/rates": OPERATORS,
     "GET /v1/engines": SHARED,
     "POST /v1/engines": REFUSED,
     "POST /v1/engines/{name}/drain": REFUSED,
@@ -227,6 +231,8 @@ async def test_what_another_tenants_token_gets_of_every_route(tmp_path: Path, na
                     assert {field: theirs.json()[field] for field in row.nothing} == row.nothing, route
                 case Gets.SHARED:
                     assert (await world.ask(name, route)) == (await world.ask("alice", route)), route
+                case Gets.OPERATORS:
+                    assert (await world.ask(name, route)).status == 403, route
                 case _:
                     assert row.gets is Gets.OWN, route  # that of `submit`: looked at below
         async with world.client("root") as root:

@@ -38,7 +38,7 @@ def test_the_bounds_of_a_connection_are_those_of_the_code() -> None:
         "generations through the service": (remote_node.MAX_GENERATIONS, remote_node.MAX_GENERATION_BYTES // mib),
         "resources set aside, or waited for": (remote_node.SPARE_TAKES,),
         "artifacts of an attempt": (claims.MAX_KEPT_BYTES // mib,),
-        "a report": (claims.MAX_SESSIONS, claims.MAX_LANES, claims.MAX_FAILING),
+        "a report": (claims.MAX_SESSIONS, claims.MAX_LANES, claims.MAX_FAILING, claims.MAX_COUNTED),
         "an attempt that is cancelled": (int(remote_node.CANCEL_SECONDS),),
         "a pause of the policy": (int(gates.ANSWER_SECONDS), int(gates.SETTLE_SECONDS) // 60),
     }.items():

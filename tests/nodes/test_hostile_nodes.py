@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from outrider.counts import Distribution, NodeCounts, SandboxCounts
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth, EngineOptions, SamplingParams
 from outrider.engines.gates import GateReport
 from outrider.engines.pool.placement import EngineUse
@@ -39,6 +40,7 @@ from outrider.nodes.messages import (
     Leaving,
     ModelUses,
     Ready,
+    Report,
     RunAttempt,
     SetState,
     Take,
@@ -94,6 +96,10 @@ class Plain:
 
     async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         yield ChatChunk(text="x", finish=FinishReason.STOP)
+
+
+def counted(**counts: Any) -> Report:
+    return replace(report(), counts=NodeCounts(**counts))
 
 
 def reply(call: int, value: object) -> CallReply:
@@ -318,6 +324,30 @@ FORGED: dict[str, tuple[Callable[[Told], list[Any]], str]] = {
     ),
     "a doubt of no model": (lambda told: [CheckEngine(model="other", engine="e")], "a model that"),
     "a report that cannot be": (lambda told: [report(-5)], "impossible numbers"),
+    "counts of failed calls below zero": (
+        lambda told: [counted(failed_calls={"chat": {"x": -1}})],
+        "impossible counts",
+    ),
+    "counts of more seconds than there are": (
+        lambda told: [counted(sandboxes={"memory": SandboxCounts(started=Distribution(total=inf))})],
+        "impossible counts",
+    ),
+    "counts of other buckets": (
+        lambda told: [counted(sandboxes={"memory": SandboxCounts(started=Distribution((1,)))})],
+        "impossible counts",
+    ),
+    "counts of more runtimes than there are": (
+        lambda told: [counted(sandboxes={str(number): SandboxCounts() for number in range(300)})],
+        "impossible counts",
+    ),
+    "counts of a dialect with a long name": (
+        lambda told: [counted(failed_calls={"x" * 300: {"y": 1}})],
+        "impossible counts",
+    ),
+    "counts that go down": (
+        lambda told: [counted(failed_calls={"chat": {"x": 2}}), counted(failed_calls={"chat": {"x": 1}})],
+        "impossible counts",
+    ),
     "a report with room without end": (lambda told: [report(1 << 40)], "impossible numbers"),
     "a prompt with a negative id": (
         lambda told: [CallRequest(0, tokens(pack_ids([-1])))],

@@ -14,6 +14,7 @@ from typing import Any, Self
 import pytest
 
 from outrider.config import Config, LanesConfig, SandboxesConfig
+from outrider.counts import Distribution
 from outrider.engines.pool.leader import pool_state
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
 from outrider.lifecycle import StopReason
@@ -362,6 +363,11 @@ async def test_a_machine_that_leaves_ends_its_sessions_first(start: Starts, toke
             assert {session.attempt for session in view.sessions} == {1}
             await machine.left.wait()
             assert running.service.nodes().nodes == ()
+            values = {(value.family, value.labels): value.value for value in await running.service.metrics.read()}
+            started = values["outrider_sandbox_start_seconds", ("memory",)]
+            assert isinstance(started, Distribution)
+            assert sum(started.counts) == 3  # the machine's own counts are kept
+            assert ("outrider_node_sessions", ("far",)) not in values
         async with Machine("other").at(running.url, tmp_path):
             assert ends(await running.done(queued)) == {StopReason.COMPLETED: 2}
     assert node_processes() == set()

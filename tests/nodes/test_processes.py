@@ -18,6 +18,7 @@ import pytest
 from pydantic import SecretStr
 
 from outrider.config import CallbacksConfig, Config, FrozenConfig, SandboxesConfig
+from outrider.counts import Distribution
 from outrider.engines.base import ChatChunk, ChatRequest, EngineHealth
 from outrider.errors import ServiceError
 from outrider.lab.fakes.engine_servers.app import engine_app, serving
@@ -115,6 +116,13 @@ async def test_sessions_run_in_both_processes_and_have_their_own_tokens(start: S
             ):
                 await asyncio.sleep(0.01)
         assert running.service.engines()[0].generated_tokens == sampled
+        values = {(value.family, value.labels): value.value for value in await running.service.metrics.read()}
+        started = values["outrider_sandbox_start_seconds", ("memory",)]
+        assert isinstance(started, Distribution)
+        assert sum(started.counts) == 16
+        assert values["outrider_sampled_tokens", ("policy",)] == sampled
+        assert values["outrider_engine_calls", (engine.name,)] == 32
+        assert sum(values["outrider_lane_served", (name, "run")] for name in ("local-0", "local-1")) == 16  # type: ignore[misc]
     assert node_processes() == set()
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from outrider.counts import NodeCounts
 from outrider.errors import Boundary
 from outrider.lifecycle import GroupState, StopReason
 from outrider.sandbox.rootfs.store import RootImage
@@ -47,6 +48,9 @@ class HeldNode:
             lanes=(RUN_LANE,),
             resources=resources,
         )
+
+    def counts(self) -> NodeCounts:
+        return NodeCounts()
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.config import LanesConfig
 from outrider.lifecycle import SessionState, StopReason
-from outrider.sessions.rollout import HARMFUL_SECONDS
+from outrider.sessions.blame import HARMFUL_SECONDS
 from support.clock import pass_time
 
 from .conftest import MakeWorld

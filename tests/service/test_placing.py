@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.counts import NodeCounts
 from outrider.errors import NotFound
 from outrider.sandbox.rootfs.store import RootImage
 from outrider.schemas import LaneStats, NodeStats, ResourceStats
@@ -34,6 +35,9 @@ class Plain:
         return NodeStats(
             name=self.name, sessions=0, capacity=self.capacity, lanes=(self._lane,), resources=self.resources
         )
+
+    def counts(self) -> NodeCounts:
+        return NodeCounts()
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return runtime.image in self._images

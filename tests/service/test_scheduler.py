@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from outrider.concurrency.retries import RetryPolicy
+from outrider.counts import NodeCounts
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
 from outrider.sandbox.rootfs.store import RootImage
@@ -95,6 +96,9 @@ class FakeNode:
 
     def stats(self) -> NodeStats:
         return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), resources=self.resources)
+
+    def counts(self) -> NodeCounts:
+        return NodeCounts()
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True

@@ -12,6 +12,7 @@ import pytest
 from outrider.concurrency.cancellation import OffloadThread
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import Config
+from outrider.counts import NodeCounts
 from outrider.engines.pool.pool import EnginePool
 from outrider.errors import Boundary, ErrorRecord, ServiceError
 from outrider.lifecycle import GroupState, StopReason
@@ -83,6 +84,9 @@ class OnceMore:
 
     def stats(self) -> NodeStats:
         return NodeStats(name=self.name, sessions=0, capacity=4, lanes=(), resources=RESOURCES)
+
+    def counts(self) -> NodeCounts:
+        return NodeCounts()
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True

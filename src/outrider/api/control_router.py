@@ -69,11 +69,11 @@ def body(kind: type[Spec], *, empty: bytes = b"") -> Any:
 
 
 class ControlRouter:
-    """Routes below `/v1` and a prefix, which check the role of the caller. A handler returns a msgspec struct, or a
-    Response."""
+    """Routes below a version (`/v1`) and a prefix, which check the role of the caller. A handler returns a msgspec
+    struct, or a Response."""
 
-    def __init__(self, prefix: str = "") -> None:
-        self.routes = APIRouter(prefix=f"/v1{prefix}", dependencies=[Depends(check_role)])
+    def __init__(self, prefix: str = "", *, version: str = "/v1") -> None:
+        self.routes = APIRouter(prefix=version + prefix, dependencies=[Depends(check_role)])
         self.roles: dict[str, Role] = {}
         """The role that each route requires, by method and path."""
         self.replies: list[type[msgspec.Struct]] = []

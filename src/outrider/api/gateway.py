@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from outrider.concurrency.cancellation import Steps
+from outrider.counts import CallFailures
 from outrider.dialects import DIALECTS, UNKNOWN_ROUTES
 from outrider.dialects.base import (
     Action,
@@ -63,10 +64,12 @@ class Gateway:
     headers select the dialect. The session's key is in the path. A client whose base URL cannot contain the key sends
     the session's key as its API key."""
 
-    def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST) -> None:
-        """`calls` is the maximum number of concurrent calls of one session."""
+    def __init__(self, sessions: Sessions, *, calls: int = EACH_MOST, failures: CallFailures | None = None) -> None:
+        """`calls` is the maximum number of concurrent calls of one session. Calls answered with an error are counted in
+        `failures`."""
         self._sessions = sessions
         self._calls = calls
+        self._failures = failures or CallFailures()
         self._routes = RouteTable(DIALECTS)
 
     def serves(self, scope: Scope) -> bool:
@@ -103,8 +106,11 @@ class Gateway:
                     SESSION.reset(outside)
             finally:
                 models.under_way -= 1
+            if reply.failure is not None:
+                self._failures.note(routed.dialect.name, reply.failure.code)
         except OutriderError as error:
             dialect = routed.dialect if routed else UNKNOWN_ROUTES
+            self._failures.note(dialect.name, error.code)
             await reply.whole(error.http_status, msgspec.json.encode(dialect.error(error)))
 
     async def _serve(
@@ -186,6 +192,8 @@ class _ClientReply:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = False
+        self.failure: OutriderError | None = None
+        """The error with which a begun response has ended."""
         self._ended = False
         self._quiet = True
 
@@ -246,6 +254,7 @@ async def _stream(
     except OutriderError as error:
         if not reply.begun:
             raise
+        reply.failure = error
         await reply.end(writer.error(error))
 
 

@@ -40,7 +40,7 @@ async def serving_gateway(node: LocalNode) -> AsyncIterator[None]:
     share = shares(raise_limit())
     with socket.socket(socket.AF_UNIX) as inside, listener_at("127.0.0.1", 0) as port:
         inside.bind(str(node.gateway_socket))
-        server = HttpServer(Gateway(node, calls=share.session), share.sandboxes)
+        server = HttpServer(Gateway(node, calls=share.session, failures=node.call_failures), share.sandboxes)
         with noting_refusals(node.failures), node.gateway_at(url_of(port, tls=False)):
             async with running(server, inside, port):
                 yield

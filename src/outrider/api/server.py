@@ -17,7 +17,20 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIWebSocketRoute
 
-from outrider.api import delivery, diagnosis, engines, files, groups, nodes, policy, relay, runs, sessions, tokens
+from outrider.api import (
+    delivery,
+    diagnosis,
+    engines,
+    files,
+    groups,
+    metrics,
+    nodes,
+    policy,
+    relay,
+    runs,
+    sessions,
+    tokens,
+)
 from outrider.api.access import AccessControl, check_address
 from outrider.api.compat.routes import compat_paths, compat_routes, compat_sockets, detail
 from outrider.api.control_replies import bad_query, error_reply, not_served, outrider_error
@@ -38,9 +51,8 @@ from outrider.wire.file_descriptors import raise_limit, shares
 from outrider.wire.http_server import TIMEOUTS, Receive, Scope, Send, noting_refusals
 from outrider.wire.tls import presenting
 
-ROUTERS = tuple(
-    part.ROUTES for part in (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, policy, relay, tokens)
-)
+PARTS = (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, policy, relay, tokens, metrics)
+ROUTERS = (*(part.ROUTES for part in PARTS), metrics.METRICS)
 ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
 """The role that each control route requires, by method and path. A tenant's objects are for its own tokens and for
 admins: tests/api/test_tenants.py lists the replies to other tenants' tokens, route by route."""
@@ -66,7 +78,8 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
     with listener_at(config.host, config.port) as outside:
         url = url_of(outside, tls=tls is not None)
         share = shares(raise_limit())
-        gateway = Gateway(_AllSessions(node, service.external), calls=share.session)
+        sessions = _AllSessions(node, service.external)
+        gateway = Gateway(sessions, calls=share.session, failures=service.call_failures)
         others = compat_sockets(service, config.compat)
         app = control_app(service)
         app.router.routes += [route for route, _ in others]

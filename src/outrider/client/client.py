@@ -85,6 +85,7 @@ from outrider.schemas import (
     PulledImages,
     QueryReply,
     QueuePauses,
+    RateList,
     Redelivered,
     ResultsPage,
     Role,
@@ -580,6 +581,10 @@ class AsyncClient:
     async def status(self) -> ServiceStatus:
         return await self._call("GET", "/v1/status", ServiceStatus)
 
+    async def rates(self) -> RateList:
+        """Return what the service has done in each step of the last hour. Raises Forbidden for a token of a tenant."""
+        return await self._call("GET", "/v1/rates", RateList)
+
     async def engines(self) -> tuple[EngineStatus, ...]:
         return (await self._call("GET", "/v1/engines", EngineList)).engines
 
@@ -1062,6 +1067,7 @@ class Client:
     artifact = _blocking(AsyncClient.artifact)
     image = _blocking(AsyncClient.image)
     status = _blocking(AsyncClient.status)
+    rates = _blocking(AsyncClient.rates)
     engines = _blocking(AsyncClient.engines)
     nodes = _blocking(AsyncClient.nodes)
     pull_image = _blocking(AsyncClient.pull_image)

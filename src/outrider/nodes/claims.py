@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from operator import lt
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from outrider.counts import SECONDS, NodeCounts
 from outrider.engines.pool.checks import LOWEST, MAX_COUNT, ROUNDING
 from outrider.engines.pool.placement import EngineUse
 from outrider.engines.relay.messages import MAX_DETAIL
@@ -39,6 +41,8 @@ MAX_SESSIONS = 100_000
 MAX_LANES = 16
 MAX_FAILING = 64
 """Maximum number of failing background tasks in a node's report. Further tasks are left out."""
+MAX_COUNTED = 256
+"""Maximum number of runtimes, of dialects, and of error codes of a dialect, in a node's counts."""
 MAX_NAME = 256
 MAX_PATH = 4096
 MAX_ANSWER = 1 << 20
@@ -388,6 +392,37 @@ def checked_stats(name: str, report: Report) -> NodeStats:
         for each in stats.failing[:MAX_FAILING]
     )
     return msgspec.structs.replace(stats, name=name, drained=False, failing=failing)
+
+
+def checked_counts(report: Report, before: NodeCounts) -> NodeCounts:
+    """Return the counts of a node's report. `before` are the counts of the node's last report. Raises Nonsense for
+    impossible numbers, for too many or too long names, for other buckets than SECONDS, and for a failed start or call
+    that is not counted any more."""
+    counts = report.counts
+    names: list[Mapping[str, object]] = [counts.sandboxes, counts.failed_calls, *counts.failed_calls.values()]
+    if (
+        not _all_counts(counts)
+        or any(len(each) > MAX_COUNTED or any(len(name) > MAX_NAME for name in each) for each in names)
+        or any(len(each.started.counts) not in (0, len(SECONDS) + 1) for each in counts.sandboxes.values())
+        or not _grows(before, counts)
+    ):
+        raise Nonsense("a report with impossible counts")
+    return counts
+
+
+def _grows(before: NodeCounts, counts: NodeCounts) -> bool:
+    """Return True if no number has become smaller. The service exports sums, which must not become smaller either."""
+    for runtime, was in before.sandboxes.items():
+        now = counts.sandboxes.get(runtime)
+        if now is None or now.failed < was.failed or now.started.total < was.started.total:
+            return False
+        if any(map(lt, now.started.counts or (0,) * len(was.started.counts), was.started.counts)):
+            return False
+    return all(
+        counts.failed_calls.get(dialect, {}).get(code, 0) >= number
+        for dialect, codes in before.failed_calls.items()
+        for code, number in codes.items()
+    )
 
 
 def checked_uses(engines: Mapping[str, EngineUse], *, stranger: bool) -> dict[str, EngineUse]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 
+from outrider.counts import NodeCounts
 from outrider.engines.base import ChatChunk, ChatRequest, Chunk, SamplingParams
 from outrider.engines.gates import GateReport
 from outrider.engines.pool.placement import EngineUse, PoolState
@@ -179,13 +180,15 @@ class Ready(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
 
 class Report(msgspec.Struct, tag="report", frozen=True, kw_only=True):
     """The present state of the node. `uses` is the node's use of the engines, by model and engine. `images` are the
-    names of the images on the node's machine, or None for a node on the service's machine."""
+    names of the images on the node's machine, or None for a node on the service's machine. `counts` is what the node
+    has counted since its start."""
 
     stats: NodeStats
     uses: Annotated[tuple[ModelUses, ...], msgspec.Meta(max_length=256)]
     images: (
         Annotated[frozenset[Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=10_000)] | None
     ) = None
+    counts: NodeCounts = NodeCounts()
 
 
 class ModelUses(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Failures
 from outrider.concurrency.events import Feed
 from outrider.config import is_local
+from outrider.counts import NodeCounts
 from outrider.engines.base import ChatRequest, GenerateRequest, SamplingParams
 from outrider.engines.pool.checks import MAX_COUNT
 from outrider.engines.pool.leader import forwarded, note_uses, pool_state
@@ -37,6 +38,7 @@ from outrider.nodes.claims import (
     TURN_RULES,
     Given,
     check,
+    checked_counts,
     checked_stats,
     checked_uses,
     shortened,
@@ -110,6 +112,8 @@ class RemoteNode:
         self._connection: NodeConnection | None = None
         self._nothing = NodeStats(name=name, sessions=0, capacity=0, lanes=(), resources=parts.resources.stats())
         self._stats = self._nothing
+        self._counted, self._counted_before = NodeCounts(), NodeCounts()
+        """The counts of the present connection's last report, and the sum of all earlier connections."""
         self._reachable = True
         self._images: frozenset[str] | None = None
         """Names of the images on the node's machine; None for a node on this machine."""
@@ -145,6 +149,7 @@ class RemoteNode:
             finally:
                 self._connection = None
                 self._stats = self._nothing
+                self._counted, self._counted_before = NodeCounts(), self.counts()
                 connection.calls.end()
                 connection.calls.cancel()
                 await shielded(ended)
@@ -168,6 +173,10 @@ class RemoteNode:
         capacity = 0 if out_of_reach else self._stats.capacity
         return msgspec.structs.replace(self._stats, capacity=capacity, resources=self._parts.resources.stats())
 
+    def counts(self) -> NodeCounts:
+        """Return the sum of what the node's processes have counted."""
+        return self._counted_before.plus(self._counted)
+
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return has_image(runtime.image, self._images)
 
@@ -190,6 +199,7 @@ class RemoteNode:
 
     def _note_report(self, report: messages.Report) -> None:
         stats = checked_stats(self.name, report)
+        self._counted = checked_counts(report, self._counted)
         more = stats.capacity > self._stats.capacity
         self._stats, self._images = stats, report.images
         if more:

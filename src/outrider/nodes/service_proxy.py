@@ -98,6 +98,9 @@ class ServiceProxy:
         self._ready: tuple[LocalNode, Followers, Chores] | None = None
         """The parts to which messages are applied; None before the node is ready."""
         self._reported: messages.Report | None = None
+        self._image_names: frozenset[str] | None = None
+        """The names that `images` has returned last."""
+        self._leaving = False
         self._last_arrival: float | None = None
         """The time of the service's last message; None before the node is ready."""
         self._ending = False
@@ -121,20 +124,15 @@ class ServiceProxy:
 
     async def run(self, node: LocalNode, pools: Followers) -> None:
         """Run attempts on the node until cancelled."""
-        images: frozenset[str] | None = None
         looked = -IMAGES_SECONDS
 
         async def send_report() -> None:
-            nonlocal images, looked
+            nonlocal looked
             if self._images is not None and time.monotonic() - looked > IMAGES_SECONDS:
                 with suppress(OSError):  # a shared file system may fail, and the last names are then used again
-                    images = await asyncio.to_thread(self._images)
+                    self._image_names = await asyncio.to_thread(self._images)
                 looked = time.monotonic()
-            uses = tuple(messages.ModelUses(model=model, engines=pool.uses()) for model, pool in pools.items())
-            report = messages.Report(stats=node.stats(), uses=uses, images=images)
-            if report != self._reported:
-                self._reported = report
-                self._link.send(report)
+            self._send_report(node, pools)
 
         async with Chores(node.failures) as attempts:
             self._ready = node, pools, attempts
@@ -147,8 +145,16 @@ class ServiceProxy:
             finally:
                 self._ending = True
 
+    def _send_report(self, node: LocalNode, pools: Followers) -> None:
+        uses = tuple(messages.ModelUses(model=model, engines=pool.uses()) for model, pool in pools.items())
+        report = messages.Report(stats=node.stats(), uses=uses, images=self._image_names, counts=node.counts())
+        if report != self._reported:
+            self._reported = report
+            self._link.send(report)
+
     def leave(self) -> None:
         """Take no new attempts. The service ends the connection when the running attempts have ended."""
+        self._leaving = True
         self._link.send(messages.Leaving())
 
     def fail(self, error: OutriderError) -> None:
@@ -196,6 +202,8 @@ class ServiceProxy:
                 await asyncio.sleep(DOUBT_SECONDS)
             if self._ending_together.is_set():
                 return
+        if self._leaving:  # the service closes the connection after the last result, so no report could follow
+            self._send_report(*self._ready[:2])
         yield result
 
     async def _pull_image(self, call: messages.PullImage) -> RootImage:

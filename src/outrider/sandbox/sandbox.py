@@ -6,6 +6,7 @@ Invariant: whatever happens, a started sandbox is stopped exactly once, and its 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -14,8 +15,9 @@ from pathlib import Path
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
 from outrider.concurrency.retries import RetryPolicy
+from outrider.counts import SandboxStarts
 from outrider.errors import RuntimeFailure, renamed_field
-from outrider.plugins import resolve
+from outrider.plugins import BUILTINS, resolve
 from outrider.sandbox.gpu_locks import lock_gpus
 from outrider.sandbox.host_paths import HostPaths, names_paths
 from outrider.sandbox.node_folder import remove_tree
@@ -44,8 +46,9 @@ class Sandbox:
         paths: HostPaths,
         *,
         field: str,
+        starts: SandboxStarts,
     ) -> None:
-        """`field` is the spec's field in the task."""
+        """`field` is the spec's field in the task. The start is counted in `starts`."""
         self.runtime = runtime
         self.directory = context.directory
         self.kind = spec.kind
@@ -53,6 +56,7 @@ class Sandbox:
         """Names of the GPUs reserved for this sandbox."""
         self._spec = spec
         self._field = field
+        self._starts = starts
         self._paths = paths
         self._prepared = context.layer is not None
         """True if the sandbox starts from the layer of a prepared sandbox: its prepare steps are skipped."""
@@ -72,16 +76,20 @@ class Sandbox:
         """
         if self._ready:
             return
+        began = time.monotonic()
         try:
             self._locks = await lock_gpus(self.gpus)
             with renamed_field(RUNTIME, self._field):
                 await self.runtime.start()
             if not self._prepared:
                 await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
-        except BaseException:  # also a cancellation
+        except BaseException as error:  # also a cancellation
+            if isinstance(error, Exception):
+                self._starts.note(self._spec.sandbox_kind, None)
             await self.stop()
             self._locks.close()  # `stop` may have run before the locks were taken
             raise
+        self._starts.note(self._spec.sandbox_kind, time.monotonic() - began)
         self._ready = True
 
     async def stop(self) -> None:
@@ -106,6 +114,7 @@ class Sandboxes:
         self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path, pull: Sequence[str] = ()
     ) -> None:
         self.host = host
+        self.starts = SandboxStarts(BUILTINS["runtime"])
         self.pulls = ImagePulls(pull, background)
         self.background = background
         self.paths = paths
@@ -156,7 +165,7 @@ class Sandboxes:
         )
         try:
             with renamed_field(RUNTIME, field):
-                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field)
+                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field, starts=self.starts)
         except BaseException:
             directory.rmdir()
             raise

@@ -97,6 +97,9 @@ class NodePlacement:
             for name, place in self._places.items()
         ]
 
+    def nodes(self) -> list[Node]:
+        return [place.node for place in self._places.values()]
+
     def machines(self) -> list[Node]:
         """Return one node of each machine: the node with the most slots, because the other nodes may just be
         starting."""

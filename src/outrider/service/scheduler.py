@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from outrider.concurrency.chores import Chores, Failures
-from outrider.concurrency.events import Broadcast, wait_for_event
+from outrider.concurrency.events import Broadcast, Feed, wait_for_event
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import (
     Boundary,
@@ -88,11 +89,21 @@ class _RunningAttempt:
     """Reason to end the session before its agent has finished; None if there is no such reason."""
 
 
+class SessionEnd(NamedTuple):
+    """The stored end of a session. `group_done` is True for the last session of a group with `n` sessions; `n` is None
+    if the group's task was not read."""
+
+    session: SessionRow
+    result: SessionResult
+    group_done: bool
+    n: int | None
+
+
 class Scheduler:
     """Runs queued sessions on nodes. Run `run` in a task group, and call `wake` when sessions were queued. `on_done` is
-    called when a group is done, and `on_session_done` when a session is done. For `evaluation_share`, see
-    `NodePlacement`. `external` runs the sessions whose agents run elsewhere. `policy_version` returns the version that
-    is stored for a group whose first session starts now."""
+    called when a group is done. For `evaluation_share`, see `NodePlacement`. `external` runs the sessions whose
+    agents run elsewhere. `policy_version` returns the version that is stored for a group whose first session starts
+    now."""
 
     def __init__(
         self,
@@ -104,7 +115,6 @@ class Scheduler:
         pauses: RetryPolicy = PAUSES,
         evaluation_share: float = 0.0,
         external: Node | None = None,
-        on_session_done: Callable[[], None] = lambda: None,
         failures: Failures | None = None,
     ) -> None:
         self._store = store
@@ -114,7 +124,10 @@ class Scheduler:
         self._open_external: set[str] = set()
         """Ids of the external sessions under way."""
         self._on_done = on_done
-        self._on_session_done = on_session_done
+        self.sessions_done = Feed[SessionEnd]()
+        """Publishes when a session is done."""
+        self.attempts_failed = Feed[ErrorRecord]()
+        """Publishes the error of an attempt after which the session is queued again."""
         self._policy_version = policy_version
         self._pauses = pauses
         self._work = asyncio.Event()
@@ -452,6 +465,7 @@ class Scheduler:
         try:
             due = time.time() + self._pauses.wait(failures - 1)
             await self._store.requeue(session.id, session.attempt, error, due=due)
+            self.attempts_failed.publish(error)
         except Conflict as conflict:
             log.warning("session %s attempt %d was settled elsewhere: %s", session.id, session.attempt, conflict)
             return
@@ -472,14 +486,14 @@ class Scheduler:
             self._specs.pop(result.group_id, None)
             self._on_done()
             return
-        self._on_session_done()
+        spec = self._specs.get(result.group_id)  # None if `_start` found a session cancelled
+        self.sessions_done.publish(SessionEnd(session, result, group_done, None if spec is None else spec.n))
         if group_done:
             self._specs.pop(result.group_id, None)
             self._on_done()
-        elif result.verdict is not None:
-            spec = self._specs.get(result.group_id)  # None if `_start` found a session cancelled
-            if spec is None or spec.min_usable is not None:  # this verdict may be the last that the group needed
-                await self.end(await self._store.to_end(result.group_id))
+        elif result.verdict is not None and (spec is None or spec.min_usable is not None):
+            # This verdict may be the last that the group needed.
+            await self.end(await self._store.to_end(result.group_id))
 
     async def _renew_and_retake(self) -> None:
         """Renew the leases of the running attempts, and requeue sessions whose leases lapsed. A lease lapses if the

@@ -22,8 +22,18 @@ from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import WILDCARDS, Config
+from outrider.counts import CallFailures
 from outrider.environment import installed_version
-from outrider.errors import ContextOverflow, InvalidField, NotFound, OutriderError, TooLarge, record_of, renamed_field
+from outrider.errors import (
+    ContextOverflow,
+    FailingChore,
+    InvalidField,
+    NotFound,
+    OutriderError,
+    TooLarge,
+    record_of,
+    renamed_field,
+)
 from outrider.evaluators.base import Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import GroupState
@@ -46,6 +56,9 @@ from outrider.service.audit import AuditLog
 from outrider.service.back_pressure import BackPressure
 from outrider.service.delivery import Deliverer, Translate
 from outrider.service.diagnosis.doctor_of_runs import DoctorOfRuns
+from outrider.service.metrics import MetricSources, ServiceMetrics
+from outrider.service.metrics_counts import ServiceCounts
+from outrider.service.metrics_rates import RateHistory
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
@@ -119,7 +132,7 @@ class Service:
     ) -> None:
         self.config = config
         self._paths = paths
-        self._version = installed_version("outrider")  # read now, because later no descriptor may be free for the file
+        self.version = installed_version("outrider")  # read now, because later no descriptor may be free for the file
         self.failures = failures = failures or Failures()
         self._checks = SubmissionChecks(host)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -175,10 +188,34 @@ class Service:
             pauses=pauses,
             evaluation_share=config.lanes.evaluation_share,
             external=self.external,
-            on_session_done=self._back_pressure.note_done,
             failures=failures,
         )
         self.runs = Runs(store, index, submit=self.submit, end=self.scheduler.end, wake=self.scheduler.wake)
+        self.scheduler.sessions_done.subscribe(lambda _: self._back_pressure.note_done())
+        self.call_failures = CallFailures()
+        """The failed calls of the gateway in this process, without those of the sandboxes of its node."""
+        self.counts = ServiceCounts(
+            has_engine=lambda name: name in pool or any(name in other for other in self._frozen.values()),
+            policy_version=lambda: pool.policy.version,
+        )
+        store.turns_added.subscribe(self.counts.note_turn)
+        self.scheduler.sessions_done.subscribe(self.counts.note_session)
+        self.scheduler.attempts_failed.subscribe(self.counts.note_failed_attempt)
+        self.metrics = ServiceMetrics(
+            MetricSources(
+                store=store,
+                counts=self.counts,
+                places=self.scheduler.places,
+                call_failures=self.call_failures,
+                engines=self.engines,
+                policy=pool.policy.status,
+                failing=self.failing,
+                queue_limit=config.queue.sessions,
+                version=self.version,
+            )
+        )
+        self.rates = RateHistory(self.metrics.totals, store.counts, failures)
+        joined.removed.subscribe(self.metrics.note_departure)
         self.joined = joined
         joined.added.subscribe(self.scheduler.add_node)
         joined.removed.subscribe(self.scheduler.places.remove)
@@ -209,6 +246,7 @@ class Service:
                 stack.callback(tasks.create_task(self._traces.run(), name="traces").cancel)
             chores = await stack.enter_async_context(Chores(self.failures))
             chores.begin("index of runs", self._index.chore, every=CHORE_SECONDS, at_once=False)
+            stack.callback(tasks.create_task(self.rates.run(), name="rates").cancel)
             yield
 
     def _address(self, network: str | None) -> str:
@@ -458,23 +496,26 @@ class Service:
         """Return the status of the service. Sessions and results are counted for the caller's tenant, or for all
         tenants if the caller is an admin. Nodes, engines and the policy are shared by all tenants."""
         counts = await self.store.counts(tenant=caller.sees)
-        nodes, pools = tuple(self.scheduler.places.stats()), (self.pool, *self._frozen.values())
-        failing = chain(
-            self.failures.failing(),
-            *(pool.failures.failing() for pool in pools),
-            *(node.failing for node in nodes),
-        )
         return ServiceStatus(
-            version=self._version,
+            version=self.version,
             model=self.config.model.name,
             frozen=tuple(self._frozen),
             sessions={state.value: number for state, number in counts.items()},
             cursor=await self.store.last_cursor(tenant=caller.sees),
-            nodes=nodes,
+            nodes=tuple(self.scheduler.places.stats()),
             engines=self.engines(),
             policy=self.pool.policy.status(),
-            failing=tuple(sorted(failing, key=lambda each: each.since)),  # the longest-lasting first
+            failing=self.failing(),
         )
+
+    def failing(self) -> tuple[FailingChore, ...]:
+        """Return the background work of the service and its nodes that fails now, the longest failing first."""
+        failing = chain(
+            self.failures.failing(),
+            *(pool.failures.failing() for pool in (self.pool, *self._frozen.values())),
+            *(node.failing for node in self.scheduler.places.stats()),
+        )
+        return tuple(sorted(failing, key=lambda each: each.since))
 
     def nodes(self) -> NodeList:
         return NodeList(nodes=tuple(self.scheduler.places.stats()), refused=tuple(self.joined.refused))

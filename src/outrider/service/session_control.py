@@ -7,17 +7,19 @@ is `sessions/external.py`. Invariant: a completion is stored before it is acknow
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.errors import InvalidField, renamed_fields
 from outrider.lifecycle import SessionState
 from outrider.schemas import GroupView, SessionView, reply_of
 from outrider.service.admission import stored_group
 from outrider.service.principals import LOCAL, Principal
-from outrider.sessions.external import ExternalSessions
 from outrider.spec import GroupSpec, ReportSpec, SessionSpec, StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.store.store import Store
+
+if TYPE_CHECKING:
+    from outrider.sessions.external import ExternalSessions
 
 OPEN_SECONDS = 5.0
 """Maximum seconds that opening a session waits until the session takes calls. A later call waits no more: until then,

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from outrider.counts import NodeCounts
 from outrider.errors import ErrorRecord
 from outrider.harnesses.base import SessionIds
 from outrider.lifecycle import SessionState, StopReason
@@ -95,14 +96,16 @@ class NodeLost(Exception):
 
 class Node(Protocol):
     """A host of sessions. `run` returns the result of an attempt, and raises only CancelledError and NodeLost.
-    `has_image` returns True if the runtime's image need not be fetched before a sandbox starts. `pull_image` fetches an
-    image from a registry, and raises OutriderError. Nodes on one `machine` share resources and images.
+    `counts` returns what the node has counted since the service's start. `has_image` returns True if the runtime's
+    image need not be fetched before a sandbox starts. `pull_image` fetches an image from a registry, and raises
+    OutriderError. Nodes on one `machine` share resources and images.
     """
 
     name: str
     machine: str
 
     def stats(self) -> NodeStats: ...
+    def counts(self) -> NodeCounts: ...
     def has_image(self, runtime: RuntimeSpec) -> bool: ...
     async def pull_image(self, reference: str, name: str) -> RootImage: ...
     async def run(self, attempt: Attempt) -> SessionResult: ...

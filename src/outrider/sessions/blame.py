@@ -19,6 +19,11 @@ from outrider.harnesses.base import ModelRefused, ProgramExit
 from outrider.lifecycle import StopReason
 from outrider.sessions.calls.limits import LimitReached
 
+HARMFUL_SECONDS = 2.0
+"""An agent's client may have given up if the service was stalled for this many seconds or more at once, or if the run's
+waits for an engine or the store were overdue by as many seconds in all. A shorter delay is no longer than a slow model
+call."""
+
 
 class Stage(StrEnum):
     """The part of an attempt that has ended."""

@@ -23,6 +23,7 @@ import msgspec
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.watchdog import Watchdog
+from outrider.counts import NodeCounts
 from outrider.engines.pool.waits import Overdue
 from outrider.errors import (
     Conflict,
@@ -44,7 +45,7 @@ from outrider.schemas import NodeStats, ResourceStats
 from outrider.sessions.agent_service_calls import RemoteRunFailed
 from outrider.sessions.agent_services import AgentServices, FollowedRun, RunStore
 from outrider.sessions.attempt import Attempt, AttemptStore, Node, NodeLost, session_result, without_secrets
-from outrider.sessions.blame import Cause, End, Facts, Stage, decide
+from outrider.sessions.blame import HARMFUL_SECONDS, Cause, End, Facts, Stage, decide
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.clock import Budget, Stopwatch
 from outrider.sessions.conversation import Conversation, FailedCall, RunEnded, overdue_error
@@ -52,7 +53,6 @@ from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.models import SessionModels
 from outrider.sessions.remote_runs import archive_of
 from outrider.sessions.reports import check_report, verdict_of
-from outrider.sessions.rollout import HARMFUL_SECONDS
 from outrider.spec import REPORTED, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.trajectory import BranchPolicy, SessionResult, StageSeconds, Turn, Verdict
@@ -142,6 +142,9 @@ class ExternalSessions:
     def stats(self) -> NodeStats:
         nothing = ResourceStats(cpus=0, memory_mb=0)
         return NodeStats(name=self.name, sessions=len(self._live), capacity=self._capacity, lanes=(), resources=nothing)
+
+    def counts(self) -> NodeCounts:
+        return NodeCounts()
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return True

@@ -21,6 +21,7 @@ from outrider.concurrency.cancellation import opened_in_thread
 from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.watchdog import Watchdog
 from outrider.config import Config
+from outrider.counts import CallFailures, NodeCounts
 from outrider.errors import OutriderError, Unauthorized, record_of
 from outrider.evaluators.endpoints import Endpoints
 from outrider.lifecycle import StopReason
@@ -90,6 +91,8 @@ class LocalNode:
         self._background = Chores(self.failures)
         """Sweeps, the check of the folder, and sandboxes for grading while they start."""
         self._models: dict[str, SessionModels] = {}
+        self.call_failures = CallFailures()
+        """The failed calls of the node's own gateway."""
 
     async def __aenter__(self) -> Self:
         resolve("runtime", self._config.sandboxes.default_kind, field="sandboxes.default_kind")
@@ -179,6 +182,10 @@ class LocalNode:
             stalls=self._services.watchdog.stalls,
             failing=failing,
         )
+
+    def counts(self) -> NodeCounts:
+        """Return what this node has counted since its start."""
+        return NodeCounts(sandboxes=self._services.sandboxes.starts.read(), failed_calls=self.call_failures.read())
 
     def has_image(self, runtime: RuntimeSpec) -> bool:
         return has_image(runtime.image)

@@ -55,7 +55,7 @@ from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
 from outrider.sessions.artifacts import ArtifactCollector, GradingLog, make_folders
 from outrider.sessions.attempt import Attempt, AttemptStore, session_result
-from outrider.sessions.blame import Blame, Cause, End, Facts, Stage, decide, end_of
+from outrider.sessions.blame import HARMFUL_SECONDS, Blame, Cause, End, Facts, Stage, decide, end_of
 from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LimitReached
 from outrider.sessions.clock import Budget, Cutoff, Stopwatch
@@ -75,11 +75,6 @@ from outrider.tokens.samples import model_calls, policy_of
 from outrider.trajectory import BranchPolicy, HarnessExit, SessionResult, StageSeconds, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
-
-HARMFUL_SECONDS = 2.0
-"""An agent's client may have given up if the service was stalled for this many seconds or more at once, or if the run's
-waits for an engine or the store were overdue by as many seconds in all. A shorter delay is no longer than a slow model
-call."""
 
 AGENT = "agent"
 """The name of the agent's sandbox in the timeline."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from outrider.counts import Histogram
+
 T = TypeVar("T")
 Row = tuple[Any, ...]
 
@@ -40,10 +42,12 @@ class Database(Protocol):
     `types` has the names of two column types that differ between databases: `blob`, and `serial` for a primary key that
     grows and never repeats. A body must use and await only its connection, because a body may run on any thread, and
     may run again after a rollback. An error in a body rolls the body's changes back, and is raised to the caller. A
-    failure of the database raises ServiceError.
+    failure of the database raises ServiceError. `commits` has the seconds of each committed transaction that writes,
+    from its begin to the end of its commit.
     """
 
     types: Mapping[str, str]
+    commits: Histogram
 
     async def open(self) -> None: ...
     async def close(self) -> None:

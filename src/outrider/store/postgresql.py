@@ -27,6 +27,7 @@ from uuid import uuid4
 import asyncpg
 
 from outrider.concurrency.retries import RetryPolicy
+from outrider.counts import Histogram
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.store.database import Body, Row
 from outrider.store.store import Store
@@ -126,6 +127,7 @@ class PostgresqlDatabase:
     def __init__(
         self, url: str, *, sole: bool = False, patience: float = PATIENCE_SECONDS, limit: float = STATEMENT_SECONDS
     ) -> None:
+        self.commits = Histogram()
         self._server = _Server(url, limit)
         self._sole = sole
         self._patience = patience
@@ -136,7 +138,7 @@ class PostgresqlDatabase:
 
     async def open(self) -> None:
         """Connect to the server. Raises ServiceError when the database cannot be used."""
-        writer = _Writer(self._server, sole=self._sole, patience=self._patience)
+        writer = _Writer(self._server, sole=self._sole, patience=self._patience, commits=self.commits)
         await writer.connection()
         self._tasks = asyncio.TaskGroup()
         await self._tasks.__aenter__()
@@ -269,8 +271,9 @@ class _Writer:
     """The only connection that writes, and the queue of writes. The queue needs no bound, because a caller waits for
     each entry."""
 
-    def __init__(self, server: _Server, *, sole: bool, patience: float) -> None:
+    def __init__(self, server: _Server, *, sole: bool, patience: float, commits: Histogram) -> None:
         self._server = server
+        self._commits = commits
         self._sole = sole
         self._patience = patience
         self._waiting: asyncio.Queue[_Job | None] = asyncio.Queue()
@@ -371,6 +374,7 @@ class _Writer:
         """Run the bodies, commit, and return the bodies' results. If an earlier try committed the batch, only return
         the results."""
         raw = await self.connection()
+        began = time.perf_counter()
         writer, number = self._server.id, batch.number
         try:
             await raw.execute(BEGIN_WRITE)
@@ -397,6 +401,7 @@ class _Writer:
             await _roll_back(raw, error)
             _fail(error, raw)
         self._limit = None
+        self._commits.add(time.perf_counter() - began)
         return results
 
 

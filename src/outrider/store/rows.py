@@ -99,6 +99,16 @@ class QueueLength(msgspec.Struct, frozen=True):
     tenants: int
 
 
+class Backlog(msgspec.Struct, frozen=True):
+    """The creation time of the oldest waiting session, None without one; the numbers of callbacks that are still to be
+    sent, and that were given up; and the bytes of all finished groups, without images."""
+
+    oldest_waiting: float | None
+    pending_callbacks: int
+    given_up_callbacks: int
+    stored_bytes: int
+
+
 class PolicyRow(msgspec.Struct, frozen=True):
     """The policy version that a trainer has set last, and the location of its weights; None if the engines loaded no
     weights."""

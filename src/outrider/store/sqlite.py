@@ -16,6 +16,7 @@ import asyncio
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from outrider.concurrency.chores import Failures
+from outrider.counts import Histogram
 from outrider.errors import ServiceError
 from outrider.store.database import Body, Connection, Row
 from outrider.store.store import Store
@@ -85,6 +87,7 @@ class SqliteDatabase:
     def __init__(self, path: Path | None, failures: Failures | None = None) -> None:
         self._path = path
         self._failures = failures or Failures()
+        self.commits = Histogram()
         self._writes: _Jobs | None = None
         self._reads: _Jobs | None = None
         self._threads: list[_Thread] = []
@@ -93,7 +96,7 @@ class SqliteDatabase:
 
     async def open(self) -> None:
         """Start the threads. Raises ServiceError when the file cannot be opened."""
-        writes = reads = _Jobs("BEGIN IMMEDIATE", MAX_BATCH, self._check_file)
+        writes = reads = _Jobs("BEGIN IMMEDIATE", MAX_BATCH, self._check_file, self.commits)
         try:
             # The writer opens first and alone, because it may have to create the file.
             await self._start("writer", writes.serve, writes.stop).opened
@@ -218,7 +221,14 @@ class _Jobs:
     """Queue of bodies to run, served by one or more threads. The queue needs no bound, because a caller waits for each
     entry."""
 
-    def __init__(self, begin: str, batch: int, check_file: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        begin: str,
+        batch: int,
+        check_file: Callable[[], None] = lambda: None,
+        commits: Histogram | None = None,
+    ) -> None:
+        self._commits = commits
         self._begin = begin
         self._check_file = check_file
         self._batch = batch
@@ -258,6 +268,7 @@ class _Jobs:
         """Run the batch in one transaction. If a body fails, each half of the batch is run again in its own
         transaction, until only the failing body is refused. Savepoints would avoid the repetition, but would make every
         batch slower."""
+        began = time.perf_counter()
         try:
             self._check_file()
             raw.execute(f"PRAGMA synchronous={NORMAL if all(job.volatile for job in batch) else FULL}")
@@ -268,6 +279,8 @@ class _Jobs:
             connection = _Connection(raw)
             outcomes = [_Outcome(job.future, _run(job.body, connection), None) for job in batch]
             raw.execute("COMMIT")
+            if self._commits is not None:  # only the writer's thread adds to it
+                self._commits.add(time.perf_counter() - began)
             return outcomes
         except Exception as error:  # a body may raise any exception
             with suppress(sqlite3.Error):  # SQLite may have rolled back by itself

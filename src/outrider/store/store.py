@@ -19,10 +19,12 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from hmac import compare_digest
 from math import inf
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
+from outrider.concurrency.events import Feed
+from outrider.counts import Distribution
 from outrider.errors import Boundary, Conflict, ErrorRecord, NotFound, QuotaExceeded, UnreadableTask
 from outrider.lifecycle import MOVES, GroupState, SessionState, StopReason
 from outrider.messages import Image
@@ -36,6 +38,7 @@ from outrider.store.migrations import MIGRATIONS, Migrations, migrate
 from outrider.store.pauses import Pauses, group_is_held, is_held
 from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import (
+    Backlog,
     Delivery,
     EventKind,
     GroupRow,
@@ -106,6 +109,15 @@ class MoreTurns(Exception):
     again."""
 
 
+class AddedTurn(NamedTuple):
+    """A stored turn of an attempt. `model` is the frozen model that sampled the turn, None for the policy."""
+
+    session_id: str
+    attempt: int
+    turn: Turn
+    model: str | None
+
+
 class Store:
     """Durable state in a database. `async with` opens and closes the store. Specs and callback URLs are stored
     encrypted.
@@ -142,6 +154,8 @@ class Store:
         self.training_timings = TrainingTimings(database, clock)
         self.pauses = Pauses(database, clock)
         self.runs = RunReader(database)
+        self.turns_added = Feed[AddedTurn]()
+        """Publishes each turn of a model call when the turn is stored."""
 
     async def __aenter__(self) -> Self:
         """Open the database, and apply new migrations of the schema. Raises ServiceError."""
@@ -407,6 +421,22 @@ class Store:
             return QueueLength(sessions[0][0], buckets, tenants)
 
         return await self._db.read(body)
+
+    async def backlog(self) -> Backlog:
+        """Return what waits in the store. Reads the whole queue and the outbox, but only their indexes."""
+
+        async def body(tx: Connection) -> Backlog:
+            ((oldest,),) = await tx.fetch("SELECT MIN(created) FROM sessions WHERE waiting = 1")
+            ((pending,),) = await tx.fetch("SELECT COUNT(*) FROM outbox WHERE given_up IS NULL")
+            ((given_up,),) = await tx.fetch("SELECT COUNT(*) FROM outbox WHERE given_up IS NOT NULL")
+            ((stored,),) = await tx.fetch("SELECT bytes FROM totals")
+            return Backlog(oldest, pending, given_up, stored)
+
+        return await self._db.read(body)
+
+    def commit_seconds(self) -> Distribution:
+        """Return the durations of the transactions that have written since the start, in the buckets `SECONDS`."""
+        return self._db.commits.read()
 
     async def waiting(self, tenant: str, labels: Mapping[str, str] | None = None, *, most: int) -> int:
         """Count the waiting sessions of the tenant. With `labels`, count only the bucket of the tenant's groups with
@@ -801,6 +831,7 @@ class Store:
         # also ends the attempt, and the session runs again from its task. Once the end of an attempt is stored, all
         # turns of the attempt are stored, too.
         await self._db.write(body, volatile=True)
+        self.turns_added.publish(AddedTurn(session_id, attempt, turn, model))
 
     async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
         """Store parts of timelines. Parts of unknown or removed sessions, of attempts that have not begun, and parts

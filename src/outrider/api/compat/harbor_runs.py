@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -28,7 +28,6 @@ from outrider.api.control_bodies import release_body, whole_body
 from outrider.errors import Conflict, NotFound, RequestError, renamed_field
 from outrider.lifecycle import SessionState, StopReason
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.spec import StoredGroupSpec
 from outrider.store.rows import SessionRow
 from outrider.tokens.branches.classify import used_turns
@@ -42,6 +41,9 @@ from outrider.trajectory import (
     unpack_ids,
     unpack_logprobs,
 )
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 RUNS = "/api/v1/runs"
 IDEMPOTENCY_HEADER = "Idempotency-Key"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
@@ -43,8 +44,10 @@ from outrider.api.control_bodies import whole_body
 from outrider.errors import Conflict, NotFound, RequestError, renamed_field
 from outrider.lifecycle import SessionState
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.store.rows import GroupRow
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 REFUSED_SECONDS = 300.0
 """Seconds for which a task that was cancelled before its submission cannot be submitted."""

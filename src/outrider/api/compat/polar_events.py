@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -20,9 +20,11 @@ from outrider.errors import InvalidField, NotFound
 from outrider.lifecycle import SessionState
 from outrider.schemas import EventView
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.spec import MAX_CURSOR
 from outrider.store.rows import EventKind
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 AT_ONCE = 500
 PAUSE = 0.25

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import msgspec
@@ -53,11 +53,13 @@ from outrider.api.gateway import Gateway
 from outrider.errors import Conflict, InvalidField, NotFound, RequestError, renamed_field
 from outrider.schemas import LaneStats, NodeStats
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.sessions.external import EXTERNAL
 from outrider.spec import Spec, StoredGroupSpec
 from outrider.store.rows import GroupRow, SessionRow
 from outrider.trajectory import Turn
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 SESSION_STATUSES = {422: 400, 413: 400, 429: 503, 501: 503}
 """Statuses of a session that is not made, by the status of the error's class: Polar's clients know 400 and 409."""
@@ -106,7 +108,7 @@ class PolarGateway:
     def __init__(self, service: Service, reader: PolarReader) -> None:
         self._service = service
         self._reader = reader
-        self._gateway = Gateway(service.external)
+        self._gateway = Gateway(service.external, failures=service.call_failures)
         self._making: set[tuple[str, str]] = set()
         """Tenants and ids of the sessions that are being made, so that only one of several requests at once makes a
         session."""

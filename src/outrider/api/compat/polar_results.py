@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.api.compat.endings import Ending, ending_of, why_ungraded
 from outrider.api.compat.polar_request import (
@@ -28,7 +28,6 @@ from outrider.lifecycle import GroupState, SessionState
 from outrider.messages import Image, Message, Text
 from outrider.service.admission import stored_group
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.store.rows import GroupRow, SessionRow
 from outrider.tokens.samples import POLICY, build_samples, model_calls
 from outrider.trajectory import (
@@ -44,6 +43,9 @@ from outrider.trajectory import (
     unpack_ids,
     unpack_logprobs,
 )
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 PolarObject = dict[str, Any]
 """An object of Polar's format. Columns of numbers may be numpy arrays: `encoded` makes lists of them."""

@@ -12,7 +12,7 @@ import hashlib
 import uuid
 from collections import Counter, defaultdict
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -50,11 +50,13 @@ from outrider.errors import (
 from outrider.lifecycle import GroupState, SessionState
 from outrider.schemas import EngineStatus, GroupView
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.spec import EngineSpec, PolicyUpdateSpec, Spec
 from outrider.store.artifacts import PATCH
 from outrider.store.rows import GroupRow
 from outrider.trajectory import SessionResult, TokenMode
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 S = TypeVar("S", bound=Spec)
 

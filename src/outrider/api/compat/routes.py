@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import orjson
@@ -26,8 +26,10 @@ from outrider.api.control_replies import error_headers, long_reply
 from outrider.errors import OutriderError, error_text, record_of
 from outrider.redaction import redacted
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.spec import Role
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 log = logging.getLogger("outrider.compat")
 

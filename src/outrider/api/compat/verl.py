@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,11 +28,13 @@ from outrider.engines.adapters.verl_workers import VerlWorkersEngine
 from outrider.errors import Conflict, EngineUnavailable, InvalidField, NotFound, renamed_field
 from outrider.messages import Message, Role
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.spec import Limits, SessionSpec
 from outrider.store.rows import GroupRow, SessionRow
 from outrider.tokens.branches.classify import used_turns
 from outrider.trajectory import Turn, WorkerReport, unpack_ids, unpack_logprobs
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 LABEL = "verl.session"
 """Label of a session's group, with the id that the client has chosen."""
@@ -73,7 +75,7 @@ class VerlProxy:
     def __init__(self, service: Service) -> None:
         self.bound = BoundRuns(service)
         self._service = service
-        self._gateway = Gateway(service.external)
+        self._gateway = Gateway(service.external, failures=service.call_failures)
         self._taken = TAKEN | {name: f"the interface of {name}" for name in service.config.compat if name != "verl"}
 
     async def health(self, request: Request, caller: Principal) -> Any:

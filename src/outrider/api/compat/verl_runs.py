@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import re
 import time
+from typing import TYPE_CHECKING
 
 from outrider.api.compat.harbor_request import SYSTEM
 from outrider.errors import Conflict
 from outrider.lifecycle import GroupState
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.store.rows import GroupRow, SessionRow
 from outrider.trajectory import Turn
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}")
 """The ids of sessions that clients of the recipe's proxy may choose."""

@@ -7,7 +7,7 @@ record is found, are read. Invariant: a record is stored before the reply is sen
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
@@ -18,7 +18,9 @@ from outrider.api.control_bodies import whole_body
 from outrider.api.control_replies import long_reply
 from outrider.errors import InvalidField, NotFound
 from outrider.service.principals import Principal
-from outrider.service.service import Service
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 MOST_BYTES = 8 << 10
 """Maximum bytes of a record. A dozen phases with two times each take a tenth of this."""

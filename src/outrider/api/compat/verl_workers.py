@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import WebSocket
@@ -17,9 +17,11 @@ from starlette.websockets import WebSocketDisconnect
 from outrider.concurrency.cancellation import shielded
 from outrider.engines.adapters.verl_workers import CompletionResponse, VerlWorker, VerlWorkersEngine
 from outrider.errors import OutriderError
-from outrider.service.service import Service
 from outrider.spec import EngineSpec
 from outrider.wire.frames import close_reason
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 ENGINE = "verl-workers"
 """The name and the kind of the engine. The first worker adds the engine, if there is none."""

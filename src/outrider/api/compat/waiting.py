@@ -6,14 +6,17 @@ Invariant: the group does not end with the wait, whether the time is over or the
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
 from outrider.lifecycle import GroupState
 from outrider.schemas import GroupView
 from outrider.service.principals import Principal
-from outrider.service.service import Service
 from outrider.wire.http_server import while_connected
+
+if TYPE_CHECKING:
+    from outrider.service.service import Service
 
 LOOK_SECONDS = 3600.0
 """Maximum seconds of one look at the store, after which the look is repeated."""

@@ -1,0 +1,126 @@
+"""Counts since the start of a process: durations in buckets, and what a node reports to its service.
+
+The module reads no clock and exports nothing. Invariants: counts only grow; the number of entries is bounded, because
+every name is one of a fixed set or `OTHER`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from operator import add
+
+import msgspec
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0),
+)
+"""Upper bounds of the buckets of durations, in seconds. The last bucket, without a bound, is not in the list."""
+
+OTHER = "other"
+"""The name for everything that has no name of its own."""
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Values in buckets: the number of values in each bucket, not cumulative, and the sum of all values. Without
+    values, `counts` may be empty."""
+
+    counts: tuple[int, ...] = ()
+    total: float = 0.0
+
+    def plus(self, other: Distribution) -> Distribution:
+        """Add the values of a distribution over the same buckets."""
+        if not (self.counts and other.counts):
+            return self if self.counts else other
+        return Distribution(tuple(map(add, self.counts, other.counts)), self.total + other.total)
+
+
+class Histogram:
+    """Counts values in buckets with these upper bounds, by default SECONDS."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value. A negative value, of a clock that was set back, counts as 0."""
+        if value < 0.0:
+            value = 0.0
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def read(self) -> Distribution:
+        return Distribution(tuple(self.counts), self.total)
+
+
+class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The sandboxes of one runtime: the seconds of the starts that succeeded, prepare steps included, and the number of
+    starts that failed."""
+
+    started: Distribution = Distribution()
+    failed: int = 0
+
+    def plus(self, other: SandboxCounts) -> SandboxCounts:
+        return SandboxCounts(started=self.started.plus(other.started), failed=self.failed + other.failed)
+
+
+class NodeCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node has counted: sandboxes by runtime, and failed model calls by dialect and code of the error."""
+
+    sandboxes: dict[str, SandboxCounts] = {}
+    failed_calls: dict[str, dict[str, int]] = {}
+
+    def plus(self, other: NodeCounts) -> NodeCounts:
+        sandboxes, failed = dict(self.sandboxes), {name: dict(codes) for name, codes in self.failed_calls.items()}
+        for runtime, counts in other.sandboxes.items():
+            sandboxes[runtime] = sandboxes.get(runtime, SandboxCounts()).plus(counts)
+        for dialect, codes in other.failed_calls.items():
+            known = failed.setdefault(dialect, {})
+            for code, number in codes.items():
+                known[code] = known.get(code, 0) + number
+        return NodeCounts(sandboxes=sandboxes, failed_calls=failed)
+
+
+class CallFailures:
+    """Counts the model calls that a gateway has answered with an error."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, dict[str, int]] = {}
+
+    def note(self, dialect: str, code: str) -> None:
+        """Count a failed call. `dialect` and `code` are names of a fixed set."""
+        codes = self._counts.setdefault(dialect, {})
+        codes[code] = codes.get(code, 0) + 1
+
+    def read(self) -> dict[str, dict[str, int]]:
+        return {dialect: dict(codes) for dialect, codes in self._counts.items()}
+
+
+class SandboxStarts:
+    """Counts the starts of a node's sandboxes by runtime. Runtimes outside `named` are counted together."""
+
+    def __init__(self, named: Mapping[str, object]) -> None:
+        self._named = named
+        self._started: dict[str, Histogram] = {}
+        self._failed: dict[str, int] = {}
+
+    def note(self, runtime: str, seconds: float | None) -> None:
+        """Count a start that took this many seconds, or a failed start (None)."""
+        name = runtime if runtime in self._named else OTHER
+        if seconds is None:
+            self._failed[name] = self._failed.get(name, 0) + 1
+        else:
+            self._started.setdefault(name, Histogram()).add(seconds)
+
+    def read(self) -> dict[str, SandboxCounts]:
+        return {
+            name: SandboxCounts(
+                started=self._started[name].read() if name in self._started else Distribution(),
+                failed=self._failed.get(name, 0),
+            )
+            for name in self._started.keys() | self._failed.keys()
+        }

@@ -1,0 +1,66 @@
+"""The last hour of a service in points of a few seconds, in memory, for the curves of the page.
+
+Invariant: the numbers of all points together are the service's counts; no call is lost between two points.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from outrider.concurrency.chores import Chores, Failures
+from outrider.lifecycle import SessionState
+from outrider.schemas import RateList, RatePoint
+
+STEP_SECONDS = 5.0
+KEPT_SECONDS = 3600.0
+
+
+class Totals(NamedTuple):
+    """Counts since the service's start, as in RatePoint."""
+
+    sessions_done: int = 0
+    sessions_failed: int = 0
+    groups_done: int = 0
+    calls: int = 0
+    calls_failed: int = 0
+    tokens_sampled: int = 0
+
+
+class RateHistory:
+    """Takes a point each STEP_SECONDS: run `run` as long as the service. `totals` returns the counts, and `states` the
+    number of sessions by state."""
+
+    def __init__(
+        self,
+        totals: Callable[[], Totals],
+        states: Callable[[], Awaitable[dict[SessionState, int]]],
+        failures: Failures,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._read_totals = totals
+        self._read_states = states
+        self._failures = failures
+        self._clock = clock
+        self._before = Totals()
+        self._points: deque[RatePoint] = deque(maxlen=int(KEPT_SECONDS / STEP_SECONDS))
+
+    async def run(self) -> None:
+        async with Chores(self._failures) as chores:
+            await chores.begin("rates", self.take, every=STEP_SECONDS)
+
+    async def take(self) -> None:
+        """Add a point. Raises the errors of `states`; the next point then has the numbers of this one."""
+        states = await self._read_states()
+        now, before = self._read_totals(), self._before
+        self._before = now
+        queued, done = states[SessionState.QUEUED], states[SessionState.DONE]
+        steps = {name: getattr(now, name) - getattr(before, name) for name in Totals._fields}
+        running = sum(states.values()) - queued - done
+        self._points.append(RatePoint(at=self._clock(), queued=queued, running=running, **steps))
+
+    def view(self) -> RateList:
+        return RateList(now=self._clock(), step_seconds=STEP_SECONDS, points=tuple(self._points))
