@@ -35,6 +35,10 @@ EVALUATION_LABEL = "outrider.evaluation"
 groups with this label."""
 
 
+RETRY_LABEL = "outrider.retry"
+"""Label of a group that runs sessions of an earlier group again, with the earlier group's id as its value."""
+
+
 def reply_of(kind: type[R], row: msgspec.Struct, /, **others: Any) -> R:
     """Return a reply with the fields of `row` that have the same names, and with `others`."""
     return kind(**{name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}, **others)
@@ -249,9 +253,119 @@ class GroupSummary(GroupFields, frozen=True, kw_only=True):
 
 
 class GroupList(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups, newest first."""
+    """Groups, newest first. `after` is the `after` of the next page, None for the last page."""
 
     groups: tuple[GroupSummary, ...]
+    after: str | None = None
+
+
+class QueryReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows of an SQL query, each with one value for each of `columns`: text, number or null. Bytes are hexadecimal
+    digits, infinite numbers are text. `truncated`: there are more rows than the limits allow. `seconds` is the time
+    that the query took."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    truncated: bool
+    seconds: float
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """An estimate with its 95 % confidence interval; `low` and `high` are None with fewer than two tasks."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class RunSide(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of a comparison: the sessions that `selector` names.
+
+    `done` of the sessions are done, `graded` have a reward, and `solved` have a reward of at least the comparison's
+    `passed`. `reward` is the mean over tasks of a task's mean reward, `pass_at` the unbiased estimates of pass@k by k;
+    both are None or empty without a graded session. `turns`, `tokens_sampled`, `tokens_trained`, `seconds` and
+    `model_seconds` are means over the sessions that are done. `failures` counts the done sessions without a reward, by
+    error code, or by stop reason if they have no error.
+    """
+
+    selector: str
+    groups: int
+    sessions: int
+    done: int
+    graded: int
+    tasks: int
+    solved: int
+    reward: Estimate | None
+    pass_at: dict[int, Estimate]
+    turns: float | None
+    tokens_sampled: float | None
+    tokens_trained: float | None
+    seconds: float | None
+    model_seconds: float | None
+    failures: dict[str, int]
+
+
+class Flip(msgspec.Struct, frozen=True, kw_only=True):
+    """Two sessions of the same task and place, of which one is solved and the other is not. `sample` is the place among
+    the task's sessions on its side. `a` and `b` are ids of sessions."""
+
+    task: str
+    sample: int
+    a: str
+    b: str
+    a_reward: float
+    b_reward: float
+
+
+class RunDiff(msgspec.Struct, frozen=True, kw_only=True):
+    """A comparison of two runs. `reward` and `pass_at` are the differences b - a. `paired` is the number of tasks that
+    have graded sessions on both sides; the differences are over these tasks alone, or over all tasks as two independent
+    sets if `paired` is 0. `gained` pairs of sessions are solved in `b` only, `lost` in `a` only, and `flips` are the
+    first of them."""
+
+    a: RunSide
+    b: RunSide
+    passed: float
+    paired: int
+    reward: Estimate | None
+    pass_at: dict[int, Estimate]
+    gained: int
+    lost: int
+    flips: tuple[Flip, ...]
+
+
+class ChangedSessions(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a cancellation or a retry of sessions. `matched` sessions match; `changed` were cancelled or
+    submitted again, in the new `groups` for a retry. `skipped` counts the others by reason. `sessions` are the first
+    100 that match. With `dry_run` nothing was changed. `error` is the refusal at which a retry stopped."""
+
+    matched: int
+    changed: int
+    skipped: dict[str, int]
+    sessions: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    dry_run: bool = False
+    error: ErrorRecord | None = None
+
+
+class PauseView(msgspec.Struct, frozen=True, kw_only=True):
+    """A pause of the queue since the time `since`, by the token `who`: sessions whose group has all `labels` and the
+    `harness` are not started. `tenant` is None for a pause of all tenants."""
+
+    labels: dict[str, str]
+    harness: str | None
+    tenant: str | None
+    since: float
+    who: str
+
+
+class QueuePauses(msgspec.Struct, frozen=True, kw_only=True):
+    """The pauses of the queue, the oldest first. `held` sessions of the caller's tenant, or of all tenants, wait for
+    their end. `changed` is the number of sessions that this request has held or released."""
+
+    pauses: tuple[PauseView, ...]
+    held: int
+    changed: int = 0
 
 
 class ResultsPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -429,8 +543,7 @@ class SessionEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionList(msgspec.Struct, frozen=True, kw_only=True):
-    """Sessions by group, newest group first. `after` is the `after` of the next page, None for the last page. A page
-    may be empty although more pages follow."""
+    """Sessions by group, newest group first. `after` is the `after` of the next page, None for the last page."""
 
     sessions: tuple[SessionView, ...]
     after: str | None

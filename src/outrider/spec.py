@@ -809,3 +809,40 @@ class GcSpec(Spec):
     size_mb: Annotated[int, Field(ge=0, le=MAX_CURSOR >> 20)] | None = None
     force: bool = False
     dry_run: bool = False
+
+
+class QuerySpec(Spec):
+    """An SQL query over the views of docs/queries.md: one SELECT."""
+
+    sql: Annotated[str, StringConstraints(min_length=1, max_length=100_000)]
+
+
+class SessionsSpec(Spec):
+    """The sessions to cancel or to submit again: those for which every given field holds, with the same meaning as in
+    the list of sessions. `all` must be true if no field is given. `max_matches` refuses more sessions than expected:
+    raise it to change more than 1,000 at once. With `dry_run` nothing is changed."""
+
+    ids: Annotated[list[Name], Field(max_length=1000)] = []
+    groups: Annotated[list[Name], Field(max_length=1000)] = []
+    state: Annotated[list[Name], Field(max_length=8)] = []
+    labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
+    harness: Name | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    stop_reason: Name | None = None
+    error: Name | None = None
+    since: Annotated[float, Field(ge=0)] | None = None
+    until: Annotated[float, Field(ge=0)] | None = None
+    text: Annotated[str, StringConstraints(min_length=1, max_length=1000)] | None = None
+    all: bool = False
+    max_matches: Annotated[int, Field(ge=1, le=MAX_CURSOR)] = 1000
+    dry_run: bool = False
+
+
+class PauseSpec(Spec):
+    """A pause of the queue: no session starts whose group has all `labels` and the `harness`. Without both, no session
+    of the caller's tenant starts, or of any tenant for an admin. An admin may name one `tenant`."""
+
+    labels: Annotated[dict[Name, Text], Field(max_length=64)] = {}
+    harness: Name | None = None
+    tenant: Annotated[str, StringConstraints(pattern=TENANT_NAME)] | None = None

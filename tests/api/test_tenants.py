@@ -50,6 +50,7 @@ class Gets(Enum):
 class Row(NamedTuple):
     gets: Gets
     body: Any = None
+    query: str = ""
     nothing: Any = None
     """The reply, where it is NOTHING: only the fields named here are compared."""
 
@@ -78,6 +79,14 @@ TABLE: dict[str, Row] = {
     "POST /v1/gc": REFUSED,
     "POST /v1/sessions": Row(Gets.NOT_FOUND, body={"group_id": GROUP}),
     "GET /v1/sessions": Row(Gets.NOTHING, nothing={"sessions": []}),
+    "GET /v1/query": Row(Gets.NOTHING, query="?sql=SELECT+id+FROM+sessions", nothing={"rows": []}),
+    "POST /v1/query": Row(Gets.NOTHING, body={"sql": "SELECT * FROM turns"}, nothing={"rows": []}),
+    "GET /v1/diff": Row(Gets.NOT_FOUND, query="?a={group_id}&b={group_id}"),
+    "POST /v1/sessions/cancel": Row(Gets.NOTHING, body={"all": True}, nothing={"skipped": {}}),
+    "POST /v1/sessions/retry": Row(Gets.NOTHING, body={"all": True, "dry_run": True}, nothing={"matched": 0}),
+    "GET /v1/queue": Row(Gets.OWN),
+    "POST /v1/queue/pause": Row(Gets.OWN, body={}),
+    "POST /v1/queue/resume": Row(Gets.OWN, body={}),
     "POST /v1/sessions/{session_id}/complete": Row(Gets.NOT_FOUND, body={"reward": 1.0}),
     "POST /v1/sessions/{session_id}/reset": UNKNOWN,
     "GET /v1/sessions/{session_id}": UNKNOWN,
@@ -140,6 +149,7 @@ class World(NamedTuple):
     async def ask(self, name: str, route: str, ids: dict[str, str] = REAL, query: str = "") -> Reply:
         """The reply to one of the table's calls, with alice's ids or others."""
         method, path = route.split()
+        path += query or TABLE[route].query
         for field, value in ids.items():
             path = path.replace(f"{{{field}}}", value)
         path = path.replace("{engine}", "scripted")
@@ -151,7 +161,7 @@ class World(NamedTuple):
                 return Reply(refused.value.status, b"{}")
             body = TABLE[route].body
             data = None if body is None else msgspec.json.encode(body)
-            async with http.request(method, path + query, data=data) as reply:
+            async with http.request(method, path, data=data) as reply:
                 return Reply(reply.status, await reply.read())
 
 

@@ -35,6 +35,7 @@ LANGUAGES = {
     "python agent",
     "python openai",
     "python run",
+    "sql",
     "toml task",
     "toml template",
     "toml settings",

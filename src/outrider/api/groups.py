@@ -13,8 +13,8 @@ from fastapi.responses import StreamingResponse
 from outrider.api.control_replies import long_reply
 from outrider.api.control_router import Caller, ControlRouter, Created, Serving, body
 from outrider.api.openapi import QUEUE_FULL
-from outrider.errors import Conflict, Forbidden, InvalidField, RuntimeUnavailable
-from outrider.lifecycle import GroupState
+from outrider.api.session_filter import Wanted
+from outrider.errors import Conflict, Forbidden, NotFound, RuntimeUnavailable
 from outrider.sample_columns import MEDIA_TYPE
 from outrider.schemas import (
     ChatList,
@@ -28,7 +28,6 @@ from outrider.schemas import (
 )
 from outrider.service.principals import Principal
 from outrider.service.service import Service
-from outrider.service.views import group_summary
 from outrider.spec import CONSUMER_NAME, MAX_CURSOR, GroupSpec, RegradeSpec
 
 MAX_WAIT = 60.0
@@ -92,18 +91,17 @@ async def submit(
     return group
 
 
-@ROUTES.get("/groups", "read", GroupList)
+@ROUTES.get("/groups", "read", GroupList, errors=(NotFound,))
 async def groups(
-    service: Serving, caller: Caller, state: str | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 20
+    service: Serving,
+    caller: Caller,
+    wanted: Wanted,
+    after: Annotated[str | None, Query(description="the `after` of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
 ) -> GroupList:
-    """List groups, newest first, without their sessions."""
-    try:
-        wanted = None if state is None else GroupState(state)
-    except ValueError as error:
-        known = ", ".join(state.value for state in GroupState)
-        raise InvalidField(f"{state!r} is not a group state", field="state", hint=f"known: {known}") from error
-    rows = await service.store.groups(state=wanted, limit=limit, tenant=caller.sees)
-    return GroupList(groups=tuple(map(group_summary, rows)))
+    """List groups, newest first, without their sessions. `state` is active or done, and the rewards are mean rewards. A
+    stop reason, an error or a text is that of one session of the group at least."""
+    return await service.runs.groups(wanted, after=after, limit=limit, caller=caller)
 
 
 @ROUTES.get("/groups/{group_id}", "read", GroupView, forms=ARROW_REPLY)

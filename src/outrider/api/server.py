@@ -17,7 +17,20 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIWebSocketRoute
 
-from outrider.api import delivery, diagnosis, engines, files, groups, metrics, nodes, policy, relay, sessions, tokens
+from outrider.api import (
+    delivery,
+    diagnosis,
+    engines,
+    files,
+    groups,
+    metrics,
+    nodes,
+    policy,
+    relay,
+    runs,
+    sessions,
+    tokens,
+)
 from outrider.api.access import AccessControl, check_address
 from outrider.api.compat.routes import compat_paths, compat_routes, compat_sockets, detail
 from outrider.api.control_replies import bad_query, error_reply, not_served, outrider_error
@@ -38,7 +51,7 @@ from outrider.wire.file_descriptors import raise_limit, shares
 from outrider.wire.http_server import TIMEOUTS, Receive, Scope, Send, noting_refusals
 from outrider.wire.tls import presenting
 
-PARTS = (groups, sessions, files, diagnosis, delivery, engines, nodes, policy, relay, tokens, metrics)
+PARTS = (groups, sessions, runs, files, diagnosis, delivery, engines, nodes, policy, relay, tokens, metrics)
 ROUTERS = (*(part.ROUTES for part in PARTS), metrics.METRICS)
 ROLES: dict[str, Role] = {called: role for router in ROUTERS for called, role in router.roles.items()}
 """The role that each control route requires, by method and path. A tenant's objects are for its own tokens and for

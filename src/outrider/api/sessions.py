@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 from fastapi import Query
 from starlette.requests import Request
 
 from outrider.api.control_router import Caller, ControlRouter, Created, Serving, body
-from outrider.errors import Conflict, InvalidField, NotFound, RuntimeUnavailable
+from outrider.api.session_filter import Wanted
+from outrider.errors import Conflict, NotFound, RuntimeUnavailable
 from outrider.harnesses.base import ModelEndpoint, SessionIds
 from outrider.harnesses.endpoint_variables import endpoint_environment
-from outrider.lifecycle import SessionState
 from outrider.schemas import SessionEndpoint, SessionList, SessionView
 from outrider.spec import ReportSpec, SessionSpec
 
@@ -57,32 +58,15 @@ async def open_session(
 async def sessions(
     service: Serving,
     caller: Caller,
-    state: Annotated[str | None, Query(description="queued, initializing, ready, running, evaluating or done")] = None,
-    label: Annotated[list[str] | None, Query(description="NAME=VALUE; may be repeated: all must be equal")] = None,
-    harness: Annotated[str | None, Query(description="name of a preset or agent, `command` or `external`")] = None,
-    since: Annotated[float, Query(ge=0, description="seconds since the epoch")] = 0.0,
+    wanted: Wanted,
+    group: Annotated[list[str] | None, Query(max_length=100, description="id of a group; may be repeated")] = None,
     after: Annotated[str | None, Query(description="the `after` of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> SessionList:
-    """List sessions, newest group first. A page ends with the group that reaches `limit` sessions."""
-    try:
-        wanted = None if state is None else SessionState(state)
-    except ValueError as error:
-        known = ", ".join(each.value for each in SessionState)
-        raise InvalidField(f"{state!r} is not a session state", field="state", hint=f"known: {known}") from error
-    pairs = [each.partition("=") for each in label or ()]
-    for name, equals, _ in pairs:
-        if not equals or not name:
-            raise InvalidField("a label is NAME=VALUE", field="label")
-    return await service.session_control.page(
-        after=after,
-        limit=limit,
-        state=wanted,
-        labels={name: value for name, _, value in pairs},
-        harness=harness,
-        since=since,
-        caller=caller,
-    )
+    """List sessions, newest group first, and those of a group in sample order. `state` is queued, initializing, ready,
+    running, evaluating or done."""
+    wanted = msgspec.structs.replace(wanted, groups=tuple(group or ()))
+    return await service.runs.sessions(wanted, after=after, limit=limit, caller=caller)
 
 
 @ROUTES.post("/{session_id}/complete", "submit", SessionView, errors=(Conflict,))

@@ -54,7 +54,11 @@ COMMANDS = {
     "serve": ("serve:serve", "Serve rollouts until Ctrl-C or SIGTERM."),
     "run": ("run:run", "Run a task, or all tasks of a data set, and wait for them."),
     "status": ("status:status", "Show the state of the service, or of one group."),
-    "cancel": ("status:cancel", "Cancel a group, or one session of it."),
+    "sessions": ("sessions:sessions", "List sessions, or groups, newest first."),
+    "cancel": ("sessions:cancel", "Cancel groups, sessions, or all sessions that match a filter."),
+    "retry": ("sessions:retry", "Submit sessions that have ended again, in new groups of the same tasks."),
+    "query": ("query:query", "Run an SQL query over groups, sessions, turns, errors, rewards, tokens."),
+    "diff": ("diff:diff", "Compare two runs: rewards, pass@k, turns, tokens, failures, flips."),
     "show": ("show:show", "Show a session: what the model was shown, what it sampled, and how it ended."),
     "trace": ("trace:trace", "Write what happened when as a trace for ui.perfetto.dev."),
     "diagnose": ("diagnose:diagnose", "List the faults of a run, with evidence and the next step."),
@@ -130,13 +134,17 @@ GROUPS = {
         "Show, pause, resume and update the policy that the engines serve.",
         {"show": "policy:show", "pause": "policy:pause", "resume": "policy:resume", "update": "policy:update"},
     ),
+    "queue": (
+        "Pause and resume the start of queued sessions.",
+        {"list": "queue:list_", "pause": "queue:pause", "resume": "queue:resume"},
+    ),
     "session": (
         "Open, complete, reset and list sessions whose agents run elsewhere.",
         {
             "open": "session:open_",
             "complete": "session:complete",
             "reset": "session:reset",
-            "list": "session:list_sessions",
+            "list": "sessions:sessions",
         },
     ),
     "task": (

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import click
 
 from outrider.cli.command_line import CliCommand, CliOption
+from outrider.cli.run_filter import OPTIONS, RunFilter
 from outrider.cli.terminal import Terminal, terminal_of
 from outrider.environment import DEFAULT_URL, environment
 
@@ -85,16 +86,23 @@ def command(function: Callable[..., None]) -> CliCommand:
 
     - `Terminal`: the command's output.
     - `Client`: an open client of the service that --url, --token and --ca name. `AsyncClient`: a client to be opened.
+    - `RunFilter`: a filter of sessions, from the options of `run_filter.py`.
     - `Config`, `MachineConfig`: the settings, from --config and one option per setting.
 
     A command also has --json, unless the command takes settings and so runs until a signal ends it.
     """
     hints = get_type_hints(function, include_extras=True)
-    made = {name: hint for name, hint in hints.items() if hint is Terminal or _is_client(hint) or _is_config(hint)}
+    made = {
+        name: hint
+        for name, hint in hints.items()
+        if hint is Terminal or hint is RunFilter or _is_client(hint) or _is_config(hint)
+    }
     parameters: list[click.Parameter] = []
     for name, parameter in signature(function).parameters.items():
         if _is_config(hints[name]):
             parameters += _setting_options(hints[name])
+        elif hints[name] is RunFilter:
+            parameters += [_parameter(option, annotation) for option, annotation in OPTIONS.items()]
         elif name not in made:
             parameters.append(_parameter(name, hints[name], parameter.default))
     if any(map(_is_client, made.values())):
@@ -131,6 +139,8 @@ def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:
     """Return the object of a parameter that is no option."""
     if kind is Terminal:
         return terminal_of(ctx)
+    if kind is RunFilter:
+        return RunFilter(given)
     if _is_client(kind):
         return kind(**_service(given))
     from outrider.cli.setting_options import read_settings  # see _is_config

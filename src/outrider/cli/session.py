@@ -13,7 +13,6 @@ from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.show import Record, print_session
-from outrider.cli.tables import sessions_table
 from outrider.cli.terminal import Terminal
 from outrider.client.client import Client
 from outrider.environment import variables
@@ -116,36 +115,6 @@ def reset(terminal: Terminal, service: Client, session: Id) -> None:
     """
     done = service.reset_session(session)
     terminal.show(done, f"session {done.id} starts over")
-
-
-@command
-def list_sessions(
-    terminal: Terminal,
-    service: Client,
-    state: Annotated[
-        str | None, CliOption("--state", metavar="STATE", help="Such as running or done.", show_default="any")
-    ] = None,
-    harness: Annotated[
-        str | None, CliOption("--harness", metavar="NAME", help="A preset, an agent, command or external.")
-    ] = None,
-    label: Labels = None,
-    after: Annotated[
-        str | None, CliOption("--after", metavar="GROUP", help="Continue a list after this group.")
-    ] = None,
-    limit: Annotated[int, CliOption("--limit", metavar="N", help="About how many sessions to list.")] = 20,
-) -> None:
-    """List sessions, newest group first.
-
-    Examples:
-
-        outrider session list --harness external --state running
-
-        outrider session list --label run=try --json
-    """
-    page = service.sessions(state=state, harness=harness, labels=_pairs(label or []), after=after, limit=limit)
-    terminal.show(page, sessions_table(page.sessions))
-    if page.after is not None:
-        terminal.note(f"more: outrider session list --after {page.after}")
 
 
 @command

@@ -1,5 +1,4 @@
-"""`outrider status` and `outrider cancel`: show the state of the service or of a group, and cancel a group or a
-session."""
+"""`outrider status`: show the state of the service or of a group."""
 
 from __future__ import annotations
 
@@ -58,26 +57,6 @@ def status(
         engine_table(running.engines),
         *([group_table(overview.groups)] if overview.groups else []),
     )
-
-
-@command
-def cancel(
-    terminal: Terminal,
-    service: Client,
-    id: Annotated[str, CliArgument(metavar="GROUP|SESSION", help="The id of a group (g-…) or of one session (s-…).")],
-) -> None:
-    """Cancel a group, or one session of it.
-
-    Running sessions end; sessions that have ended keep their results.
-
-    Examples:
-
-        outrider cancel g-0019a4e2b6c1f3d2
-
-        outrider cancel s-0019a4e2b6c1f3d2-0
-    """
-    group = service.group(service.cancel_session(id).group_id) if id.startswith("s-") else service.cancel(id)
-    _show_group(terminal, group)
 
 
 def _show_group(terminal: Terminal, group: GroupView) -> None:

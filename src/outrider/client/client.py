@@ -66,6 +66,7 @@ from outrider.schemas import (
     ArtifactList,
     CallbackList,
     CallbackView,
+    ChangedSessions,
     ChatList,
     ConsumerList,
     ConsumerView,
@@ -82,11 +83,14 @@ from outrider.schemas import (
     PolicyPause,
     PolicyStatus,
     PulledImages,
+    QueryReply,
+    QueuePauses,
     RateList,
     Redelivered,
     ResultsPage,
     Role,
     RunDiagnosis,
+    RunDiff,
     SampleList,
     ServiceStatus,
     SessionEndpoint,
@@ -103,7 +107,7 @@ from outrider.wire.http_connections import Connections, Response
 from outrider.wire.tls import trusting
 
 if TYPE_CHECKING:
-    from outrider.spec import EngineSpec, GroupSpec, RegradeSpec, ReportSpec, SessionSpec, Spec
+    from outrider.spec import EngineSpec, GroupSpec, RegradeSpec, ReportSpec, SessionSpec, SessionsSpec, Spec
 
 log = logging.getLogger("outrider.client")
 
@@ -269,6 +273,13 @@ class AsyncClient:
     async def groups(self, *, state: str | None = None, limit: int = 20) -> tuple[GroupSummary, ...]:
         """Return groups, newest first, without their sessions."""
         return (await self._call("GET", "/v1/groups", GroupList, query={"limit": limit, "state": state or None})).groups
+
+    async def group_page(
+        self, wanted: Mapping[str, Any] = {}, *, after: str | None = None, limit: int = 20
+    ) -> GroupList:
+        """Return one page of the groups that match, newest first. `wanted` has arguments of `sessions` by name; the
+        bounds of the reward are those of a group's mean reward."""
+        return await self._call("GET", "/v1/groups", GroupList, query=_filter(wanted, after, limit))
 
     async def cancel(self, group_id: str) -> GroupView:
         """Cancel a group. A group that has ended stays as it is."""
@@ -447,24 +458,74 @@ class AsyncClient:
     async def sessions(
         self,
         *,
-        state: str | None = None,
+        state: str | Sequence[str] | None = None,
         labels: Mapping[str, str] = {},
+        groups: Sequence[str] = (),
         harness: str | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        stop_reason: str | None = None,
+        error: str | None = None,
         since: float = 0.0,
+        until: float | None = None,
+        text: str | None = None,
         after: str | None = None,
         limit: int = 100,
     ) -> SessionList:
-        """Return one page of sessions, newest group first. `after` is the `after` of the page before. `since` is in
-        seconds since the epoch. A page ends with the group that reaches `limit` sessions."""
-        query: Query = {
+        """Return one page of the sessions for which every given field holds, newest group first. `after` is the `after`
+        of the page before. `error` is an error's code. `since` and `until` are times of submission, in seconds since
+        the epoch. `text` is searched for in the error, the end of the agent's output and the answer."""
+        wanted = {
             "state": state,
+            "labels": labels,
+            "groups": groups,
             "harness": harness,
+            "min_reward": min_reward,
+            "max_reward": max_reward,
+            "stop_reason": stop_reason,
+            "error": error,
             "since": since or None,
-            "after": after,
-            "limit": limit,
-            "label": [f"{name}={value}" for name, value in labels.items()],
+            "until": until,
+            "text": text,
         }
-        return await self._call("GET", "/v1/sessions", SessionList, query=query)
+        return await self._call("GET", "/v1/sessions", SessionList, query=_filter(wanted, after, limit))
+
+    async def query(self, sql: str) -> QueryReply:
+        """Return the rows of an SQL query over the views of docs/queries.md. Raises InvalidField for a query that is
+        refused or too costly."""
+        return await self._call("POST", "/v1/query", QueryReply, body=_encoded({"sql": sql}), safe=True)
+
+    async def diff(self, a: str, b: str, *, passed: float = 1.0) -> RunDiff:
+        """Compare two runs, each named by labels (NAME=VALUE) or ids of groups, with commas between several. A session
+        with a reward of at least `passed` is solved."""
+        return await self._call("GET", "/v1/diff", RunDiff, query={"a": a, "b": b, "passed": passed})
+
+    async def cancel_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
+        """Cancel all sessions that match and are not done."""
+        return await self._call("POST", "/v1/sessions/cancel", ChangedSessions, body=_encoded(wanted))
+
+    async def retry_sessions(self, wanted: SessionsSpec | Mapping[str, Any]) -> ChangedSessions:
+        """Submit all sessions that match and are done again, in new groups of the same tasks."""
+        return await self._call("POST", "/v1/sessions/retry", ChangedSessions, body=_encoded(wanted))
+
+    async def pauses(self) -> QueuePauses:
+        """Return the pauses of the queue, and the number of sessions that they hold."""
+        return await self._call("GET", "/v1/queue", QueuePauses)
+
+    async def pause_queue(
+        self, *, labels: Mapping[str, str] = {}, harness: str | None = None, tenant: str | None = None
+    ) -> QueuePauses:
+        """Start no more sessions of groups with all `labels` and the `harness`, until `resume_queue` is called with the
+        same arguments. Sessions under way go on. An admin may name a `tenant`."""
+        body = _encoded({"labels": dict(labels), "harness": harness, "tenant": tenant})
+        return await self._call("POST", "/v1/queue/pause", QueuePauses, body=body, safe=True)
+
+    async def resume_queue(
+        self, *, labels: Mapping[str, str] = {}, harness: str | None = None, tenant: str | None = None
+    ) -> QueuePauses:
+        """End the pause with these arguments."""
+        body = _encoded({"labels": dict(labels), "harness": harness, "tenant": tenant})
+        return await self._call("POST", "/v1/queue/resume", QueuePauses, body=body)
 
     async def diagnosis(
         self, *, labels: Mapping[str, str] = {}, groups: Sequence[str] = (), since: float = 0.0
@@ -971,6 +1032,7 @@ class Client:
     regrade = _blocking(AsyncClient.regrade)
     group = _blocking(AsyncClient.group)
     groups = _blocking(AsyncClient.groups)
+    group_page = _blocking(AsyncClient.group_page)
     cancel = _blocking(AsyncClient.cancel)
     cancel_session = _blocking(AsyncClient.cancel_session)
     results = _blocking(AsyncClient.results)
@@ -991,6 +1053,13 @@ class Client:
     reset_session = _blocking(AsyncClient.reset_session)
     sessions = _blocking(AsyncClient.sessions)
     diagnosis = _blocking(AsyncClient.diagnosis)
+    query = _blocking(AsyncClient.query)
+    diff = _blocking(AsyncClient.diff)
+    cancel_sessions = _blocking(AsyncClient.cancel_sessions)
+    retry_sessions = _blocking(AsyncClient.retry_sessions)
+    pauses = _blocking(AsyncClient.pauses)
+    pause_queue = _blocking(AsyncClient.pause_queue)
+    resume_queue = _blocking(AsyncClient.resume_queue)
     samples = _blocking(AsyncClient.samples)
     chat_rows = _blocking(AsyncClient.chat_rows)
     timeline = _blocking(AsyncClient.timeline)
@@ -1034,6 +1103,13 @@ def _with_query(path: str, query: Query) -> str:
     sent = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items()}
     pairs = urlencode(sent, doseq=True)
     return f"{path}?{pairs}" if pairs else path
+
+
+def _filter(wanted: Mapping[str, Any], after: str | None, limit: int) -> Query:
+    """Return the parameters of a filtered list."""
+    others = {name: value for name, value in wanted.items() if name not in ("labels", "groups")}
+    labels = [f"{name}={value}" for name, value in wanted.get("labels", {}).items()]
+    return {**others, "label": labels, "group": list(wanted.get("groups", ())), "after": after, "limit": limit}
 
 
 def _encoded(body: Spec | Mapping[str, Any]) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 import msgspec
 
 from outrider.client.client import AsyncClient, Watch, patiently
+from outrider.client.estimates import bootstrap_interval, pass_at
 from outrider.concurrency.cancellation import shielded
 from outrider.errors import InvalidField, OutriderError, ServiceError
 from outrider.schemas import GroupView
@@ -33,8 +33,6 @@ PRIORITY = 100
 """The default priority of an evaluation's groups: higher than the priority of training groups, because a trainer may
 wait for the figures."""
 LARGEST_SEED = (1 << 63) - 1
-RESAMPLES = 2000
-CONFIDENCE = 0.95
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,23 +157,6 @@ def evaluation_task(
     if seed is not None:
         body["sampling"] = {**(body.get("sampling") or {}), "seed": seed}
     return body
-
-
-def pass_at(k: int, passes: int, samples: int) -> float:
-    """Return the probability that at least one of k samples passes, if the k samples are drawn without replacement from
-    `samples` samples, and `passes` of these pass."""
-    return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
-
-
-def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
-    """Return the confidence interval of the mean of `means`, from percentiles of the means of resamples. None for fewer
-    than two values."""
-    if len(means) < 2:
-        return None
-    draw = random.Random(0)
-    resampled = sorted(fmean(draw.choices(means, k=len(means))) for _ in range(RESAMPLES))
-    aside = round(RESAMPLES * (1 - CONFIDENCE) / 2)
-    return resampled[aside], resampled[-1 - aside]
 
 
 def _evaluation(

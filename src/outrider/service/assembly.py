@@ -34,6 +34,7 @@ from outrider.sessions.attempt import Node
 from outrider.sessions.node import LocalNode
 from outrider.sessions.resources import NodeResources, capacity_of
 from outrider.store.artifacts import ArtifactStore
+from outrider.store.run_index.index import RunIndex
 from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
 from outrider.store.task_key import KEY_FILE, KeyFile, given_key
@@ -97,6 +98,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
     async with AsyncExitStack() as stack:
         failures = Failures()
         store = await stack.enter_async_context(open_store(config, failures))
+        index = await stack.enter_async_context(RunIndex(store, config.data / "runs.sqlite3"))
         paths = await asyncio.to_thread(HostPaths.checked, config)
         artifacts = ArtifactStore(config.data / "artifacts")
         kept = await store.policy()
@@ -137,6 +139,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
         service = Service(
             config,
             store=store,
+            index=index,
             artifacts=artifacts,
             backend=models.policy,
             frozen=models.frozen,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 from typing import TypeVar
@@ -45,8 +45,16 @@ class Retention:
     """Removes groups. Run `run` in a task group."""
 
     def __init__(
-        self, store: Store, artifacts: ArtifactStore, settings: RetentionConfig, *, failures: Failures | None = None
+        self,
+        store: Store,
+        artifacts: ArtifactStore,
+        settings: RetentionConfig,
+        *,
+        failures: Failures | None = None,
+        on_hidden: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
+        """`on_hidden` is called with the ids of groups as soon as they are hidden."""
+        self._on_hidden = on_hidden
         self._store = store
         self._failures = failures or Failures()
         self._artifacts = artifacts
@@ -99,6 +107,7 @@ class Retention:
                 place = batch[-1].place
                 if not spec.dry_run:
                     hidden = set(await removals.hide([one.id for one in batch], force=spec.force))
+                    self._on_hidden(hidden)
                     batch = [one for one in batch if one.id in hidden]
                     await self._erase()
                     more = time.monotonic() > deadline

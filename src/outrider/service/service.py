@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from outrider.concurrency.cancellation import Steps
-from outrider.concurrency.chores import Failures
+from outrider.concurrency.chores import Chores, Failures
 from outrider.concurrency.events import Broadcast, wait_for_event
 from outrider.concurrency.retries import RetryPolicy
 from outrider.config import WILDCARDS, Config
@@ -62,6 +62,7 @@ from outrider.service.metrics_rates import RateHistory
 from outrider.service.principals import LOCAL, Principal
 from outrider.service.regrading import regraded_group, regraded_session
 from outrider.service.retention import Retention
+from outrider.service.runs import Runs
 from outrider.service.scheduler import PAUSES, Scheduler
 from outrider.service.session_control import SessionControl
 from outrider.service.tokens import TokenRegistry
@@ -86,6 +87,7 @@ from outrider.spec import (
 )
 from outrider.store.artifacts import ArtifactStore
 from outrider.store.rows import GroupRow
+from outrider.store.run_index.index import CHORE_SECONDS, RunIndex
 from outrider.store.store import Store
 
 if TYPE_CHECKING:
@@ -117,6 +119,7 @@ class Service:
         config: Config,
         *,
         store: Store,
+        index: RunIndex,
         artifacts: ArtifactStore,
         backend: ModelBackend,
         frozen: Sequence[FrozenModel] = (),
@@ -157,7 +160,8 @@ class Service:
             secret=secret.get_secret_value() if secret else None,
             failures=failures,
         )
-        self.retention = Retention(store, artifacts, config.retention, failures=failures)
+        self._index = index
+        self.retention = Retention(store, artifacts, config.retention, failures=failures, on_hidden=index.forget)
         self._traces: TraceExport | None = None
         if config.traces_to is not None:
             self._traces = TraceExport(store, self.reader, config.traces_to, model=backend.model, failures=failures)
@@ -186,6 +190,7 @@ class Service:
             external=self.external,
             failures=failures,
         )
+        self.runs = Runs(store, index, submit=self.submit, end=self.scheduler.end, wake=self.scheduler.wake)
         self.scheduler.sessions_done.subscribe(lambda _: self._back_pressure.note_done())
         self.call_failures = CallFailures()
         """The failed calls of the gateway in this process, without those of the sandboxes of its node."""
@@ -239,6 +244,8 @@ class Service:
             stack.callback(tasks.create_task(self.retention.run(), name="retention").cancel)
             if self._traces is not None:
                 stack.callback(tasks.create_task(self._traces.run(), name="traces").cancel)
+            chores = await stack.enter_async_context(Chores(self.failures))
+            chores.begin("index of runs", self._index.chore, every=CHORE_SECONDS, at_once=False)
             stack.callback(tasks.create_task(self.rates.run(), name="rates").cancel)
             yield
 

@@ -1,4 +1,4 @@
-"""Opens, completes and lists sessions whose agents run elsewhere.
+"""Opens and completes sessions whose agents run elsewhere.
 
 A session is opened in a group of its own, or taken from a group whose harness is `external`. The host of these sessions
 is `sessions/external.py`. Invariant: a completion is stored before it is acknowledged, and is never replaced.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.errors import InvalidField, renamed_fields
 from outrider.lifecycle import SessionState
-from outrider.schemas import GroupView, SessionList, SessionView, reply_of
+from outrider.schemas import GroupView, SessionView, reply_of
 from outrider.service.admission import stored_group
 from outrider.service.principals import LOCAL, Principal
 from outrider.spec import GroupSpec, ReportSpec, SessionSpec, StoredGroupSpec
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 OPEN_SECONDS = 5.0
 """Maximum seconds that opening a session waits until the session takes calls. A later call waits no more: until then,
 calls get the error `session_not_running`."""
-GROUPS_READ = 100
-"""Number of groups that are read at once for a page of sessions."""
-MOST_GROUPS = 2_000
-"""Maximum number of groups that are read for one page, so that a rare label does not read the whole history."""
 FIELDS = (("task.harness.external.", ""), ("task.", ""))
 """Prefixes of the fields of a group's task, which a `SessionSpec` has without the prefix."""
 
@@ -106,38 +102,6 @@ class SessionControl:
             raise _not_external(session_id)
         await self._host.reset(session_id)
         return reply_of(SessionView, await self._store.session(session_id))
-
-    async def page(
-        self,
-        *,
-        after: str | None,
-        limit: int,
-        state: SessionState | None = None,
-        labels: dict[str, str],
-        harness: str | None = None,
-        since: float = 0.0,
-        caller: Principal = LOCAL,
-    ) -> SessionList:
-        """List sessions, newest group first. A page ends with the group that reaches `limit` sessions. `after` is the
-        group after which the page begins."""
-        found: list[SessionView] = []
-        read = 0
-        while read < MOST_GROUPS:
-            groups = await self._store.groups_before(
-                after, limit=GROUPS_READ, harness=harness, since=since, tenant=caller.sees
-            )
-            read += len(groups)
-            for group in groups:
-                after = group.id
-                if labels.items() <= group.labels.items():
-                    sessions = await self._store.sessions(group.id)
-                    found += [reply_of(SessionView, each) for each in sessions if state in (None, each.state)]
-                if len(found) >= limit:
-                    return SessionList(sessions=tuple(found), after=after)
-            if len(groups) < GROUPS_READ:
-                after = None
-                break
-        return SessionList(sessions=tuple(found), after=after)
 
 
 def _not_external(session_id: str) -> InvalidField:

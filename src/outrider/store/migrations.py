@@ -278,6 +278,20 @@ MIGRATIONS: Migrations = (
         )""",
         "CREATE INDEX training_timings_by_age ON training_timings (tenant, stored, epoch, step)",
     ),
+    (
+        # A queued session whose group a pause matches has `held` = 1 and `waiting` = 0. An empty `tenant` stands for
+        # all tenants, an empty `harness` for any harness; `labels` is a JSON object with sorted names.
+        "ALTER TABLE sessions ADD COLUMN held INTEGER NOT NULL DEFAULT 0",
+        "CREATE INDEX sessions_held ON sessions (group_id) WHERE held = 1",
+        """CREATE TABLE pauses (
+            tenant TEXT NOT NULL,
+            labels TEXT NOT NULL,
+            harness TEXT NOT NULL,
+            since DOUBLE PRECISION NOT NULL,
+            who TEXT NOT NULL,
+            PRIMARY KEY (tenant, labels, harness)
+        )""",
+    ),
 )
 
 

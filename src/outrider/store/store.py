@@ -12,6 +12,7 @@ state, cursor, event and outbox row.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -34,6 +35,7 @@ from outrider.store.consumers import Consumers
 from outrider.store.database import Connection, Database, Row
 from outrider.store.images import find_image, insert_images, restore, split
 from outrider.store.migrations import MIGRATIONS, Migrations, migrate
+from outrider.store.pauses import Pauses, group_is_held, is_held
 from outrider.store.removals import REMOVED, Removals
 from outrider.store.rows import (
     Backlog,
@@ -47,6 +49,7 @@ from outrider.store.rows import (
     StoredTurns,
     TokenRow,
 )
+from outrider.store.run_reader import RunReader
 from outrider.store.task_key import MARK_LENGTH, KeySource, TaskKey, receiver_of_sealed
 from outrider.store.tenants import newest_event, note_done, of_tenant, session_of_tenant, total
 from outrider.store.training_timings import TrainingTimings
@@ -96,7 +99,7 @@ ADOPT = (
         FROM image_uses, sessions JOIN groups ON groups.id = sessions.group_id
         WHERE sessions.id = ? AND image_uses.session_id = ? ON CONFLICT DO NOTHING""",
 )
-END_OTHERS = """UPDATE sessions SET ending = ?, waiting = 0
+END_OTHERS = """UPDATE sessions SET ending = ?, waiting = 0, held = 0
     WHERE group_id = ? AND state <> 'done' AND ending IS NULL"""
 REVIVE = """UPDATE outbox SET given_up = NULL, tries = 0, since = ?, next_try = ? WHERE given_up IS NOT NULL"""
 
@@ -149,6 +152,8 @@ class Store:
         self.consumers = Consumers(database, clock)
         self.removals = Removals(database)
         self.training_timings = TrainingTimings(database, clock)
+        self.pauses = Pauses(database, clock)
+        self.runs = RunReader(database)
         self.turns_added = Feed[AddedTurn]()
         """Publishes each turn of a model call when the turn is stored."""
 
@@ -283,10 +288,11 @@ class Store:
             if not inserted:
                 raise Conflict(f"there already is a group {group.id!r}")
             bucket = queue.bucket_of(group.tenant, group.labels, external=external)
-            common = (group.priority, group.created, group.created, bucket, expires)
+            held = await is_held(tx, group.tenant, group.labels, group.harness)
+            common = (group.priority, group.created, group.created, bucket, expires, int(not held), int(held))
             inserted = await tx.execute_many(
                 """INSERT INTO sessions (id, group_id, sample_index, state, attempt, priority, created, updated, bucket,
-                       expires, waiting) VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?, ?, 1) ON CONFLICT DO NOTHING""",
+                       expires, waiting, held) VALUES (?, ?, ?, ?, 0, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING""",
                 [(id, group.id, index, SessionState.QUEUED.value, *common) for index, id in enumerate(session_ids)],
             )
             if inserted != group.n:
@@ -402,10 +408,14 @@ class Store:
         return await self._db.read(body)
 
     async def queue_length(self) -> QueueLength:
-        """Count the waiting sessions, buckets and tenants. Reads the whole queue."""
+        """Count the waiting sessions, those that a pause holds included, and the buckets and tenants. Reads the whole
+        queue."""
 
         async def body(tx: Connection) -> QueueLength:
-            sessions = await tx.fetch("SELECT COUNT(*) FROM sessions WHERE waiting = 1")
+            sessions = await tx.fetch(
+                """SELECT (SELECT COUNT(*) FROM sessions WHERE waiting = 1)
+                    + (SELECT COUNT(*) FROM sessions WHERE held = 1)"""
+            )
             sql = "SELECT COUNT(DISTINCT bucket), COUNT(DISTINCT tenant) FROM queue_shares WHERE waiting = 1"
             ((buckets, tenants),) = await tx.fetch(sql)
             return QueueLength(sessions[0][0], buckets, tenants)
@@ -558,6 +568,8 @@ class Store:
                 raise Conflict(f"session {session_id} is {session.state}, not queued")
             if session.ending is not None:
                 raise Conflict(f"session {session_id} is to end: {session.ending}")
+            if await tx.fetch("SELECT 1 FROM sessions WHERE id = ? AND held = 1", (session_id,)):
+                raise Conflict(f"session {session_id} is held by a pause of the queue")
             attempt = session.attempt + 1
             await tx.execute(
                 """UPDATE sessions SET state = ?, waiting = 0, due = 0, expires = NULL, attempt = ?, node = ?,
@@ -708,6 +720,11 @@ class Store:
         sql = "SELECT report FROM session_reports WHERE session_id = ?"
         found = await self._db.read(lambda tx: tx.fetch(sql, (session_id,)))
         return bytes(found[0][0]) if found else None
+
+    def mark_of(self, text: str) -> str:
+        """Return a digest of a text of a task, 16 hexadecimal digits. A text cannot be guessed from its digest without
+        the store's key."""
+        return hashlib.sha256(self._key.mark(f"the text {text}").encode()).hexdigest()[:16]
 
     def credential_of(self, session_id: str) -> str:
         """Return the credential of an external session. The store can check the credential without having stored it,
@@ -943,7 +960,7 @@ class Store:
                 if stored != result.turns + sum(use.turns for use in result.frozen.values()):
                     raise MoreTurns(session_id)
             await tx.execute(
-                """UPDATE sessions SET state = ?, waiting = 0, lease_until = NULL, updated = ?, result = ?
+                """UPDATE sessions SET state = ?, waiting = 0, held = 0, lease_until = NULL, updated = ?, result = ?
                    WHERE id = ?""",
                 (SessionState.DONE.value, self._clock(), packed, session_id),
             )
@@ -1025,7 +1042,8 @@ class Store:
         """Set `ending` of one session to CANCELLED. Returns the session, which the caller must now end unless it is
         done. The other sessions of its group continue."""
 
-        sql = "UPDATE sessions SET ending = ?, waiting = 0 WHERE id = ? AND ending IS NULL AND state <> 'done'"
+        sql = """UPDATE sessions SET ending = ?, waiting = 0, held = 0
+            WHERE id = ? AND ending IS NULL AND state <> 'done'"""
 
         async def body(tx: Connection) -> SessionRow:
             session = await _find_session(tx, session_id, tenant)
@@ -1210,11 +1228,22 @@ class Store:
     async def _requeue(
         self, tx: Connection, session: SessionRow, error: ErrorRecord, *, due: float = 0.0, recovered: int = 0
     ) -> None:
+        held = await group_is_held(tx, session.group_id)
         await tx.execute(
             """UPDATE sessions SET state = ?, lease_until = NULL, updated = ?, last_error = ?, due = ?,
-                   recovered = recovered + ?, waiting = CASE WHEN ending IS NULL THEN 1 ELSE 0 END
+                   recovered = recovered + ?, waiting = CASE WHEN ending IS NULL THEN ? ELSE 0 END,
+                   held = CASE WHEN ending IS NULL THEN ? ELSE 0 END
                WHERE id = ?""",
-            (SessionState.QUEUED.value, self._clock(), rows.pack(error), due, recovered, session.id),
+            (
+                SessionState.QUEUED.value,
+                self._clock(),
+                rows.pack(error),
+                due,
+                recovered,
+                int(not held),
+                int(held),
+                session.id,
+            ),
         )
         await queue.reopen_share(tx, session.priority, session.bucket)
         data = {"attempt": session.attempt, "error": error}

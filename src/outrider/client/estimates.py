@@ -1,0 +1,61 @@
+"""Estimates from the rewards of sessions: pass@k, and confidence intervals over tasks. The functions are pure, and the
+same values give the same result."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+MOST_RESAMPLED = 500
+"""Number of values above which an interval is the normal approximation, which is then as good and needs no
+resamples."""
+NORMAL_QUANTILE = 1.959964
+"""The quantile of the normal distribution for CONFIDENCE."""
+
+
+def pass_at(k: int, passes: int, samples: int) -> float:
+    """Return the probability that at least one of k samples passes, if the k samples are drawn without replacement from
+    `samples` samples, and `passes` of these pass."""
+    return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
+
+
+def bootstrap_interval(means: Sequence[float]) -> tuple[float, float] | None:
+    """Return the confidence interval of the mean of `means`, from percentiles of the means of resamples. None for fewer
+    than two values."""
+    if len(means) < 2:
+        return None
+    draw = random.Random(0)
+    resampled = sorted(fmean(draw.choices(means, k=len(means))) for _ in range(RESAMPLES))
+    aside = round(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return resampled[aside], resampled[-1 - aside]
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the confidence interval of the mean of `values`, as `bootstrap_interval`, or by the normal approximation
+    for more than MOST_RESAMPLED values. None for fewer than two values."""
+    if len(values) <= MOST_RESAMPLED:
+        return bootstrap_interval(values)
+    half = NORMAL_QUANTILE * stdev(values) / math.sqrt(len(values))
+    middle = fmean(values)
+    return middle - half, middle + half
+
+
+def difference_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
+    """Return the confidence interval of mean(second) - mean(first), for two independent sets of values. None if one set
+    has fewer than two values."""
+    if min(len(first), len(second)) < 2:
+        return None
+    if max(len(first), len(second)) > MOST_RESAMPLED:
+        half = NORMAL_QUANTILE * math.sqrt(stdev(first) ** 2 / len(first) + stdev(second) ** 2 / len(second))
+        middle = fmean(second) - fmean(first)
+        return middle - half, middle + half
+    draw = random.Random(0)
+    resampled = sorted(
+        fmean(draw.choices(second, k=len(second))) - fmean(draw.choices(first, k=len(first))) for _ in range(RESAMPLES)
+    )
+    aside = round(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return resampled[aside], resampled[-1 - aside]

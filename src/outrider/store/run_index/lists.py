@@ -1,0 +1,170 @@
+"""Finds sessions and groups in the index of runs: filters, pages by cursor, and the rows of a comparison.
+
+The functions of this module run in the index's thread of readers. The newest group comes first, and the sessions of a
+group in sample order. A cursor is the id of the last session (or group) of a page, so a list goes on where it ended
+although new groups come. Invariant: with a `tenant`, nothing is found but its sessions.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+import msgspec
+
+from outrider.errors import NotFound
+from outrider.store.run_index.rows_of_runs import storable_text
+from outrider.store.run_index.tables import SECONDS
+
+Condition = tuple[str, list[Any]]
+"""A part of a WHERE clause, and the values of its placeholders."""
+
+
+class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which sessions are meant: those for which every given field holds. Without any field, all sessions.
+
+    ids, groups: ids of sessions; ids of groups. states: such as `done`. labels: all must be equal. min_reward,
+    max_reward: bounds of the reward, inclusive; sessions without a reward are left out. error: the code of the error.
+    since, until: times at which the group was submitted, in seconds since the epoch, `until` excluded. text: is in the
+    error, the end of the agent's output or the answer; the case does not matter.
+    """
+
+    ids: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    labels: dict[str, str] = {}
+    harness: str | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    stop_reason: str | None = None
+    error: str | None = None
+    since: float | None = None
+    until: float | None = None
+    text: str | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self == SessionFilter()
+
+
+class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a comparison reads of a session. `seconds` is the sum of its stages, waits included."""
+
+    id: str
+    group_id: str
+    task: str | None
+    created: float
+    sample_index: int
+    state: str
+    stop_reason: str | None
+    error_code: str | None
+    reward: float | None
+    turns: int | None
+    tokens_sampled: int | None
+    tokens_trained: int | None
+    seconds: float | None
+    model_seconds: float | None
+
+
+def find_sessions(
+    db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
+) -> list[str]:
+    """Return the ids of up to `limit` sessions after the session `after`, or after all sessions of the group `after`.
+    Raises NotFound for an unknown cursor."""
+    where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
+    if after is not None:
+        created, group_id, index = _place(db, after, tenant)
+        where += """ AND created <= ? AND (created < ? OR group_id < ? OR (group_id = ? AND sample_index > ?))"""
+        values += [created, created, group_id, group_id, index]
+    sql = f"SELECT id FROM kept_sessions WHERE {where} ORDER BY created DESC, group_id DESC, sample_index LIMIT ?"
+    return [id for (id,) in db.execute(sql, (*values, limit)).fetchall()]
+
+
+def matching(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None) -> list[tuple[str, str, str]]:
+    """Return the id, group and state of every session that matches, the newest group first."""
+    where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
+    order = "created DESC, group_id DESC, sample_index"
+    return db.execute(
+        f"SELECT id, group_id, state FROM kept_sessions WHERE {where} ORDER BY {order}", values
+    ).fetchall()
+
+
+def find_groups(
+    db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, after: str | None, limit: int
+) -> list[str]:
+    """Return the ids of up to `limit` groups after the group `after`. `states` are those of groups, and the bounds of
+    the reward are those of the mean reward; a stop reason, an error or a text must be one session's."""
+    of_group = msgspec.structs.replace(wanted, stop_reason=None, error=None, text=None, ids=())
+    conditions = _conditions(of_group, tenant, "kept_groups")
+    of_session = SessionFilter(stop_reason=wanted.stop_reason, error=wanted.error, text=wanted.text)
+    if not of_session.empty:
+        where, values = _joined(_conditions(of_session, tenant, "kept_sessions"))
+        conditions.append((f"no IN (SELECT group_no FROM kept_sessions WHERE {where})", values))
+    where, values = _joined(conditions)
+    if after is not None:
+        created, group_id, _ = _place(db, after, tenant)
+        where += " AND (created, id) < (?, ?)"
+        values += [created, group_id]
+    sql = f"SELECT id FROM kept_groups WHERE {where} ORDER BY created DESC, id DESC LIMIT ?"
+    return [id for (id,) in db.execute(sql, (*values, limit)).fetchall()]
+
+
+def runs_of(db: sqlite3.Connection, wanted: SessionFilter, tenant: str | None, *, limit: int) -> list[ListedRun]:
+    """Return up to `limit` sessions for a comparison, the oldest first."""
+    where, values = _joined(_conditions(wanted, tenant, "kept_sessions"))
+    computed = {
+        "seconds": " + ".join(f"seconds_{stage}" for stage in SECONDS),
+        "task": "(SELECT task FROM kept_groups WHERE no = group_no)",
+    }
+    columns = ", ".join(computed.get(name, name) for name in ListedRun.__struct_fields__)
+    sql = f"SELECT {columns} FROM kept_sessions WHERE {where} ORDER BY created, group_id, sample_index LIMIT ?"
+    names = ListedRun.__struct_fields__
+    return [ListedRun(**dict(zip(names, row, strict=True))) for row in db.execute(sql, (*values, limit)).fetchall()]
+
+
+def _place(db: sqlite3.Connection, after: str, tenant: str | None) -> tuple[float, str, int]:
+    """Return the place of a session in the order of lists; for a group, the place of its last session."""
+    for table, index, group_id in (("kept_sessions", "sample_index", "group_id"), ("kept_groups", "n", "id")):
+        sql = f"SELECT created, {group_id}, {index} FROM {table} WHERE id = ? AND tenant = COALESCE(?, tenant)"
+        if found := db.execute(sql, (storable_text(after), tenant)).fetchall():
+            created, group, place = found[0]
+            return created, group, place
+    raise NotFound(
+        f"no session and no group {after!r}, at which a page could begin",
+        field="after",
+        hint="it may have been removed: begin the list again without `after`",
+    )
+
+
+def _conditions(wanted: SessionFilter, tenant: str | None, table: str) -> list[Condition]:
+    """Return the conditions for rows of `kept_sessions` or `kept_groups`."""
+    groups = table == "kept_groups"
+    number, group_id, reward = ("no", "id", "mean_reward") if groups else ("group_no", "group_id", "reward")
+    found: list[Condition] = []
+    simple = (
+        ("tenant = ?", tenant),
+        ("harness = ?", wanted.harness),
+        (f"{reward} >= ?", wanted.min_reward),
+        (f"{reward} <= ?", wanted.max_reward),
+        ("stop_reason = ?", wanted.stop_reason),
+        ("error_code = ?", wanted.error),
+        ("created >= ?", wanted.since),
+        ("created < ?", wanted.until),
+    )
+    found += [(sql, [storable_text(v) if isinstance(v, str) else v]) for sql, v in simple if v is not None]
+    for column, names in (("id", wanted.ids), (group_id, wanted.groups), ("state", wanted.states)):
+        if names:
+            marks = ", ".join("?" * len(names))
+            found.append((f"{column} IN ({marks})", [storable_text(name) for name in names]))
+    for name, value in wanted.labels.items():
+        sql = f"{number} IN (SELECT group_no FROM kept_labels WHERE name = ? AND value = ?)"
+        found.append((sql, [storable_text(name), storable_text(value)]))
+    if wanted.text:
+        sql = "no IN (SELECT session_no FROM kept_texts WHERE instr(text, ?))"
+        found.append((sql, [storable_text(wanted.text.lower())]))
+    return found
+
+
+def _joined(conditions: list[Condition]) -> Condition:
+    where = " AND ".join(sql for sql, _ in conditions) or "1"
+    return where, [value for _, values in conditions for value in values]
