@@ -208,6 +208,7 @@ def _calls(is_it: Callable[[ast.Call], bool]) -> list[tuple[str, ast.Call]]:
 
 
 OTHER_TASKS = {
+    "cli/export.py": "the next page of one command",
     "cli/dial.py": "the parts of one command, which ends with the first error",
     "relay/verl.py": "the calls and pings of one connection to a proxy",
     "api/compat/verl_workers.py": "the reading and the pings of one connection of a worker",

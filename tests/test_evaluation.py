@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.client.client import AsyncClient
-from outrider.client.pass_rate import PRIORITY, evaluate, pass_at
+from outrider.client.estimates import pass_at
+from outrider.client.pass_rate import PRIORITY, evaluate
 from outrider.client.sampling import DynamicSampler
 from outrider.config import ModelConfig
 from outrider.errors import InvalidField, ServiceError

@@ -187,12 +187,14 @@ async def test_a_wait_for_a_service_that_is_not_there_fails_at_once(monkeypatch:
 GROUP = {"task": {}, "n": 1}
 KEYED = {**GROUP, "idempotency_key": "k"}
 REPEATED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("group", "session", "turns", "samples", "chat_rows", "artifacts", "cancel_session"), ("s-1",)),
-    **dict.fromkeys(("groups", "results", "consumers", "dead_callbacks", "sessions", "status"), ()),
-    **dict.fromkeys(("engines", "nodes", "tokens", "policy"), ()),
+    **dict.fromkeys(("group", "session", "turns", "timeline", "samples", "chat_rows"), ("s-1",)),
+    **dict.fromkeys(("artifacts", "cancel_session", "query"), ("s-1",)),
+    **dict.fromkeys(("group_page", "results", "consumers", "dead_callbacks", "sessions", "status"), ()),
+    **dict.fromkeys(("engines", "nodes", "tokens", "policy", "pauses", "pause_queue", "diagnosis", "rates"), ()),
     **dict.fromkeys(("cancel", "drain_node", "resume_node", "drain_engine", "image"), ("x",)),
     "artifact": ("s-1", "a"),
     "ack": ("c", 1),
+    "diff": ("a=b", "c=d"),
     "complete_session": ("s-1", {}),
     "submit": (KEYED,),
     "regrade": ("g-1", {"idempotency_key": "k"}),
@@ -209,13 +211,15 @@ ONCE: dict[str, tuple[Any, ...]] = {
     "pull_image": ("r", "n"),
     "add_engine": ({},),
     "create_token": ("t", "read"),
+    **dict.fromkeys(("cancel_sessions", "retry_sessions"), ({},)),
+    "resume_queue": (),
     "pause_policy": (),
     "resume_policy": (),
     "update_policy": (1,),
     **dict.fromkeys(("remove_consumer", "discard_callback", "remove_engine", "revoke_token"), ("x",)),
 }
 """The calls that are sent once, with arguments."""
-MADE_OF_OTHERS = {"wait", "follow", "events", "external_session"}
+MADE_OF_OTHERS = {"groups", "wait", "follow", "events", "external_session"}
 
 
 def test_every_method_of_the_client_is_repeated_or_not() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -24,16 +24,20 @@ from outrider.store.store import Store
 from .world import FAILURE, group_row, result, start, submit, turn
 
 
+class Asked:
+    """`await asked(sql)` returns the rows of a query."""
+
+    def __init__(self, index: RunIndex) -> None:
+        self.index = index
+
+    async def __call__(self, sql: str, tenant: str | None = None) -> Any:
+        return msgspec.json.decode(await Queries(self.index).run(sql, tenant))["rows"]
+
+
 @asynccontextmanager
-async def an_index(store: Store, folder: Path) -> AsyncIterator[Callable[..., Any]]:
-    """The rows of a query."""
+async def an_index(store: Store, folder: Path) -> AsyncIterator[Asked]:
     async with RunIndex(store, folder / "runs.sqlite3") as index:
-
-        async def ask(sql: str, tenant: str | None = None) -> Any:
-            return msgspec.json.decode(await Queries(index).run(sql, tenant))["rows"]
-
-        ask.index = index  # type: ignore[attr-defined]
-        yield ask
+        yield Asked(index)
 
 
 async def a_done_group(store: Store, id: str = "g", *, tenant: str = "operator", reward: float = 1.0) -> None:

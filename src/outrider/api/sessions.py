@@ -19,7 +19,7 @@ from outrider.spec import ReportSpec, SessionSpec
 ROUTES = ControlRouter("/sessions")
 
 
-@ROUTES.post("", "submit", SessionEndpoint, status=201, errors=(Conflict, RuntimeUnavailable))
+@ROUTES.post("", "submit", SessionEndpoint, status=201, errors=(Conflict, NotFound, RuntimeUnavailable))
 async def open_session(
     service: Serving,
     caller: Caller,
