@@ -98,7 +98,7 @@ export function Compare({ ids }: { ids: [string, string]; place: Place }) {
             <Panel title="Outcome" flush>
                 <div class="scroll"><table class="plain pair">
                     <thead><tr><th><span class="hidden">Field</span></th>{[one, two].map((each) => <th key={each.id}><a href={link(["sessions", each.id])}>{each.id}</a></th>)}</tr></thead>
-                    <tbody>{rows.map(([name, cell]) => <tr key={name}><th>{name}</th><td>{cell(one)}</td><td>{cell(two)}</td></tr>)}</tbody>
+                    <tbody>{rows.filter(([, cell]) => cell(one) !== "–" || cell(two) !== "–").map(([name, cell]) => <tr key={name}><th>{name}</th><td>{cell(one)}</td><td>{cell(two)}</td></tr>)}</tbody>
                 </table></div>
             </Panel>
             <Panel title="Where they part" id="parting" aside={found.from > 0 && <button type="button" class="quiet" aria-expanded={open} onClick={() => setOpen(!open)}>{open ? "hide" : "show"} the {plural(found.from, "common message")}</button>}>

@@ -29,7 +29,7 @@ function Filters({ place, filters, found }: { place: Place; filters: Filter[]; f
                 const value = place.query.get(filter.name) ?? ""
                 const id = `filter-${filter.name}`
                 return (
-                    <label key={filter.name} for={id} class={`filter ${filter.kind}`}>
+                    <label key={filter.name} for={id} class={`filter f-${filter.kind}`}>
                         <span>{filter.label}</span>
                         {filter.kind === "choice" || filter.kind === "when" ? (
                             <select id={id} value={value} onChange={(event) => set(filter.name, event.currentTarget.value)}>

@@ -1,6 +1,6 @@
 import { render } from "preact"
 import { useEffect, useRef, useState } from "preact/hooks"
-import { get, hasToken, onLive, onTokenNeeded, recorded, restartEvents, setToken } from "./api"
+import { get, hasToken, onEvents, onLive, onTokenNeeded, recorded, restartEvents, setToken } from "./api"
 import { Compare } from "./compare"
 import { Group } from "./group"
 import { go, link, useKeys, usePlace } from "./hooks"
@@ -115,6 +115,7 @@ function App() {
     const [round, setRound] = useState(0)
     const search = useRef<HTMLInputElement>(null)
     useEffect(() => onLive(setLive), [])
+    useEffect(() => onEvents(() => {}), [])
     useEffect(() => onTokenNeeded((reason) => setWhy((old) => old ?? reason)), [])
     useKeys({
         "/": () => search.current?.focus(), "?": () => setHelp(true), d: nextTheme,

@@ -166,7 +166,11 @@ function Engines({ status }: { status: Status }) {
 
 const TONES = ["accent", "warn", "info", "good", "bad", "violet"]
 function Rewards({ place, theme, groups, sessions }: { place: Place; theme: string; groups: GroupSummary[]; sessions: Session[] }) {
-    const names = useMemo(() => [...new Set(groups.flatMap((group) => Object.keys(group.labels)))].sort().slice(0, 30), [groups])
+    const names = useMemo(() => {
+        const uses = new Map<string, number>()
+        for (const group of groups) for (const name of Object.keys(group.labels)) uses.set(name, (uses.get(name) ?? 0) + 1)
+        return [...uses].sort((a, b) => b[1] - a[1] || (a[0] < b[0] ? -1 : 1)).slice(0, 30).map(([name]) => name)
+    }, [groups])
     const asked = place.query.get("by") ?? ""
     const by = names.includes(asked) ? asked : names[0] ?? ""
     const { at, curves, rows } = useMemo(() => {

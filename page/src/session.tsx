@@ -85,7 +85,8 @@ export function Session({ id, place }: { id: string; place: Place }) {
                         choose={(model, turn) => jump(list.some((each) => each.model === model && each.index === turn) ? `${model}/${turn}` : String(turn))} />
                 ) : timeline.error && !timeline.error.notServed ? <Failed error={timeline.error} what="The timeline" /> : <p class="note">Nothing has happened yet.</p>}
             </Panel>
-            <div class="split">
+            {turns.error && !turns.data && <Failed error={turns.error} what="The turns" />}
+            {(list.length > 0 || !ended) && <div class="split">
                 <Panel title="Branches" flush aside={<span class="dim">{plural(list.length, "turn")}</span>}>
                     {list.length ? <Branches turns={list} chosen={chosen} choose={jump} /> : <p class="note">No model calls{live ? " yet" : ""}.</p>}
                 </Panel>
@@ -97,8 +98,7 @@ export function Session({ id, place }: { id: string; place: Place }) {
                 }>
                     {mode === "tokens" && <Legend colour={colour} turns={list} sampled={samples.data !== null} />}
                     {mode === "tokens" && turns.textOnly && <p class="note">Tokens need a token of the service with the role submit.</p>}
-                    {turns.error && !turns.data && <Failed error={turns.error} what="The turns" />}
-                    {!turns.data && !turns.error && <Loading what="the turns" />}
+                                        {!turns.data && !turns.error && <Loading what="the turns" />}
                     <div class="turns">
                         {list.map((turn) => (
                             <TurnView key={turnKey(turn)} turn={turn} mode={mode} colour={colour} fate={fate} chosen={chosen === turnKey(turn)}
@@ -108,7 +108,7 @@ export function Session({ id, place }: { id: string; place: Place }) {
                         <div ref={end} />
                     </div>
                 </Panel>
-            </div>
+            </div>}
             {ended && <Files session={it} />}
         </main>
     )
@@ -189,7 +189,7 @@ function Files({ session }: { session: SessionRecord }) {
         getBlob(artifactUrl(session.id, name)).then(then, (error: Error) => setFault(error.message))
     }
     return (
-        <Panel title="Files" aside={<span class="dim">{plural(files.data.artifacts.length, "file")} kept</span>}>
+        <Panel title="Files" flush aside={<span class="dim">{plural(files.data.artifacts.length, "file")} kept</span>}>
             {fault && <p class="fault" role="alert">{visible(fault)}</p>}
             <table class="plain files">
                 <thead><tr><th>File</th><th class="num">Size</th><th>SHA-256</th><th><span class="hidden">Actions</span></th></tr></thead>
@@ -206,7 +206,7 @@ function Files({ session }: { session: SessionRecord }) {
                     {files.data.left_out.map((each) => <tr key={`left ${each.path}`}><td class="mono dim">{visible(each.path) || "(others)"}</td><td colSpan={3} class="dim">left out: {line(each.reason, 200)}</td></tr>)}
                 </tbody>
             </table>
-            {open && <LongText label={visible(open.name)} text={open.text} mono />}
+            {open && <div class="opened"><LongText label={visible(open.name)} text={open.text} mono /></div>}
         </Panel>
     )
 }

@@ -6,8 +6,6 @@ const KEPT = /\ufe0f|\u200d/u // parts of emoji, which are harmless between them
 function written(char: string, at: number, whole: string): string {
     if (KEPT.test(char) && /\p{Extended_Pictographic}/u.test(whole.slice(Math.max(0, at - 3), at))) return char
     const code = char.codePointAt(0)!
-    if (code < 32) return String.fromCharCode(0x2400 + code)
-    if (code === 127) return "\u2421"
     return `\u27e8U+${code.toString(16).toUpperCase().padStart(4, "0")}\u27e9`
 }
 

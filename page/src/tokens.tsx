@@ -47,6 +47,7 @@ export const LEGENDS: Record<Colour, [string, string][]> = {
     logprob: [["lp0", "> 95 %"], ["lp1", "> 74 %"], ["lp2", "> 37 %"], ["lp3", "> 8 %"], ["lp4", "> 0.7 %"], ["lp5", "less"], ["prompt", "prompt"]],
     version: [],
 }
+const BEFORE = 120
 const FIRST = 600
 const STEP = 6000
 
@@ -62,7 +63,7 @@ export function TurnTokens({ turn, colour, fate }: { turn: Turn; colour: Colour;
     const prompt = tokens.prompt_delta.length
     const all = prompt + tokens.output_ids.length
     // of a long prompt, the end is next to the reply: the beginning is shown on request
-    const [from, setFrom] = useState(Math.max(0, prompt - FIRST))
+    const [from, setFrom] = useState(Math.max(0, prompt - (prompt > 2 * BEFORE ? BEFORE : prompt)))
     const [to, setTo] = useState(Math.min(all, prompt + 2 * FIRST))
     useEffect(() => {
         const observer = new IntersectionObserver((entries) => {
