@@ -20,7 +20,8 @@ export function Chart({ title, at, curves, height = 120, theme, range }: {
     const plot = useRef<uPlot | null>(null)
     const shape = `${curves.map((curve) => curve.name + curve.tone).join()}|${theme}|${height}`
     useEffect(() => {
-        const size = () => ({ width: box.current!.clientWidth, height })
+        const area = box.current! // the reference is empty when the chart is removed
+        const size = () => ({ width: area.clientWidth, height })
         const axis = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" }
         const made = new uPlot(
             {
@@ -46,11 +47,11 @@ export function Chart({ title, at, curves, height = 120, theme, range }: {
                 ],
             },
             [at, ...curves.map((curve) => curve.values)] as uPlot.AlignedData,
-            box.current!,
+            area,
         )
         plot.current = made
         const observer = new ResizeObserver(() => made.setSize(size()))
-        observer.observe(box.current!)
+        observer.observe(area)
         return () => {
             observer.disconnect()
             made.destroy()

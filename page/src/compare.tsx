@@ -7,7 +7,7 @@ import { link, useGet, type Place } from "./hooks"
 import type { Message, Session, Turn } from "./model"
 import { count, line, number, plural, seconds, visible } from "./text"
 import { useTurns } from "./session"
-import { Failed, Loading, Panel, Reward, StateBadge } from "./ui"
+import { Failed, Loading, Panel, Reward, Scroll, StateBadge } from "./ui"
 
 interface Item {
     message: Message
@@ -96,10 +96,10 @@ export function Compare({ ids }: { ids: [string, string]; place: Place }) {
             </header>
             {one.group_id !== two.group_id && <p class="note">These sessions are of different groups: their tasks may differ.</p>}
             <Panel title="Outcome" flush>
-                <div class="scroll"><table class="plain pair">
+                <Scroll label="Outcome of both"><table class="plain pair">
                     <thead><tr><th><span class="hidden">Field</span></th>{[one, two].map((each) => <th key={each.id}><a href={link(["sessions", each.id])}>{each.id}</a></th>)}</tr></thead>
                     <tbody>{rows.filter(([, cell]) => cell(one) !== "–" || cell(two) !== "–").map(([name, cell]) => <tr key={name}><th>{name}</th><td>{cell(one)}</td><td>{cell(two)}</td></tr>)}</tbody>
-                </table></div>
+                </table></Scroll>
             </Panel>
             <Panel title="Where they part" id="parting" aside={found.from > 0 && <button type="button" class="quiet" aria-expanded={open} onClick={() => setOpen(!open)}>{open ? "hide" : "show"} the {plural(found.from, "common message")}</button>}>
                 {open && <div class="common">{found.ones.slice(0, found.from).map((item, at) => <MessageView key={at} message={item.message} sampled={item.sampled} />)}</div>}

@@ -1,11 +1,22 @@
 // One group: its sessions side by side.
 
 import { useMemo, useState } from "preact/hooks"
-import { cancel, path } from "./api"
+import { ApiError, cancel, path, post } from "./api"
 import { go, link, setQuery, useEvents, useGet, useKeys, type Place } from "./hooks"
 import type { Group as GroupRecord, Session } from "./model"
 import { ago, clock, count, line, number, seconds } from "./text"
-import { Badge, Confirm, Failed, Labels, Loading, Panel, Progress, Reward, StageBar, STAGES, StateBadge, classes } from "./ui"
+import { Badge, Confirm, Failed, Labels, Loading, Panel, Progress, Reward, Scroll, StageBar, STAGES, StateBadge, classes } from "./ui"
+
+async function again(id: string) {
+    let reply: Response
+    try {
+        reply = await post("/v1/sessions/retry", { groups: [id] })
+    } catch (error) {
+        throw error instanceof ApiError && (error.notServed || error.status === 405) ? new Error("this service submits nothing again") : error
+    }
+    const { groups } = (await reply.json()) as { groups?: string[] }
+    go(groups?.length === 1 ? link(["groups", groups[0]]) : "#/groups")
+}
 
 const total = (session: Session) => STAGES.reduce((sum, name) => sum + (session.result?.seconds?.[name] ?? 0), 0)
 const SORTS: Record<string, (session: Session) => number | string> = {
@@ -68,6 +79,7 @@ export function Group({ id, place }: { id: string; place: Place }) {
                 <div class="actions">
                     <button type="button" class="button" disabled={picked.length !== 2} onClick={compare} title="Choose two sessions of the table (c)">Compare {picked.length}/2</button>
                     {it.state === "active" && !it.cancelled && <Confirm question="End all unfinished sessions?" act={() => cancel(path("groups", id)).then(group.again)}>cancel</Confirm>}
+                    {it.state === "done" && <Confirm question="Submit the same task again, as new sessions?" act={() => again(id)}>submit again</Confirm>}
                 </div>
             </header>
             <dl class="tiles">
@@ -79,7 +91,7 @@ export function Group({ id, place }: { id: string; place: Place }) {
                 {it.submitted_by && <div><dt>Submitted by</dt><dd>{line(it.submitted_by, 40)}</dd></div>}
             </dl>
             <Panel title="Sessions" flush aside={<span class="stagelegend" aria-hidden="true">{["queued", "init", "run", "eval", "stop"].map((name) => <span key={name}><i class={`stage-${name}`} />{name}</span>)}</span>}>
-                <div class="scroll">
+                <Scroll label="Sessions of the group">
                     <table class="plain sessions">
                         <thead><tr><th><span class="hidden">Compare</span></th>{head("sample", "#", "num")}<th>Session</th>{head("state", "Ended by")}{head("reward", "Reward")}{head("turns", "Turns", "num")}{head("tokens", "Tokens", "num")}{head("seconds", "Time", "num")}<th class="time"><span class="hidden">Stages</span></th><th>What</th></tr></thead>
                         <tbody>
@@ -102,7 +114,7 @@ export function Group({ id, place }: { id: string; place: Place }) {
                             })}
                         </tbody>
                     </table>
-                </div>
+                </Scroll>
             </Panel>
         </main>
     )

@@ -69,7 +69,7 @@ export function useKeys(keys: Record<string, (event: KeyboardEvent) => void>) {
     now.current = keys
     useEffect(() => {
         const pressed = (event: KeyboardEvent) => {
-            if (event.ctrlKey || event.metaKey || event.altKey) return
+            if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return
             const target = event.target as HTMLElement
             const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName)
             if (typing && event.key !== "Escape") return

@@ -64,6 +64,8 @@ const amount = (query: URLSearchParams, name: string) => {
     const value = query.get(name)
     return value === null || value === "" || isNaN(Number(value)) ? undefined : Number(value)
 }
+/** A label that the service can filter by: NAME=VALUE. */
+const whole = (query: URLSearchParams) => (/^[^=]+=/.test(query.get("label") ?? "") ? query.get("label") : undefined)
 const labelled = (labels: Record<string, string> | undefined, query: URLSearchParams) => {
     const [name, value] = (query.get("label") ?? "").split(/=(.*)/s)
     return !name || (labels !== undefined && (value === undefined ? name in labels : labels[name] === value))
@@ -121,8 +123,8 @@ function usePages<T>(read: (after: string | null, signal: AbortSignal) => Promis
 const GROUP_FILTERS: Filter[] = [
     { name: "label", label: "Label", kind: "text", hint: "name=value" },
     { name: "state", label: "State", kind: "choice", options: ["active", "done"] },
-    { name: "reward_min", label: "Reward from", kind: "number", hint: "0" },
-    { name: "reward_max", label: "to", kind: "number", hint: "1" },
+    { name: "min_reward", label: "Reward from", kind: "number", hint: "0" },
+    { name: "max_reward", label: "to", kind: "number", hint: "1" },
     { name: "since", label: "Created", kind: "when" },
 ]
 
@@ -132,11 +134,11 @@ export function Groups({ place }: { place: Place }) {
     const read = useMemo(() => async (after: string | null) => {
         const query = place.query
         const params = {
-            state: query.get("state"), label: query.get("label"), reward_min: amount(query, "reward_min"),
-            reward_max: amount(query, "reward_max"), since: since(query), after, limit: 500,
+            state: query.get("state"), label: whole(query), min_reward: amount(query, "min_reward"),
+            max_reward: amount(query, "max_reward"), since: since(query), after, limit: 500,
         }
         const reply = await get<{ groups: GroupSummary[]; after?: string | null }>(withQuery("/v1/groups", params))
-        const from = since(query) ?? 0, low = amount(query, "reward_min"), high = amount(query, "reward_max")
+        const from = since(query) ?? 0, low = amount(query, "min_reward"), high = amount(query, "max_reward")
         // an older service ignores filters that it does not have
         const rows = reply.groups.filter((group) =>
             (!query.get("state") || group.state === query.get("state")) && labelled(group.labels, query) && group.created >= from &&
@@ -157,7 +159,7 @@ export function Groups({ place }: { place: Place }) {
     return (
         <main class="full" id="main" tabIndex={-1}>
             <h1 class="hidden">Groups</h1>
-            <Filters place={place} filters={GROUP_FILTERS} found={list.busy && !list.rows.length ? "loading …" : `${count(list.rows.length)}${list.whole ? "" : "+"} groups`} />
+            <Filters place={place} filters={GROUP_FILTERS} found={list.busy && !list.rows.length ? "loading …" : `${count(list.rows.length)}${list.whole ? "" : "+"} group${list.rows.length === 1 ? "" : "s"}`} />
             {list.error && <Failed error={list.error} what="Groups" />}
             <LongList label="Groups" rows={list.rows} columns={columns} keyOf={(group) => group.id} more={list.more}
                 hrefOf={(group) => link(["groups", group.id])} height={narrow ? 92 : 38}
@@ -168,14 +170,14 @@ export function Groups({ place }: { place: Place }) {
 }
 
 const SESSION_FILTERS: Filter[] = [
-    { name: "text", label: "Text", kind: "text", hint: "in the conversation" },
+    { name: "text", label: "Text", kind: "text", hint: "errors, outputs, answers" },
     { name: "label", label: "Label", kind: "text", hint: "name=value" },
     { name: "state", label: "State", kind: "choice", options: STATES },
     { name: "stop_reason", label: "Ended by", kind: "choice", options: REASONS },
-    { name: "error_code", label: "Error code", kind: "text" },
+    { name: "error", label: "Error code", kind: "text" },
     { name: "harness", label: "Harness", kind: "text" },
-    { name: "reward_min", label: "Reward from", kind: "number", hint: "0" },
-    { name: "reward_max", label: "to", kind: "number", hint: "1" },
+    { name: "min_reward", label: "Reward from", kind: "number", hint: "0" },
+    { name: "max_reward", label: "to", kind: "number", hint: "1" },
     { name: "since", label: "Since", kind: "when" },
 ]
 
@@ -185,15 +187,15 @@ export function Sessions({ place }: { place: Place }) {
     const read = useMemo(() => async (after: string | null) => {
         const query = place.query
         const params = {
-            text: query.get("text"), label: query.get("label"), state: query.get("state"), stop_reason: query.get("stop_reason"),
-            error_code: query.get("error_code"), harness: query.get("harness"), reward_min: amount(query, "reward_min"),
-            reward_max: amount(query, "reward_max"), since: since(query), after, limit: 200,
+            text: query.get("text"), label: whole(query), state: query.get("state"), stop_reason: query.get("stop_reason"),
+            error: query.get("error"), harness: query.get("harness"), min_reward: amount(query, "min_reward"),
+            max_reward: amount(query, "max_reward"), since: since(query), after, limit: 200,
         }
-        const low = amount(query, "reward_min"), high = amount(query, "reward_max")
+        const low = amount(query, "min_reward"), high = amount(query, "max_reward")
         const wanted = (session: Session) => {
             const reward = session.result?.verdict?.reward
             return (!params.state || session.state === params.state) && (!params.stop_reason || session.result?.stop_reason === params.stop_reason) &&
-                (!params.error_code || (session.result?.error ?? session.last_error)?.code === params.error_code) &&
+                (!params.error || (session.result?.error ?? session.last_error)?.code === params.error) &&
                 (low === undefined || (reward ?? -Infinity) >= low) && (high === undefined || (reward ?? Infinity) <= high)
         }
         const rows: Session[] = []
@@ -224,7 +226,7 @@ export function Sessions({ place }: { place: Place }) {
     return (
         <main class="full" id="main" tabIndex={-1}>
             <h1 class="hidden">Sessions</h1>
-            <Filters place={place} filters={SESSION_FILTERS} found={list.busy && !list.rows.length ? "loading …" : `${count(list.rows.length)}${list.whole ? "" : "+"} sessions`} />
+            <Filters place={place} filters={SESSION_FILTERS} found={list.busy && !list.rows.length ? "loading …" : `${count(list.rows.length)}${list.whole ? "" : "+"} session${list.rows.length === 1 ? "" : "s"}`} />
             {list.error && <Failed error={list.error} what="Sessions" />}
             <LongList label="Sessions" rows={list.rows} columns={columns} keyOf={(session) => session.id} more={list.more}
                 hrefOf={(session) => link(["sessions", session.id])} height={narrow ? 92 : 38}

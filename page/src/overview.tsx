@@ -6,7 +6,7 @@ import { Chart, type Curve } from "./charts"
 import { link, setQuery, useEvents, useGet, type Place } from "./hooks"
 import type { GroupSummary, Rates, Session, Status } from "./model"
 import { ago, count, line, plural, seconds, visible } from "./text"
-import { Badge, Empty, Failed, Loading, Panel, Progress, Reward, StateBadge } from "./ui"
+import { Badge, Empty, Failed, Loading, Panel, Progress, Reward, Scroll, StateBadge } from "./ui"
 
 const NEWEST = 300
 const sum = (values: number[]) => values.reduce((all, each) => all + each, 0)
@@ -119,7 +119,7 @@ function Errors({ sessions }: { sessions: Session[] }) {
             {[...causes].sort((a, b) => b[1].n - a[1].n).slice(0, 10).map(([code, cause]) => (
                 <li key={code}>
                     <b class="num">{cause.n}</b><Badge name={cause.boundary} tone="bad" />
-                    <a href={link(["sessions"], { stop_reason: "error", error_code: code })}>{visible(code)}</a>
+                    <a href={link(["sessions"], { stop_reason: "error", error: code })}>{visible(code)}</a>
                     <span class="dim message-line" title={line(cause.message, 500)}>{line(cause.message, 100)}</span>
                     <a class="example" href={link(["sessions", cause.example.id])}>example</a>
                 </li>
@@ -131,7 +131,7 @@ function Errors({ sessions }: { sessions: Session[] }) {
 function Lanes({ status }: { status: Status }) {
     return (
         <Panel title="Nodes and lanes" flush>
-            <div class="scroll"><table class="plain">
+            <Scroll label="Lanes"><table class="plain">
                 <thead><tr><th>Node</th><th>Lane</th><th>In use</th><th class="num">Waiting</th><th class="num">Mean wait</th></tr></thead>
                 <tbody>{status.nodes.flatMap((node) => node.lanes.map((lane, at) => (
                     <tr key={`${node.name} ${lane.name}`}>
@@ -139,7 +139,7 @@ function Lanes({ status }: { status: Status }) {
                         <td><Progress done={lane.in_use} of={lane.size} /></td><td class="num">{count(lane.waiting)}</td><td class="num dim">{lane.served ? seconds(lane.waited_seconds / lane.served) : "–"}</td>
                     </tr>
                 )))}</tbody>
-            </table></div>
+            </table></Scroll>
         </Panel>
     )
 }
@@ -148,7 +148,7 @@ function Engines({ status }: { status: Status }) {
     return (
         <Panel title="Engines" flush>
             {status.engines.length ? (
-                <div class="scroll"><table class="plain">
+                <Scroll label="List of engines"><table class="plain">
                     <thead><tr><th>Engine</th><th>Kind</th><th>State</th><th class="num">In flight</th><th class="num">Sessions</th><th class="num">Tokens</th><th class="num">Failures</th><th class="num">Version</th><th>Remarks</th></tr></thead>
                     <tbody>{status.engines.map((engine) => (
                         <tr key={`${engine.serves} ${engine.name}`}>
@@ -158,7 +158,7 @@ function Engines({ status }: { status: Status }) {
                             <td class="what dim">{line(engine.suspect ?? engine.advice ?? (engine.ok ? "" : engine.detail), 160)}</td>
                         </tr>
                     ))}</tbody>
-                </table></div>
+                </table></Scroll>
             ) : <Empty>No engine is attached: outrider engines add</Empty>}
         </Panel>
     )
@@ -206,12 +206,12 @@ function Rewards({ place, theme, groups, sessions }: { place: Place; theme: stri
             {rows.length ? (
                 <div class="rewards">
                     {at.length > 1 ? <Chart title="Mean reward of a group, by the time of its end" at={at} curves={curves} theme={theme} height={170} /> : <Empty>A curve needs two groups with a reward.</Empty>}
-                    <div class="scroll"><table class="plain">
+                    <Scroll label="Rewards by label"><table class="plain">
                         <thead><tr><th>{by ? line(by, 24) : "Groups"}</th><th class="num">Groups</th><th>Mean reward</th><th class="num" title="Share of the groups whose sessions all have the same reward">No spread</th></tr></thead>
                         <tbody>{rows.map((row) => (
                             <tr key={row.value}><td>{by ? <a href={link(["groups"], { label: `${by}=${row.value}` })}>{line(row.value, 40)}</a> : row.value}</td><td class="num">{count(row.n)}</td><td><Reward value={row.mean} /></td><td class="num">{row.flat === null ? "–" : `${Math.round(row.flat * 100)} %`}</td></tr>
                         ))}</tbody>
-                    </table></div>
+                    </table></Scroll>
                 </div>
             ) : <Empty>No group has a reward yet.</Empty>}
         </Panel>

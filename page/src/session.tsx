@@ -9,7 +9,7 @@ import { turnKey, type Artifacts, type Sample, type Session as SessionRecord, ty
 import { ago, bytes, clock, count, line, number, plural, seconds, visible } from "./text"
 import { fromTurns, Timeline } from "./timeline"
 import { fates, LEGENDS, type Colour } from "./tokens"
-import { Badge, Choice, Confirm, Copy, ErrorBox, Failed, Labels, Loading, LongText, Panel, Reward, StageBar, StateBadge, STAGES } from "./ui"
+import { Badge, Choice, Confirm, Copy, ErrorBox, Failed, Labels, Loading, LongText, Panel, Reward, Scroll, StageBar, StateBadge, STAGES } from "./ui"
 
 const MODES = [["messages", "Messages"], ["tokens", "Tokens"]] as const
 const COLOURS = [["origin", "Origin"], ["logprob", "Log-probability"], ["version", "Version"]] as const
@@ -191,7 +191,7 @@ function Files({ session }: { session: SessionRecord }) {
     return (
         <Panel title="Files" flush aside={<span class="dim">{plural(files.data.artifacts.length, "file")} kept</span>}>
             {fault && <p class="fault" role="alert">{visible(fault)}</p>}
-            <table class="plain files">
+            <Scroll label="Files of the session"><table class="plain files">
                 <thead><tr><th>File</th><th class="num">Size</th><th>SHA-256</th><th><span class="hidden">Actions</span></th></tr></thead>
                 <tbody>
                     {files.data.artifacts.map((file) => (
@@ -205,7 +205,7 @@ function Files({ session }: { session: SessionRecord }) {
                     ))}
                     {files.data.left_out.map((each) => <tr key={`left ${each.path}`}><td class="mono dim">{visible(each.path) || "(others)"}</td><td colSpan={3} class="dim">left out: {line(each.reason, 200)}</td></tr>)}
                 </tbody>
-            </table>
+            </table></Scroll>
             {open && <div class="opened"><LongText label={visible(open.name)} text={open.text} mono /></div>}
         </Panel>
     )

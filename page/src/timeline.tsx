@@ -114,8 +114,8 @@ export function Timeline({ spans, now, live, choose, note, left }: {
     const about = (span: Span): [string, string][] => {
         const rows: [string, string][] = [["at", `${(span.start - begin).toFixed(3)} s`], ["took", span.end === null ? `${seconds(now - span.start)}, under way` : seconds(span.end - span.start)]]
         for (const [name, value] of Object.entries(span.data)) {
-            if (value === null || value === undefined || value === "") continue
-            const text = name === "first_token" || name === "joined" ? `after ${seconds(value - span.start)}` : typeof value === "number" ? count(value) : line(String(value), 200)
+            if (value === null || value === undefined || value === "" || (Array.isArray(value) && !value.length)) continue
+            const text = name === "first_token" || name === "joined" || name === "stored" ? `after ${seconds(value - span.start)}` : typeof value === "number" ? count(value) : line(String(value), 200)
             rows.push([name.replace(/_/g, " "), text])
         }
         return rows

@@ -84,6 +84,11 @@ export function Panel({ title, aside, children, id, flush }: {
     )
 }
 
+/** A region that scrolls sideways, also by the keyboard. */
+export const Scroll = ({ label, children }: { label: string; children: ComponentChildren }) => (
+    <div class="scroll" tabIndex={0} role="region" aria-label={label}>{children}</div>
+)
+
 export function Failed({ error, what }: { error: ApiError; what: string }) {
     if (error.notServed) return <p class="note">{what}: not served by this service.</p>
     if (error.status === 403) return <p class="note">{what}: this token may not read this. {visible(error.message)}</p>

@@ -184,7 +184,11 @@ async def page_world(tmp_path: Path, **settings: Any) -> AsyncIterator[PageWorld
         "plugins": PluginsConfig(allow=("*",)),
         "lanes": LanesConfig(init=4, run=6, eval=4),
     } | settings
-    async with running_service(tmp_path=tmp_path, engine=engine, **settings) as (_, url), AsyncClient(url) as client:
+    token = settings.get("token")
+    async with (
+        running_service(tmp_path=tmp_path, engine=engine, **settings) as (_, url),
+        AsyncClient(url, token=token) as client,
+    ):
         labels = {"suite": "parsers", "task": "fix-parser"}
         parsers = await client.submit({"task": task("Please fix the parser.", labels=labels), "n": 6})
         odd = {"suite": "hostile", "<b>x</b>": "javascript:alert(1)"}
