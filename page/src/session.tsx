@@ -51,7 +51,7 @@ export function Session({ id, place }: { id: string; place: Place }) {
     }
     useKeys({
         j: () => step(1), k: () => step(-1), t: () => setQuery(place, { as: mode === "tokens" ? undefined : "tokens" }),
-        u: () => session.data && (location.hash = link(["groups", session.data.group_id])),
+        u: () => session.data && !recorded && (location.hash = link(["groups", session.data.group_id])),
     })
     const end = useRef<HTMLDivElement>(null)
     useEffect(() => {
@@ -68,7 +68,7 @@ export function Session({ id, place }: { id: string; place: Place }) {
         <main id="main" tabIndex={-1} class="session">
             <header class="title">
                 <div>
-                    <p class="crumbs"><a href="#/groups">Groups</a> / <a href={link(["groups", it.group_id])}>{it.group_id}</a> / sample {it.sample_index}</p>
+                    <p class="crumbs">{recorded ? it.group_id : <><a href="#/groups">Groups</a> / <a href={link(["groups", it.group_id])}>{it.group_id}</a></>} / sample {it.sample_index}</p>
                     <h1>{it.id} <StateBadge session={it} />{live && <span class="livemark">live</span>}</h1>
                     {result?.labels && <Labels labels={result.labels} />}
                 </div>

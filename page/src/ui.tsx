@@ -1,6 +1,6 @@
 import type { ComponentChildren } from "preact"
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks"
-import type { ApiError } from "./api"
+import { recorded, type ApiError } from "./api"
 import { useKeys } from "./hooks"
 import type { ErrorRecord, Session } from "./model"
 import { count, number, visible } from "./text"
@@ -24,7 +24,7 @@ export function Labels({ labels, most = 4 }: { labels: Record<string, string>; m
     const pairs = Object.entries(labels)
     return (
         <span class="labels">
-            {pairs.slice(0, most).map(([name, value]) => (
+            {pairs.slice(0, most).map(([name, value]) => recorded ? <span class="label" key={name}><span>{visible(name)}</span>{visible(value)}</span> : (
                 <a class="label" key={name} href={`#/groups?label=${encodeURIComponent(`${name}=${value}`)}`}
                     title={visible(`${name}=${value}`)}>
                     <span>{visible(name)}</span>{visible(value)}
