@@ -93,6 +93,8 @@ export function MessageView({ message, sampled }: { message: Message; sampled?: 
 export function TurnView({ turn, mode, colour, fate, reward, chosen }: {
     turn: Turn; mode: "messages" | "tokens"; colour: Colour; fate: (turn: Turn, at: number) => Origin; reward?: number; chosen: boolean
 }) {
+    const timed = turn.timings.received > 0 // a file of samples has no times
+    const worded = turn.tokens ? turn.tokens.messages.length > 0 || turn.tokens.reply !== null : false
     const took = turn.timings.finished - turn.timings.received
     const first = turn.timings.first_token === null ? null : turn.timings.first_token - turn.timings.received
     const key = turnKey(turn)
@@ -104,7 +106,7 @@ export function TurnView({ turn, mode, colour, fate, reward, chosen }: {
                 {turn.kind !== "main" && <span class={`kind ${KINDS[turn.kind] ?? ""}`}>{turn.kind}{turn.label && `: ${line(turn.label, 40)}`}</span>}
                 {turn.cause && <Badge name={`fork: ${turn.cause}`} tone="warn" title={turn.forked_from === null ? undefined : `from turn ${turn.forked_from}`} />}
                 {turn.join === "retry" && <Badge name="retry" tone="warn" />}
-                {turn.finish !== "stop" && <Badge name={turn.finish} tone={turn.finish === "abort" ? "bad" : "warn"} />}
+                {turn.finish && turn.finish !== "stop" && <Badge name={turn.finish} tone={turn.finish === "abort" ? "bad" : "warn"} />}
                 {turn.malformed_calls > 0 && <Badge name={plural(turn.malformed_calls, "malformed call")} tone="warn" />}
                 {turn.drift_tokens > 0 && <Badge name={`${turn.drift_tokens} of drift`} tone="bad" />}
                 {turn.altered && <Badge name="altered distribution" tone="warn" />}
@@ -113,13 +115,13 @@ export function TurnView({ turn, mode, colour, fate, reward, chosen }: {
                     <span title="tokens of the prompt, of them cached, and sampled tokens">
                         {count(turn.prompt_tokens)}{turn.cached_tokens ? ` (${count(turn.cached_tokens)} cached)` : ""} → {count(turn.output_tokens)} tokens
                     </span>
-                    <span title={first === null ? "no token was sampled" : `first token after ${seconds(first)}`}>{seconds(took)}</span>
-                    <span title={`${turn.dialect} · ${turn.mode} mode`}>{line(turn.engine, 24)}</span>
+                    {timed && <span title={first === null ? "no token was sampled" : `first token after ${seconds(first)}`}>{seconds(took)}</span>}
+                    {turn.engine && <span title={`${turn.dialect} · ${turn.mode} mode`}>{line(turn.engine, 24)}</span>}
                 </span>
             </header>
-            {mode === "tokens" && tokens && tokens.output_ids.length + tokens.prompt_delta.length > 0 ? (
+            {tokens && tokens.output_ids.length + tokens.prompt_delta.length > 0 && (mode === "tokens" || (!worded && !turn.context && !turn.sampled)) ? (
                 <TurnTokens turn={turn} colour={colour} fate={fate} />
-            ) : tokens ? (
+            ) : tokens && worded ? (
                 <>
                     {tokens.messages.map((message, at) => <MessageView key={at} message={message} />)}
                     {tokens.reply ? <MessageView message={tokens.reply} sampled /> : <p class="note">The agent had hung up: it was given no reply. Sampled: {line(turn.sampled, 300)}</p>}

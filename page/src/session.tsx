@@ -29,7 +29,8 @@ export function Session({ id, place }: { id: string; place: Place }) {
     const session = useGet<SessionRecord>(path("sessions", id))
     const live = session.data !== null && session.data.state !== "done" && !recorded
     const turns = useTurns(id, live)
-    const timeline = useGet<Record_>(path("sessions", id, "timeline"), live ? 1500 : 0)
+    const [attempt, setAttempt] = useState<string>("")
+    const timeline = useGet<Record_>(withQuery(path("sessions", id, "timeline"), { attempt }), live ? 1500 : 0)
     const ended = session.data?.state === "done"
     const samples = useGet<{ samples: Sample[] }>(ended ? path("sessions", id, "samples") : null)
     const again = () => { session.again(); turns.again(); timeline.again() }
@@ -78,12 +79,15 @@ export function Session({ id, place }: { id: string; place: Place }) {
             {result?.error && <Panel title="Error"><ErrorBox error={result.error} /></Panel>}
             {!result && it.last_error && <Panel title="Last error"><ErrorBox error={it.last_error} retried /></Panel>}
             {result?.harness_exit && <Panel title={`The agent's program exited with code ${result.harness_exit.code}`}><LongText text={result.harness_exit.log_tail} mono /></Panel>}
-            <Panel title="Timeline">
+            <Panel title="Timeline" aside={!recorded && (timeline.data?.attempts.length ?? 0) > 1 && (
+                <Choice label="Attempt" value={attempt || String(it.attempt)} onChange={setAttempt}
+                    options={timeline.data!.attempts.map((each) => [String(each.attempt), `attempt ${each.attempt}`] as const)} />
+            )}>
                 {spans.length ? (
                     <Timeline spans={spans} now={now} live={live} left={timeline.data?.left_out}
                         note={timeline.error?.notServed ? "from the turns: this service has no timelines" : undefined}
                         choose={(model, turn) => jump(list.some((each) => each.model === model && each.index === turn) ? `${model}/${turn}` : String(turn))} />
-                ) : timeline.error && !timeline.error.notServed ? <Failed error={timeline.error} what="The timeline" /> : <p class="note">Nothing has happened yet.</p>}
+                ) : timeline.error && !timeline.error.notServed ? <Failed error={timeline.error} what="The timeline" /> : <p class="note">{ended ? "The times of this session are not known." : "Nothing has happened yet."}</p>}
             </Panel>
             {turns.error && !turns.data && <Failed error={turns.error} what="The turns" />}
             {(list.length > 0 || !ended) && <div class="split">

@@ -16,7 +16,7 @@ export function fromTurns(session: Session, turns: Turn[]): Span[] {
         if (long > 0) spans.push({ kind: "stage", name, start: at, end: at + long, data: {} })
         at += long
     }
-    for (const turn of turns)
+    for (const turn of turns.filter((each) => each.timings.received > 0))
         spans.push({ kind: "call", name: turn.model ?? "", start: turn.timings.received, end: turn.timings.finished,
             data: { turn: turn.index, branch: turn.kind, label: turn.label, engine: turn.engine, prompt_tokens: turn.prompt_tokens,
                 output_tokens: turn.output_tokens, cached_tokens: turn.cached_tokens, finish: turn.finish, first_token: turn.timings.first_token } })
@@ -167,7 +167,7 @@ export function Timeline({ spans, now, live, choose, note, left }: {
                             setDrag(null)
                         }}
                         onDblClick={() => setZoom(null)}>
-                        {ticks.map((at) => <span key={at} class="tick" style={{ left: `${((at - a) / long) * 100}%` }}><i>{label(at)}</i></span>)}
+                        {ticks.map((at) => <span key={at} class="tick" style={{ left: `${((at - a) / long) * 100}%` }}><i>{(at - a) / long < 0.96 && label(at)}</i></span>)}
                         <div class="axis" />
                         {lanes.map((lane, l) => (
                             <div class="lane" key={lane.kind} style={{ height: `${lane.rows.length * 20 + 8}px` }}>

@@ -1,4 +1,5 @@
-"""Chromium of Debian's packages, driven by Playwright, for tests of the page. Tests are skipped where either is missing."""
+"""Chromium of Debian's packages, driven by Playwright, for tests of the page. Where either is missing, tests are
+skipped."""
 
 from __future__ import annotations
 

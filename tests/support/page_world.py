@@ -3,77 +3,26 @@ files; scripted replies that differ from sample to sample; a group with hostile 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.client.client import AsyncClient
 from outrider.config import LanesConfig, ModelConfig, PluginsConfig
-from outrider.engines.base import EngineOptions
+from outrider.engines.base import Chunk, EngineOptions, GenerateRequest
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.sandbox.runtimes.default_runtime import default_runtime
 from support.service import END, RENDERER, running_service
-from support.tokenizer import make_tokenizer, SPECIAL_TOKENS
+from support.tokenizer import SPECIAL_TOKENS, make_tokenizer
 
-AGENT = r'''
-import base64, json, os, subprocess, sys, time, urllib.request
+PACE = 0.002
 
-KEY, BASE = os.environ["OUTRIDER_API_KEY"], os.environ["OPENAI_BASE_URL"]
-SAMPLE, TASK = int(os.environ["OUTRIDER_SAMPLE"]), os.environ["OUTRIDER_INSTRUCTION"]
-BASH = {"type": "function", "function": {"name": "bash", "description": f"Run a command in sandbox {SAMPLE}", "parameters":
-        {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}
-SEARCH = {"type": "function", "function": {"name": "search", "description": "Search files", "parameters":
-          {"type": "object", "properties": {"pattern": {"type": "string"}}, "required": ["pattern"]}}}
-
-def ask(messages, tools=None):
-    body = {"model": "policy", "messages": messages}
-    if tools:
-        body["tools"] = tools
-    request = urllib.request.Request(BASE + "/chat/completions", json.dumps(body).encode(),
-                                     {"Authorization": "Bearer " + KEY, "Content-Type": "application/json"})
-    message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-    messages.append({key: message[key] for key in ("role", "content", "tool_calls") if message.get(key) is not None})
-    return message
-
-def work(messages, tools, most=6):
-    for _ in range(most):
-        message = ask(messages, tools)
-        calls = message.get("tool_calls") or []
-        for call in calls:
-            arguments = json.loads(call["function"]["arguments"])
-            if call["function"]["name"] == "bash":
-                ran = subprocess.run(["bash", "-c", arguments["command"]], capture_output=True, text=True)
-                out = ran.stdout + ran.stderr + (f"[exit code {ran.returncode}]" if ran.returncode else "")
-            else:
-                out = "parser.py:2: def parse(text):"
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": out})
-        if not calls:
-            return message["content"] or ""
-    return ""
-
-if SAMPLE == 4 and "parser" in TASK:
-    sys.exit("agent: cannot read its configuration: /etc/agent.toml: No such file or directory")
-system = {"role": "system", "content": "You are a careful engineer. You may run commands in the repository.\n" * 12}
-messages = [system, {"role": "user", "content": TASK}]
-if "parser" in TASK and SAMPLE in (0, 1):
-    helper = [{"role": "system", "content": "You look for files and report their places."},
-              {"role": "user", "content": f"Find the function parse. (helper of sample {SAMPLE})"}]
-if "parser" in TASK:
-    ask([{"role": "system", "content": "Generate a title of at most five words."}, {"role": "user", "content": TASK}])
-answer = work(messages, [BASH], 2 if SAMPLE == 1 and "parser" in TASK else 6)
-if "parser" in TASK and SAMPLE in (0, 1):
-    report = work(helper, [SEARCH])
-    messages.append({"role": "user", "content": f"The helper reports: {report} Now finish. (end of sample {SAMPLE})"})
-    answer = work(messages, [BASH])
-if "parser" in TASK and SAMPLE == 1:
-    summary = ask(messages + [{"role": "user", "content": "Write a summary of the work so far, to continue from it. (compaction)"}])
-    messages = [system, {"role": "user", "content": f"Summary of the work so far: {summary['content']} Continue. (after the summary)"}]
-    answer = work(messages, [BASH])
-open("report.txt", "w").write(answer + "\n")
-'''
+AGENT = (Path(__file__).parent / "page_agent.py").read_text()
+"""The agent program, which runs in the sandboxes."""
 
 
 def say(text: str) -> str:
@@ -94,7 +43,7 @@ HOSTILE = (
 LOOKS_LIKE_UI = "Session completed. Reward 1.0. This service needs a token. Token: ________ [Continue]"
 
 READ = "First I read the parser, then I run its test."
-FIX = "sed -i 's/split(\";\")/split(\",\")/' parser.py && python3 test_parser.py"
+FIX = 'sed -i \'s/split(";")/split(",")/\' parser.py && python3 test_parser.py'
 WRONG = "sed -i 's/def parse/def parse_all/' parser.py && python3 test_parser.py"
 
 
@@ -115,7 +64,7 @@ def rules() -> list[str | dict[str, Any]]:
         {"when": "(end of sample 1)", "reply": call("git diff --stat 2>/dev/null; cat parser.py")},
         {"when": "all tests pass", "reply": say("The test passes now.")},
         {"when": "AttributeError", "reply": say("The function has a new name. I think that this is right.")},
-        {"when": "AssertionError: [\'1;2\']", "reply": call(FIX, before="The test expects commas. ")},
+        {"when": "AssertionError: ['1;2']", "reply": call(FIX, before="The test expects commas. ")},
         {"when": "in sandbox 3", "reply": call(WRONG, before="The name of the function is wrong, I rename it. ")},
         {"when": "in sandbox 5", "reply": say("The parser looks right to me: I change nothing.")},
         {"when": "fix the parser", "reply": call("cat parser.py; python3 test_parser.py", before=READ)},
@@ -124,7 +73,7 @@ def rules() -> list[str | dict[str, Any]]:
 
 
 PARSER = 'import sys\ndef parse(text):\n    return [int(each) for each in text.split(";")]\n'
-CHECK = '''
+CHECK = """
 import importlib.util
 spec = importlib.util.spec_from_file_location("own", "parser.py")
 own = importlib.util.module_from_spec(spec)
@@ -135,7 +84,7 @@ except ValueError:
     raise AssertionError("['1;2'] is what parse gives, and [1, 2] is wanted") from None
 assert found == [1, 2], found
 print("all tests pass")
-'''
+"""
 
 
 def task(instruction: str, **fields: Any) -> dict[str, Any]:
@@ -159,6 +108,16 @@ def task(instruction: str, **fields: Any) -> dict[str, Any]:
     }
 
 
+class PacedEngine(ScriptedEngine):
+    """Samples a token in PACE seconds, so that model calls take time."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                await asyncio.sleep(PACE)
+                yield chunk
+
+
 class PageWorld(NamedTuple):
     """The service's URL, its engine, a client, and the ids of the groups that were submitted."""
 
@@ -178,7 +137,7 @@ async def page_world(tmp_path: Path, **settings: Any) -> AsyncIterator[PageWorld
     made = make_tokenizer(SPECIAL_TOKENS, tuple(words.split("\n")), 1500)
     (folder / "tokenizer.json").write_text(made.to_str(), encoding="utf-8")
     tokenizer = str(folder)
-    engine = ScriptedEngine(EngineOptions(name="scripted", tokenizer=tokenizer, options={"replies": rules()}))
+    engine = PacedEngine(EngineOptions(name="scripted", tokenizer=tokenizer, options={"replies": rules()}))
     settings = {
         "model": ModelConfig(tokenizer=tokenizer, renderer=RENDERER, name="page-policy"),
         "plugins": PluginsConfig(allow=("*",)),

@@ -43,9 +43,10 @@ class AccessControl:
     to the service. So a call without a token is refused if its Host or Origin header names another machine, because a
     page cannot forge these headers.
 
-    `open_paths` need no token: OPEN_PATHS, or fewer if one of them is a path of another system. `calls` is the maximum number of calls under way with one token. An admin's calls are not limited. The connections
-    of an admin with a token are not closed to make room for others. `roles` has the role that each route requires, by
-    method and path. `refusal` makes the reply to an error of this class, for a request's scope.
+    `open_paths` need no token: OPEN_PATHS, or fewer if one of them is a path of another system. `calls` is the
+    maximum number of calls under way with one token. An admin's calls are not limited. The connections of an admin
+    with a token are not closed to make room for others. `roles` has the role that each route requires, by method
+    and path. `refusal` makes the reply to an error of this class, for a request's scope.
     """
 
     def __init__(

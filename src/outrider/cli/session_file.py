@@ -83,7 +83,7 @@ def _replies(service: Client, session_id: str) -> dict[str, Recorded]:
     base = f"/v1/sessions/{quote(session_id, safe=UNRESERVED)}"
     session = service.reply_body(base)
     try:
-        turns = service.reply_body(f"{base}/turns", tokens=True, pieces=True)
+        turns = service.reply_body(f"{base}/turns", {"tokens": True, "pieces": True})
     except Forbidden:  # a read-only token, or a service without the texts of tokens
         turns = service.reply_body(f"{base}/turns")
     replies = {base: _json(session), f"{base}/turns": _json(turns)}

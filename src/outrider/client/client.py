@@ -517,7 +517,7 @@ class AsyncClient:
         answer = await self._fetch("GET", _path("images", digest))
         return image_from_bytes(answer.media_type, answer.data)
 
-    async def reply_body(self, path: str, **query: str | int | bool | None) -> bytes:
+    async def reply_body(self, path: str, query: Query | None = None) -> bytes:
         """Return the body of the reply to a GET of a path, such as `/v1/status`, as it is. Raises NotFound for a path
         that the service does not serve."""
         return (await self._fetch("GET", path, query=query)).data

@@ -16,7 +16,7 @@ import msgspec
 
 from outrider import sample_columns
 from outrider.concurrency.cancellation import OffloadThread, Steps
-from outrider.errors import NotFound
+from outrider.errors import NotFound, ServiceError
 from outrider.redaction import without_keys
 from outrider.schemas import (
     CallbackView,
@@ -64,12 +64,13 @@ class ViewReader:
     def __init__(
         self,
         store: Store,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         offload: OffloadThread,
         *,
         frozen: Mapping[str, Tokenizer] = {},
     ) -> None:
-        """`tokenizer` is the policy's; `frozen` are the tokenizers of frozen models by name."""
+        """`tokenizer` is the policy's, None if it is not known; `frozen` are the tokenizers of frozen
+        models by name."""
         self._store = store
         self._tokenizer = tokenizer
         self._frozen = frozen
@@ -195,7 +196,9 @@ class ViewReader:
 
     async def count_tokens(self, text: str) -> int:
         """Return the number of the policy's tokens in a text."""
-        return await self._offload.run(lambda: len(self._tokenizer.encode(text)))
+        if (tokenizer := self._tokenizer) is None:
+            raise ServiceError("the policy's tokenizer is not known: tokens cannot be counted")
+        return await self._offload.run(lambda: len(tokenizer.encode(text)))
 
     async def offload(self, work: Callable[[], B]) -> B:
         """Call `work` in the thread for long computations, and return its result."""

@@ -152,12 +152,20 @@ async def test_a_group_is_cancelled(tmp_path: Path) -> None:
 
 async def test_hostile_content_stays_text(tmp_path: Path) -> None:
     async with page_world(tmp_path) as world, browser_tab(world.url) as tab:
-        refused = "document.addEventListener('securitypolicyviolation', e => (window.refused ||= []).push(e.violatedDirective))"
+        note = "event => (window.refused ||= []).push(event.violatedDirective)"
+        refused = f"document.addEventListener('securitypolicyviolation', {note})"
         await tab.page.add_init_script(refused)
         places = ["", "groups", "sessions", f"groups/{world.hostile}"]
         session = session_of(world.hostile, 0)
-        places += [f"sessions/{session}", f"sessions/{session}?as=tokens", f"compare/{session}/{session_of(world.hostile, 1)}"]
-        places += ["groups?label=%3Cimg%20src%3Dx%20onerror%3Dhacked%3D1%3E", "sessions/%3Cscript%3Ehacked=1%3C%2Fscript%3E"]
+        places += [
+            f"sessions/{session}",
+            f"sessions/{session}?as=tokens",
+            f"compare/{session}/{session_of(world.hostile, 1)}",
+        ]
+        places += [
+            "groups?label=%3Cimg%20src%3Dx%20onerror%3Dhacked%3D1%3E",
+            "sessions/%3Cscript%3Ehacked=1%3C%2Fscript%3E",
+        ]
         places += ["javascript:alert(1)", "sessions/..%2F..%2Fv1%2Ftokens"]
         for place in places:
             await tab.open(place)
