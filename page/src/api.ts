@@ -118,7 +118,7 @@ export interface LiveEvent {
 }
 type Listener = (events: LiveEvent[]) => void
 const listeners = new Set<Listener>()
-const watchers = new Set<(live: boolean) => void>()
+const watchers = new Set<(live: boolean | null) => void>()
 let streaming: AbortController | null = null
 let last: number | null = null
 
@@ -133,7 +133,8 @@ export function onEvents(listener: Listener): () => void {
         }
     }
 }
-export function onLive(watcher: (live: boolean) => void): () => void {
+/** Watch the stream of changes: whether it is there, and null where there is none, as over a finished run. */
+export function onLive(watcher: (live: boolean | null) => void): () => void {
     watchers.add(watcher)
     return () => watchers.delete(watcher)
 }
@@ -157,6 +158,8 @@ async function stream() {
             const status = error instanceof ApiError ? error.status : 0
             if (status === 401 || status === 404 || status === 403) {
                 streaming = null
+                if (status === 404) for (const watcher of watchers) watcher(null)
+                if (status === 404) return
                 break
             }
             if (status === 409) last = null

@@ -110,7 +110,7 @@ function App() {
     const place = usePlace()
     const [, theme, nextTheme] = useTheme()
     const [help, setHelp] = useState(false)
-    const [live, setLive] = useState(false)
+    const [live, setLive] = useState<boolean | null>(false)
     const [why, setWhy] = useState<string | null>(null)
     const [round, setRound] = useState(0)
     const search = useRef<HTMLInputElement>(null)
@@ -161,7 +161,7 @@ function App() {
                         <form role="search" aria-label="Search" onSubmit={find}>
                             <input ref={search} type="search" placeholder="Search" aria-label="Search by id, label or text" autocomplete="off" spellcheck={false} /><kbd aria-hidden="true">/</kbd>
                         </form>
-                        <span class={`connection ${live ? "on" : "off"}`} title={live ? "Changes are shown as they happen" : "No stream of changes"}><i />{live ? "live" : "offline"}</span>
+                        {live === null ? <span class="connection">a finished run</span> : <span class={`connection ${live ? "on" : "off"}`} title={live ? "Changes are shown as they happen" : "No stream of changes"}><i />{live ? "live" : "offline"}</span>}
                     </>
                 )}
                 <button type="button" class="icon" aria-label={theme === "dark" ? "Light colours" : "Dark colours"} title="Dark or light (d)" onClick={nextTheme}>{theme === "dark" ? "☀" : "☾"}</button>

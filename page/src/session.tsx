@@ -137,7 +137,7 @@ function Outcome({ session }: { session: SessionRecord }) {
                 <div><dt>Sampled</dt><dd>{count(tokens?.sampled)} <small>tokens</small></dd></div>
                 <div><dt>Trained</dt><dd>{count(tokens?.trained)}{tokens && (tokens.masked || tokens.dropped) ? <small> {count(tokens.masked)} masked, {count(tokens.dropped)} dropped</small> : <small> tokens</small>}</dd></div>
                 <div><dt>Attempt</dt><dd>{session.attempt || "–"}{session.node && <small> on {line(session.node, 30)}</small>}</dd></div>
-                <div class="wide"><dt>Time</dt><dd>{seconds(session.updated - session.created)} <small title={clock(session.updated)}>{ago(session.updated)}</small>{result?.seconds && <StageBar seconds={result.seconds} most={most} />}</dd></div>
+                <div class="wide"><dt>Time</dt><dd>{session.updated > session.created ? seconds(session.updated - session.created) : "–"} <small title={clock(session.updated)}>{ago(session.updated)}</small>{result?.seconds && <StageBar seconds={result.seconds} most={most} />}</dd></div>
             </dl>
             {result?.verdict && (result.verdict.reason || Object.keys(result.verdict.metrics ?? {}).length > 0 || log) && (
                 <div class="verdict">

@@ -6,14 +6,21 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from cli.world import PROGRAM
+from outrider.api.finished_runs import serving_run
 from outrider.client.client import AsyncClient
+from outrider.service.finished_runs import open_run
 from outrider.spec import OPERATOR_TENANT
+from outrider.tokens.rendering.tokenizer import Tokenizer
 from support.browsing import Tab, browser_tab
 from support.page_world import HOSTILE, LOOKS_LIKE_UI, PageWorld, page_world, task
+from support.painting import painting_task
+from support.pictures import picture_service
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -21,7 +28,7 @@ PICTURES = os.environ.get("OUTRIDER_PICTURES")
 """A folder in which the tests leave screenshots, as docs/pictures."""
 
 
-async def shown(tab: Tab, text: str, selector: str = "#main") -> None:
+async def shown(tab: Tab, text: str | re.Pattern[str], selector: str = "#main") -> None:
     """Wait until the text is visible."""
     await tab.page.locator(selector).get_by_text(text).first.wait_for()
 
@@ -300,3 +307,61 @@ async def test_a_session_can_be_copied(tmp_path: Path) -> None:
         script = json.loads(await copied("Replay script"))
         assert script["replies"] == [turn.sampled for turn in await world.client.turns(session)]
         assert (await copied("Link")).endswith(f"#/sessions/{session}")
+
+
+async def test_a_session_in_a_file_needs_no_service(tmp_path: Path) -> None:
+    file = tmp_path / "session.html"
+    async with page_world(tmp_path) as world:
+        for group, sample in ((world.parsers, 1), (world.hostile, 0)):
+            session = session_of(group, sample)
+            ran = await asyncio.to_thread(run_outrider, "show", session, "--html", str(file), "--url", world.url)
+            assert ran == 0
+            async with browser_tab(f"file://{file}") as tab:
+                await tab.page.goto(f"file://{file}")
+                await shown(tab, session, "h1")
+                await tab.page.locator(".lanes .span.link").first.wait_for()
+                await tab.page.keyboard.press("t")
+                await tab.page.locator(".t.trained").first.wait_for()
+                assert await tab.page.evaluate("window.hacked === undefined")
+                assert tab.asked == [f"file://{file}"]
+                assert await tab.violations() == []
+                assert tab.faults == []
+
+
+def run_outrider(*arguments: str) -> int:
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, check=False, timeout=60).returncode
+
+
+async def test_a_finished_run_is_looked_at_without_a_service(tmp_path: Path) -> None:
+    async with page_world(tmp_path) as world:
+        session = session_of(world.parsers, 1)
+    tokenizer = Tokenizer.load(tmp_path / "page-tokenizer")
+    async with (
+        open_run(tmp_path / "data", tokenizer) as run,
+        serving_run(run, 0) as url,
+        browser_tab(url) as tab,
+    ):
+        await tab.open()
+        await shown(tab, "none: this is a finished run")
+        await shown(tab, "harness_error")
+        await tab.open("sessions?stop_reason=error")
+        await shown(tab, "1 session", ".filters")
+        await tab.open(f"sessions/{session}?as=tokens")
+        await tab.page.locator(".t.trained").first.wait_for()
+        await shown(tab, "Evaluator's log")
+        await tab.page.get_by_role("button", name="view").first.click()
+        await tab.page.locator(".opened pre").wait_for()
+        assert tab.faults == []
+
+
+async def test_images_are_shown_and_what_is_no_picture_is_not(tmp_path: Path) -> None:
+    async with picture_service(tmp_path) as (_, url, _), AsyncClient(url) as client, browser_tab(url) as tab:
+        group = await client.submit({"task": painting_task()})
+        await client.wait([group.id])
+        await tab.open(f"sessions/{session_of(group.id, 0)}")
+        await shown(tab, "An image that cannot be shown")
+        await shown(tab, re.compile("An image at https://.*loads nothing from elsewhere"))
+        image = tab.page.get_by_alt_text("An image of the conversation")
+        assert await image.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [200, 80]
+        assert not [asked for asked in tab.asked if "example.org" in asked]
+        assert tab.faults == []

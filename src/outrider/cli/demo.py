@@ -101,7 +101,7 @@ def demo(
         if terminal.json:
             terminal.write_json(summary)
         else:
-            _print(terminal, rollouts, summary, policy)
+            _print(terminal, rollouts, summary, policy, keep)
         for fault in found:
             terminal.note(f"fault: {fault}")
         return summary
@@ -141,7 +141,7 @@ async def _open_demo(
     return shown[0]
 
 
-def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary, policy: Path) -> None:
+def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary, policy: Path, keep: Path | None) -> None:
     from outrider.lab.demo.summary import best_session, tallies
 
     session = best_session(rollouts)
@@ -165,11 +165,11 @@ def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary, polic
         f"{summary.errors} errors, {summary.drift_tokens} tokens of drift",
         soft_wrap=True,
     )
-    for line in _meaning(policy, summary):
+    for line in _meaning(policy, summary, keep):
         terminal.out.print(line, soft_wrap=True)
 
 
-def _meaning(policy: Path, summary: Summary) -> Iterator[str]:
+def _meaning(policy: Path, summary: Summary, keep: Path | None) -> Iterator[str]:
     """Yield what the reward means, and what to do next."""
     from outrider.lab.demo.dialogue import RENDERER
 
@@ -180,7 +180,7 @@ def _meaning(policy: Path, summary: Summary) -> Iterator[str]:
     yield ""
     yield "Look at these sessions in a browser (or live: outrider demo --open):"
     yield ""
-    yield f"  outrider view {shlex.quote(summary.samples)} --tokenizer {shlex.quote(str(_near(policy)))}"
+    yield f"  outrider view {shlex.quote(str(keep or summary.samples))} --tokenizer {shlex.quote(str(_near(policy)))}"
     yield ""
     yield "Next, serve this model in one terminal, and run a task of your own in another:"
     yield ""

@@ -26,7 +26,7 @@ def view(
         Path | None,
         CliOption(metavar="DIR", help="Folder of the policy's tokenizer.", show_default="none: tokens as ids"),
     ] = None,
-    port: Annotated[int, CliOption(metavar="PORT", min=0, max=65535, help="Port to listen on.")] = 0,
+    port: Annotated[int, CliOption(metavar="PORT", help="Port to listen on.", show_default="any free one")] = 0,
     open_: Annotated[bool, CliOption("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Look at a finished run in the browser, without a service.
@@ -49,18 +49,20 @@ async def _view(terminal: Terminal, path: Path, tokenizer: Path | None, port: in
     from outrider.api.finished_runs import serving_run
     from outrider.service.finished_runs import open_run
 
-    signals = StopSignals()
     known = None if tokenizer is None else await asyncio.to_thread(_tokenizer, tokenizer)
-    try:
-        async with open_run(path, known) as run, serving_run(run, port) as url:
-            terminal.out.print(f"look at {path} in a browser: {url}/  (Ctrl-C ends)", soft_wrap=True)
-            if open_:
-                await show_in_browser(terminal, url)
-            await signals.first()
+    async with open_run(path, known) as run:
+        signals = StopSignals()
+        try:
+            async with serving_run(run, port) as url:
+                terminal.out.print(f"look at {path} in a browser: {url}/  (Ctrl-C ends)", soft_wrap=True)
+                if open_:
+                    await show_in_browser(terminal, url)
+                await signals.first()
+        except asyncio.CancelledError:
+            if not signals.came:
+                raise
+        finally:
             signals.restore()
-    except asyncio.CancelledError:
-        if not signals.came:
-            raise
 
 
 async def show_in_browser(terminal: Terminal, url: str) -> None:
