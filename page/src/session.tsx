@@ -135,7 +135,7 @@ function Outcome({ session }: { session: SessionRecord }) {
                 <div><dt>Reward</dt><dd>{result?.verdict ? <Reward value={result.verdict.reward} /> : "–"}</dd></div>
                 <div><dt>Turns</dt><dd>{count(result?.turns)}</dd></div>
                 <div><dt>Sampled</dt><dd>{count(tokens?.sampled)} <small>tokens</small></dd></div>
-                <div><dt>Trained</dt><dd>{count(tokens?.trained)}{tokens && (tokens.masked || tokens.dropped) ? <small> {count(tokens.masked)} masked, {count(tokens.dropped)} dropped</small> : <small> tokens</small>}</dd></div>
+                <div class="broad"><dt>Trained</dt><dd>{count(tokens?.trained)}{tokens && (tokens.masked || tokens.dropped) ? <small> {count(tokens.masked)} masked, {count(tokens.dropped)} dropped</small> : <small> tokens</small>}</dd></div>
                 <div><dt>Attempt</dt><dd>{session.attempt || "–"}{session.node && <small> on {line(session.node, 30)}</small>}</dd></div>
                 <div class="wide"><dt>Time</dt><dd>{session.updated > session.created ? seconds(session.updated - session.created) : "–"} <small title={clock(session.updated)}>{ago(session.updated)}</small>{result?.seconds && <StageBar seconds={result.seconds} most={most} />}</dd></div>
             </dl>

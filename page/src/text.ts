@@ -25,7 +25,7 @@ export function count(value: number | null | undefined): string {
     if (size >= 1e9) return `${(value / 1e9).toFixed(1)}G`
     if (size >= 1e6) return `${(value / 1e6).toFixed(1)}M`
     if (size >= 1e4) return `${(value / 1e3).toFixed(1)}k`
-    return Number.isInteger(value) ? String(value) : value.toFixed(size < 10 ? 2 : 1)
+    return Number.isInteger(value) ? String(value) : value.toFixed(size < 10 ? 2 : size < 1000 ? 1 : 0)
 }
 
 export function number(value: number | null | undefined): string {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import re
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -38,11 +40,15 @@ async def shown(tab: Tab, text: str | re.Pattern[str], selector: str = "#main") 
     await tab.page.locator(selector).get_by_text(text).first.wait_for()
 
 
+SHOWN = {"overview", "group-dark", "session", "session-phone", "tokens", "tokens-phone", "compare", "error"}
+"""The pictures of docs/page.md."""
+
+
 async def picture(tab: Tab, name: str) -> None:
-    if PICTURES is not None:
+    if PICTURES is not None and name in SHOWN:
         await tab.page.wait_for_timeout(400)
         await tab.page.mouse.move(0, 0)
-        await tab.page.screenshot(path=f"{PICTURES}/{name}.png")
+        await tab.page.screenshot(path=f"{PICTURES}/page-{name}.png")
 
 
 def session_of(group: str, sample: int) -> str:
@@ -76,7 +82,7 @@ async def test_an_error_is_found_from_the_overview(tmp_path: Path) -> None:
         await shown(tab, "the log tail is the end of the program's output")
         await shown(tab, "agent: cannot read its configuration")
         assert tab.page.url.endswith(f"#/sessions/{session_of(world.parsers, 4)}")
-        await picture(tab, "page-error")
+        await picture(tab, "error")
         # by the list: the filters are in the URL, and stay after a reload
         await tab.open("sessions?stop_reason=error&error=harness_error")
         await shown(tab, "1 session", ".filters")
@@ -95,7 +101,7 @@ async def test_the_tokens_of_a_session_are_read(tmp_path: Path) -> None:
         session = session_of(world.parsers, 1)
         await tab.open(f"sessions/{session}")
         await shown(tab, "compaction continued")
-        await picture(tab, "page-session")
+        await picture(tab, "session")
         await tab.page.keyboard.press("t")
         turn = tab.page.locator("#turn-1")
         await turn.locator(".t.trained").first.wait_for()
@@ -121,9 +127,10 @@ async def test_the_tokens_of_a_session_are_read(tmp_path: Path) -> None:
         await tab.page.get_by_role("button", name="Log-probability").click()
         await turn.locator(".t[class*=lp]").first.wait_for()
         assert "colour=logprob" in tab.page.url
-        await tab.page.locator("#conversation").scroll_into_view_if_needed()
+        await tab.page.reload()
+        await turn.locator(".t[class*=lp]").first.wait_for()
         await tab.page.evaluate("document.getElementById('conversation').scrollIntoView()")
-        await picture(tab, "page-tokens")
+        await picture(tab, "tokens")
         await tab.page.get_by_role("button", name="Version").click()
         await turn.locator(".t.v0").first.wait_for()
         assert tab.faults == []
@@ -134,13 +141,13 @@ async def test_two_sessions_of_a_group_are_compared(tmp_path: Path) -> None:
         await tab.open(f"groups/{world.parsers}")
         await tab.page.get_by_label("Compare sample 0").check()
         await tab.page.get_by_label("Compare sample 3").check()
-        await picture(tab, "page-group")
+        await picture(tab, "group")
         await tab.page.get_by_role("button", name="Compare 2/2").click()
         await shown(tab, "After 2 common messages, in turn 1, in what the model sampled.")
         left, right = tab.page.locator(".side").nth(0), tab.page.locator(".side").nth(1)
         assert "First I read the parser" in await left.locator("mark").inner_text()
         assert "I rename it" in await right.locator("mark").inner_text()
-        await picture(tab, "page-compare")
+        await picture(tab, "compare")
         # sessions that said the same
         await tab.open(f"compare/{session_of(world.hostile, 0)}/{session_of(world.hostile, 0)}")
         await shown(tab, "The conversations are the same")
@@ -243,10 +250,10 @@ async def test_no_view_violates_a_rule_of_axe(tmp_path: Path, width: int, dark: 
             found[name] = await tab.violations()
             if (wide := await tab.page.evaluate("document.documentElement.scrollWidth")) > width:
                 found[name].append(f"it is {wide} wide")
-            if width == 400 or dark:
-                await picture(tab, f"page-{name}-{'dark' if dark else 'light'}-{width}")
-            elif name in ("overview", "groups"):
-                await picture(tab, f"page-{name}")
+            if name == "tokens" and width == 400:
+                await tab.page.evaluate("document.getElementById('conversation')?.scrollIntoView()")
+            if dark:
+                await picture(tab, f"{name}{'-phone' if width == 400 else '-dark'}")
         await tab.page.keyboard.press("?")
         found["help"] = await tab.violations()
         assert {name: each for name, each in found.items() if each} == {}
@@ -372,6 +379,49 @@ async def test_images_are_shown_and_what_is_no_picture_is_not(tmp_path: Path) ->
         assert tab.faults == []
 
 
+@pytest.mark.parametrize("dark", [False, True])
+async def test_the_last_hour_is_drawn_as_curves(tmp_path: Path, dark: bool) -> None:
+    """The service of a test is seconds old: the numbers of an hour are given to the page."""
+    now = time.time()
+    points = [
+        {
+            "at": now - 3600 + 10 * n, "sessions_done": round(9 + 5 * math.sin(n / 30)), "sessions_failed": n % 37 == 0,
+            "tokens_sampled": round(42_000 + 9000 * math.sin(n / 23) + 2500 * math.sin(n * 1.7)), "groups_done": 1,
+            "calls": round(310 + 60 * math.sin(n / 23)), "calls_failed": 0,
+            "queued": max(0, 260 - n), "running": 64 - n % 5,
+        }
+        for n in range(360)
+    ]  # fmt: skip
+    body = json.dumps({"now": now, "step_seconds": 10.0, "points": points})
+
+    async def answer(route: Any) -> None:
+        await route.fulfill(body=body, content_type="application/json")
+
+    async with page_world(tmp_path) as world, browser_tab(world.url, height=1000, dark=dark) as tab:
+        for number in range(4):
+            labels = {"suite": ("parsers", "shells")[number % 2], "task": f"task-{number}"}
+            group = await world.client.submit({"task": task("Please fix the parser.", labels=labels), "n": 4})
+            await world.client.wait([group.id])
+        await tab.page.route("**/v1/rates", answer)
+        await world.client.submit({"task": task("Work slowly", labels={"suite": "slow"}), "n": 2})
+        await tab.open()
+        await shown(tab, "Tokens per second")
+        assert await tab.page.locator(".charts canvas").count() == 4
+        await tab.page.locator(".charts [role=img]").first.wait_for()
+        spoken = await tab.page.locator(".charts [role=img]").nth(1).get_attribute("aria-label")
+        assert re.fullmatch(r"Tokens per second: sampled [\d.]+k?", str(spoken))
+        drawn = (
+            "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data].some(v => v)"
+        )
+        assert await tab.page.locator(".charts canvas").first.evaluate(drawn)
+        assert await tab.violations() == []
+        await asyncio.wait_for(world.engine.stalled.wait(), 30)
+        await tab.page.wait_for_timeout(1500)
+        await picture(tab, "overview-night" if dark else "overview")
+        world.engine.release()
+        assert tab.faults == []
+
+
 MANY = 100_000
 
 
@@ -421,6 +471,7 @@ async def test_five_open_pages_do_not_slow_model_calls(tmp_path: Path) -> None:
         group = world.parsers
     await asyncio.to_thread(multiply, tmp_path / "data", group, MANY // 6)
     async with running_service(tmp_path=tmp_path, replies=[say("yes")]) as (_, url), httpx.AsyncClient() as http:
+
         async def milliseconds() -> list[float]:
             """The times of 200 calls of a session, in order of their length."""
             agent = Agent(http, await Owner(http, url).open())

@@ -34,7 +34,7 @@ class Record(msgspec.Struct, frozen=True):
     turns: tuple[TurnView, ...]
 
 
-class Written(msgspec.Struct, frozen=True):
+class SessionFile(msgspec.Struct, frozen=True):
     """The output of `outrider show --html --json`."""
 
     output: str
@@ -80,7 +80,7 @@ def write_page(terminal: Terminal, page: bytes, file: Path) -> None:
     except OSError as error:
         raise ServiceError(f"cannot write {file}: {error.strerror}", hint="name another file: --html FILE") from error
     if terminal.json:
-        terminal.write_json(Written(str(file), len(page)))
+        terminal.write_json(SessionFile(str(file), len(page)))
     else:
         terminal.note(f"{file}: {len(page):,} bytes; open the file in a browser")
 
