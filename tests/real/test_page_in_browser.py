@@ -501,3 +501,20 @@ async def test_five_open_pages_do_not_slow_model_calls(tmp_path: Path) -> None:
         print(f"median {medians}; 95 %: {alone[190]:.2f}, {watched[190]:.2f}")
         # The browser itself takes the processor from the service, on a machine with few cores.
         assert watched[100] < 2 * alone[100] + 1
+
+
+async def test_a_group_is_submitted_again(tmp_path: Path) -> None:
+    async with page_world(tmp_path) as world, browser_tab(world.url) as tab:
+        paths = json.loads(await world.client.reply_body("/openapi.json"))["paths"]
+        await tab.open(f"groups/{world.hostile}")
+        await tab.page.get_by_role("button", name="submit again").click()
+        await tab.page.get_by_role("button", name="Yes, submit again").click()
+        if "/v1/sessions/retry" not in paths:
+            await shown(tab, "this service submits nothing again")
+            return
+        await tab.page.locator("h1").get_by_text(world.hostile).wait_for(state="detached")
+        [newest, *_] = json.loads(await world.client.reply_body("/v1/groups", {"limit": 1}))["groups"]
+        await shown(tab, newest["id"], "h1")
+        assert newest["id"] not in (world.hostile, world.parsers)
+        await world.client.wait([newest["id"]])
+        assert tab.faults == []
