@@ -2,6 +2,7 @@
 
 import { useMemo, useState } from "preact/hooks"
 import { ApiError, cancel, path, post } from "./api"
+import { Findings } from "./findings"
 import { go, link, setQuery, useEvents, useGet, useKeys, type Place } from "./hooks"
 import type { Group as GroupRecord, Session } from "./model"
 import { ago, clock, count, line, number, seconds } from "./text"
@@ -116,6 +117,7 @@ export function Group({ id, place }: { id: string; place: Place }) {
                     </table>
                 </Scroll>
             </Panel>
+            {done > 0 && <Findings params={{ group: id }} what="this group" />}
         </main>
     )
 }

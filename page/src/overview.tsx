@@ -3,6 +3,7 @@
 import { useMemo } from "preact/hooks"
 import { recorded, withQuery } from "./api"
 import { Chart, type Curve } from "./charts"
+import { Findings } from "./findings"
 import { link, setQuery, useEvents, useGet, type Place } from "./hooks"
 import type { GroupSummary, Rates, Session, Status } from "./model"
 import { ago, count, line, plural, seconds, visible } from "./text"
@@ -62,6 +63,7 @@ export function Overview({ place, theme }: { place: Place; theme: string }) {
                 <Lanes status={it} />
             </div>
             <Rewards place={place} theme={theme} groups={groups.data?.groups ?? []} sessions={newest.data?.sessions ?? []} />
+            <Findings params={{}} what="all groups" />
             <Engines status={it} />
         </main>
     )

@@ -518,3 +518,20 @@ async def test_a_group_is_submitted_again(tmp_path: Path) -> None:
         assert newest["id"] not in (world.hostile, world.parsers)
         await world.client.wait([newest["id"]])
         assert tab.faults == []
+
+
+async def test_the_doctor_is_asked_from_the_page(tmp_path: Path) -> None:
+    async with page_world(tmp_path) as world, browser_tab(world.url) as tab:
+        reply = json.loads(await world.client.reply_body("/v1/diagnosis", {"group": world.parsers}))
+        await tab.open(f"groups/{world.parsers}")
+        await tab.page.get_by_role("button", name="Look for faults").click()
+        await shown(tab, re.compile(f"^{len(reply['findings'])} findings? in 6 sessions of 1 group$"))
+        for finding in reply["findings"]:
+            await shown(tab, finding["text"])
+            await shown(tab, finding["next"])
+        assert await tab.violations() == []
+        await tab.open("")
+        await tab.page.get_by_role("button", name="Look for faults").click()
+        await shown(tab, re.compile("findings? in 8 sessions of 2 groups"))
+        assert await tab.violations() == []
+        assert tab.faults == []
