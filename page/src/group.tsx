@@ -80,7 +80,7 @@ export function Group({ id, place }: { id: string; place: Place }) {
                 <div class="actions">
                     <button type="button" class="button" disabled={picked.length !== 2} onClick={compare} title="Choose two sessions of the table (c)">Compare {picked.length}/2</button>
                     {it.state === "active" && !it.cancelled && <Confirm question="End all unfinished sessions?" act={() => cancel(path("groups", id)).then(group.again)}>cancel</Confirm>}
-                    {it.state === "done" && <Confirm question="Submit the same task again, as new sessions?" act={() => again(id)}>submit again</Confirm>}
+                    {it.state === "done" && <Confirm harmless question="Submit the same task again, as new sessions?" act={() => again(id)}>submit again</Confirm>}
                 </div>
             </header>
             <dl class="tiles">

@@ -80,16 +80,15 @@ function usePages<T>(read: (after: string | null, signal: AbortSignal) => Promis
     const [rows, set] = useState<T[]>([])
     const [error, setError] = useState<ApiError | null>(null)
     const [busy, setBusy] = useState(true)
-    const state = useRef({ after: null as string | null, whole: false, busy: false, read })
+    const state = useRef({ after: null as string | null, whole: true, busy: false, read }) // the effect below begins
     const load = useCallback(async (fresh: boolean) => {
         const now = state.current
         if (now.busy || (!fresh && now.whole)) return
         now.busy = true
         setBusy(true)
-        const mine = now.read
         try {
-            const page = await mine(fresh ? null : now.after, new AbortController().signal)
-            if (state.current.read !== mine) return
+            const page = await now.read(fresh ? null : now.after, new AbortController().signal)
+            if (state.current !== now) return // other filters since
             setError(null)
             if (fresh && now.after !== null) {
                 // the newest page again: its rows replace the old ones, and the pages after it stay
@@ -103,14 +102,13 @@ function usePages<T>(read: (after: string | null, signal: AbortSignal) => Promis
                 now.whole = page.after === null
             }
         } catch (fault) {
-            if (state.current.read !== mine) return
+            if (state.current !== now) return // other filters since
             setError(fault as ApiError)
             now.whole = !fresh
         } finally {
             now.busy = false
             setBusy(false)
         }
-        // filters leave few rows of a page: the next one is read until there is something to see
     }, [])
     useEffect(() => {
         state.current = { after: null, whole: false, busy: false, read }

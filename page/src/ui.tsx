@@ -173,7 +173,9 @@ export function Choice<T extends string>({ value, options, onChange, label }: {
     )
 }
 
-export function Confirm({ children, act, question }: { children: ComponentChildren; act: () => Promise<unknown>; question: string }) {
+export function Confirm({ children, act, question, harmless }: {
+    children: ComponentChildren; act: () => Promise<unknown>; question: string; harmless?: boolean
+}) {
     const [stage, set] = useState<"" | "ask" | "busy">("")
     const [fault, setFault] = useState("")
     const run = () => {
@@ -182,14 +184,14 @@ export function Confirm({ children, act, question }: { children: ComponentChildr
     }
     if (stage === "") return (
         <>
-            <button type="button" class="button danger" onClick={() => { setFault(""); set("ask") }}>{children}</button>
+            <button type="button" class={classes("button", !harmless && "danger")} onClick={() => { setFault(""); set("ask") }}>{children}</button>
             {fault && <span class="fault" role="alert">{visible(fault)}</span>}
         </>
     )
     return (
         <span class="confirm" role="group" aria-label={question}>
             <span>{question}</span>
-            <button type="button" class="button danger solid" disabled={stage === "busy"} onClick={run}>Yes, {children}</button>
+            <button type="button" class={classes("button solid", !harmless && "danger")} disabled={stage === "busy"} onClick={run}>Yes, {children}</button>
             <button type="button" class="button" onClick={() => set("")}>No</button>
         </span>
     )
