@@ -459,6 +459,8 @@ async def test_100_000_sessions_stay_smooth(tmp_path: Path) -> None:
             }"""
         )
         rows = await tab.page.locator(".listbody .row").count()
+        ids = await tab.page.locator(".listbody .row .id").all_inner_texts()
+        assert len(set(ids)) == len(ids)
         whole = await tab.text(".filters")
         print(f"first views {took}, longest frames {stalls} ms, {rows} rows in the document, {whole!r}")
         assert rows < 100
