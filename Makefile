@@ -57,7 +57,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl test-gym test-tinker test-verifiers check-latest fuzz campaign bench policy clean
+.PHONY: help venv demo train test test-deep test-nightly check test-real trainers test-trainers test-verl test-trl test-skyrl test-gym test-tinker test-verifiers check-latest fuzz campaign bench page policy clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -143,6 +143,9 @@ campaign: $(STAMPS)/dev ## break a running service at random: ARGS="--runs 20 --
 bench: $(STAMPS)/dev ## the benchmarks, as a table and JSON in bench/results
 	$(ONE_THREAD) $(BIN)/python -m bench $(ARGS)
 
+page: ## build the page's bundle of its sources in page/, with npm
+	cd page && npm ci --no-audit --no-fund && npx tsc --noEmit && node build.mjs $(ARGS)
+
 policy: $(STAMPS)/demo ## train the demo's tiny policy anew (half a minute)
 	$(BIN)/python scripts/train_policy.py $(ARGS)
 
@@ -176,6 +179,8 @@ $(STAMPS)/real: $(STAMPS)/dev
 	@$(INSTALL) $(VENV) $(CONSTRAINT) --no-deps $(MINIWOB)
 	@$(INSTALL) $(VENV) $(CONSTRAINT) --editable ".[reasoning-gym]" || \
 		echo "reasoning-gym cannot be installed here (see above; pycosat may need a C compiler): its tests are skipped"
+	@$(INSTALL) $(VENV) $(CONSTRAINT) --editable ".[page-tests]" || \
+		echo "Playwright cannot be installed here (see above): the tests of the page in a browser are skipped"
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # the tests would take warnings of the compiler for errors
 	@touch $@
 

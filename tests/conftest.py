@@ -25,8 +25,20 @@ __all__ = ["pytest_sessionstart", "pytest_terminal_summary"]  # hooks: see suppo
 REAL = Path(__file__).parent / "real"
 """Every test in this folder is marked `real`."""
 PROGRAMS = f"{REAL.parent.name}/{REAL.name}/"
-NAMES = ("eval", "harbor_folders", "harbor_parity", "human_eval", "release_pairs", "slurm_fleet", "storm_killed")
-WITHOUT_PROGRAMS = {f"{PROGRAMS}test_{name}.py" for name in NAMES}
+WITHOUT_PROGRAMS = {
+    f"{PROGRAMS}test_{name}.py"
+    for name in (
+        "eval",
+        "harbor_folders",
+        "harbor_parity",
+        "human_eval",
+        "page_in_browser",
+        "prometheus",
+        "release_pairs",
+        "slurm_fleet",
+        "storm_killed",
+    )
+}
 """Files in tests/real whose tests drive neither agent programs nor engines of models."""
 WITH_MODELS = {f"{PROGRAMS}test_{name}.py" for name in ("rollouts", "routers", "vllm", "vllm_dialects", "vllm_policy")}
 """Files in tests/real that share a vLLM, which a worker starts once."""

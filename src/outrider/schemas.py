@@ -553,13 +553,17 @@ class TurnTokens(msgspec.Struct, frozen=True, kw_only=True):
     """A turn's tokens and messages. The turn's prompt is its parent's prompt, its parent's output, then `prompt_delta`.
     `logprobs` has one number for each of `output_ids`. `messages` are the messages that the request added to its
     parent's conversation (all messages without a parent), and `reply` is the message that the client was given; None if
-    it had hung up."""
+    it had hung up. `prompt_pieces` and `output_pieces` are the texts of the single tokens of `prompt_delta` and
+    `output_ids`, if they were requested and the model's tokenizer is known. A character of several tokens is in the
+    text of its last token."""
 
     prompt_delta: list[int]
     output_ids: list[int]
     logprobs: list[float]
     messages: tuple[Message, ...]
     reply: Message | None
+    prompt_pieces: list[str] | None = None
+    output_pieces: list[str] | None = None
 
 
 class TurnList(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from outrider.api.control_bodies import ROOM, BodyRoom
 from outrider.api.control_replies import error_reply
+from outrider.api.page import PATHS
 from outrider.config import Config, is_local
 from outrider.errors import Busy, Forbidden, InvalidField, NotFound, OutriderError, Unauthorized
 from outrider.service.audit import AuditEntry, AuditLog
@@ -29,7 +30,7 @@ from outrider.service.tokens import RevokedMeanwhile, TokenRegistry
 from outrider.spec import Role
 from outrider.wire.http_server import Application, Message, Receive, Scope, Send, claim
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
 
 CALLER = "outrider.caller"
 CREATED = "outrider.created"
@@ -42,9 +43,10 @@ class AccessControl:
     to the service. So a call without a token is refused if its Host or Origin header names another machine, because a
     page cannot forge these headers.
 
-    `calls` is the maximum number of calls under way with one token. An admin's calls are not limited. The connections
-    of an admin with a token are not closed to make room for others. `roles` has the role that each route requires, by
-    method and path. `refusal` makes the reply to an error of this class, for a request's scope.
+    `open_paths` need no token: OPEN_PATHS, or fewer if one of them is a path of another system. `calls` is the
+    maximum number of calls under way with one token. An admin's calls are not limited. The connections of an admin
+    with a token are not closed to make room for others. `roles` has the role that each route requires, by method
+    and path. `refusal` makes the reply to an error of this class, for a request's scope.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class AccessControl:
         websockets: Sequence[APIWebSocketRoute],
         roles: Mapping[str, Role],
         refusal: Callable[[Scope, OutriderError], Response],
+        open_paths: frozenset[str] = OPEN_PATHS,
     ) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._websockets = websockets
         self._roles = roles
         self._refusal = refusal
@@ -70,7 +74,7 @@ class AccessControl:
         self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS:
+        if scope["type"] not in ("http", "websocket") or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])

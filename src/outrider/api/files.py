@@ -15,6 +15,7 @@ from starlette.convertors import PathConvertor, register_url_convertor
 
 from outrider.api.control_router import Caller, ControlRouter, Serving
 from outrider.api.openapi import file_answer
+from outrider.messages import Image
 from outrider.schemas import ArtifactList
 from outrider.store.artifacts import GRADING_LOG, KEPT
 
@@ -73,5 +74,9 @@ async def artifact(
 async def image(service: Serving, caller: Caller, digest: str) -> Response:
     """Get the bytes of an image in a model call, by their SHA-256 (hex): the `digest` in a sample's `images`."""
     found = await service.store.image(digest, tenant=caller.sees)
-    is_image = _IMAGE_TYPE.fullmatch(found.media_type) is not None  # the agent chose the media type
-    return Response(found.data, media_type=found.media_type if is_image else UNKNOWN, headers=SAFE)
+    return Response(found.data, media_type=image_type(found), headers=SAFE)
+
+
+def image_type(found: Image) -> str:
+    """Return the media type under which an image is served. The agent chose the image's own media type."""
+    return found.media_type if _IMAGE_TYPE.fullmatch(found.media_type) else UNKNOWN

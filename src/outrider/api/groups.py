@@ -180,10 +180,12 @@ async def events(
     last_id: Annotated[
         int | None, Header(alias=LAST_EVENT_ID, ge=0, le=MAX_CURSOR, description="wins over `after`")
     ] = None,
+    new: Annotated[bool, Query(description="only changes after this request; wins over `after`")] = False,
 ) -> StreamingResponse:
     """Stream every change after a cursor, as server-sent events without end. The id of an event is its cursor."""
-    start = after if last_id is None else last_id
-    if start > (newest := await service.store.last_event(tenant=caller.sees)):
+    newest = await service.store.last_event(tenant=caller.sees)
+    start = last_id if last_id is not None else newest if new else after
+    if start > newest:
         raise Conflict(
             f"no event has the id {start}: the newest is {newest}",
             field="after" if last_id is None else LAST_EVENT_ID,
@@ -224,12 +226,13 @@ async def turns(
     caller: Caller,
     session_id: str,
     tokens: Annotated[bool, Query(description="include ids, log-probabilities and messages")] = False,
+    pieces: Annotated[bool, Query(description="with `tokens`: include the text of each token")] = False,
 ) -> Response:
     """List the model calls of the session's newest attempt, as text. Their tokens may contain the credential of a
     running session, so reading the tokens requires a token that may submit."""
     if tokens and not caller.may("submit"):
         raise Forbidden(f"{caller.name!r} has a read-only token, and prompts may contain credentials", field="tokens")
-    view = TurnList(turns=await service.reader.turns(session_id, tokens=tokens, tenant=caller.sees))
+    view = TurnList(turns=await service.reader.turns(session_id, tokens=tokens, pieces=pieces, tenant=caller.sees))
     return long_reply([await service.reader.encoded(view)])
 
 

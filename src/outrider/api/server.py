@@ -31,12 +31,13 @@ from outrider.api import (
     sessions,
     tokens,
 )
-from outrider.api.access import AccessControl, check_address
+from outrider.api.access import OPEN_PATHS, AccessControl, check_address
 from outrider.api.compat.routes import compat_paths, compat_routes, compat_sockets, detail
 from outrider.api.control_replies import bad_query, error_reply, not_served, outrider_error
 from outrider.api.gateway import Gateway
 from outrider.api.gateway_server import HttpServer, listener_at, running, serving_gateway, url_of
 from outrider.api.openapi import describe
+from outrider.api.page import page_routes
 from outrider.config import TlsConfig
 from outrider.engines.relay.messages import MAX_TO_SERVICE
 from outrider.environment import installed_version
@@ -96,6 +97,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
             websockets=(*WEBSOCKETS, *(route for route, _ in others)),
             roles=ROLES | {f"WEBSOCKET {route.path}": role for route, role in others},
             refusal=refusal,
+            open_paths=app.state.open_paths,
         )
 
         async def root(scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,6 +147,8 @@ def control_app(service: Service) -> FastAPI:
         # `include_router` would make all routes again for each application, which takes 50 ms.
         app.router.routes += router.routes.routes
     foreign = list(compat_routes(service, service.config.compat))
+    app.state.open_paths = OPEN_PATHS - {route.path for route in foreign}
+    app.router.routes += page_routes(app.state.open_paths)
     app.router.routes += foreign
     app.state.compat = compat_paths(foreign, service.config.compat)
     app.add_exception_handler(OutriderError, outrider_error)

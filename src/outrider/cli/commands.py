@@ -62,6 +62,7 @@ COMMANDS = {
     "show": ("show:show", "Show a session: what the model was shown, what it sampled, and how it ended."),
     "trace": ("trace:trace", "Write what happened when as a trace for ui.perfetto.dev."),
     "diagnose": ("diagnose:diagnose", "List the faults of a run, with evidence and the next step."),
+    "view": ("view:view", "Look at a finished run in the browser, without a service."),
     "regrade": ("regrade:regrade", "Grade sessions again, with another evaluator or the same one."),
     "capture": ("session:capture", "Run a program here as the agent of a session, and show what it did."),
     "artifacts": ("artifacts:artifacts", "List the files kept from a session's sandbox, or get one of them."),

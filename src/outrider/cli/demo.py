@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +17,13 @@ from click.exceptions import Exit
 from outrider.cli.command_line import CliOption
 from outrider.cli.event_loop import run_service
 from outrider.cli.exit_codes import FAILURE, INTERRUPTED, SUCCESS
+from outrider.cli.long_running import StopSignals
 from outrider.cli.options import command
 from outrider.cli.progress import session_progress
 from outrider.cli.show import print_session
 from outrider.cli.tables import STAGES, table
 from outrider.cli.terminal import Terminal
+from outrider.cli.view import show_in_browser
 from outrider.errors import InvalidField
 from outrider.sandbox.runtimes.default_runtime import default_runtime
 
@@ -39,6 +42,7 @@ def demo(
         Path | None,
         CliOption(metavar="DIR", help="A policy of the same kind, such as a trained one.", show_default="the demo's"),
     ] = None,
+    open_: Annotated[bool, CliOption("--open", help="Show the sessions live in a browser, until Ctrl-C.")] = False,
     train: Annotated[
         bool, CliOption("--train", help="Train the policy with TRL, and draw the curve of its reward.")
     ] = False,
@@ -54,6 +58,9 @@ def demo(
     service in another process, until the model is right nearly every time.
     Ctrl-C ends the training after the step that is under way, and keeps the
     weights and the curve; a second Ctrl-C ends it at once.
+
+    With --open the service's page opens in a browser before the first session,
+    and the service stays until Ctrl-C.
 
     Exit code 1: a session failed, or a recorded token differs from the engine's;
     or with --train, the reward did not rise from below 0.3 to above 0.85.
@@ -87,20 +94,54 @@ def demo(
         trained = train_policy(terminal, policy, runtime, out, seeds)
         raise Exit(INTERRUPTED if trained.interrupted else SUCCESS if trained.good else FAILURE)
     _make(out)
-    with session_progress(terminal, "starting a service, and loading the model") as watch:
-        rollouts = run_service(run_demo(runtime, watch, data=keep, policy=policy))
-    found = sample_faults(rollouts, Tokenizer.load(policy))
-    summary = write_files(rollouts, out, runtime=runtime, faults=found)
-    if terminal.json:
-        terminal.write_json(summary)
+
+    def show(rollouts: RolloutSummary) -> Summary:
+        found = sample_faults(rollouts, Tokenizer.load(policy))
+        summary = write_files(rollouts, out, runtime=runtime, faults=found)
+        if terminal.json:
+            terminal.write_json(summary)
+        else:
+            _print(terminal, rollouts, summary, policy, keep)
+        for fault in found:
+            terminal.note(f"fault: {fault}")
+        return summary
+
+    if open_:
+        summary = run_service(_open_demo(terminal, runtime, keep, policy, show))
     else:
-        _print(terminal, rollouts, summary, policy)
-    for fault in found:
-        terminal.note(f"fault: {fault}")
+        with session_progress(terminal, "starting a service, and loading the model") as watch:
+            rollouts = run_service(run_demo(runtime, watch, data=keep, policy=policy))
+        summary = show(rollouts)
     raise Exit(SUCCESS if summary.good else FAILURE)
 
 
-def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary, policy: Path) -> None:
+async def _open_demo(
+    terminal: Terminal, runtime: str, keep: Path | None, policy: Path, show: Callable[[RolloutSummary], Summary]
+) -> Summary:
+    """Run the demo with its page in a browser. The service ends with Ctrl-C."""
+    from outrider.lab.demo.run import run_demo
+
+    signals = StopSignals()
+    shown: list[Summary] = []
+    address = ""
+
+    async def begin(url: str) -> None:
+        nonlocal address
+        address = url
+        terminal.note(f"the sessions are shown at {url}/")
+        await show_in_browser(terminal, url)
+
+    async def end(rollouts: RolloutSummary) -> None:
+        shown.append(await asyncio.to_thread(show, rollouts))
+        terminal.note(f"the page stays at {address}/ until Ctrl-C")
+        await signals.first()
+        signals.restore()
+
+    await run_demo(runtime, lambda groups: None, data=keep, policy=policy, begin=begin, end=end)
+    return shown[0]
+
+
+def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary, policy: Path, keep: Path | None) -> None:
     from outrider.lab.demo.summary import best_session, tallies
 
     session = best_session(rollouts)
@@ -124,11 +165,11 @@ def _print(terminal: Terminal, rollouts: RolloutSummary, summary: Summary, polic
         f"{summary.errors} errors, {summary.drift_tokens} tokens of drift",
         soft_wrap=True,
     )
-    for line in _meaning(policy, summary):
+    for line in _meaning(policy, summary, keep):
         terminal.out.print(line, soft_wrap=True)
 
 
-def _meaning(policy: Path, summary: Summary) -> Iterator[str]:
+def _meaning(policy: Path, summary: Summary, keep: Path | None) -> Iterator[str]:
     """Yield what the reward means, and what to do next."""
     from outrider.lab.demo.dialogue import RENDERER
 
@@ -136,6 +177,10 @@ def _meaning(policy: Path, summary: Summary) -> Iterator[str]:
     yield "A session's reward is 1 if the model read the item's file and named its zone,"
     yield "else 0. This model is right about once in four times; that is low on purpose, so"
     yield "that training has something to improve."
+    yield ""
+    yield "Look at these sessions in a browser (or live: outrider demo --open):"
+    yield ""
+    yield f"  outrider view {shlex.quote(str(keep or summary.samples))} --tokenizer {shlex.quote(str(_near(policy)))}"
     yield ""
     yield "Next, serve this model in one terminal, and run a task of your own in another:"
     yield ""

@@ -7,18 +7,19 @@ from the context if the output has no colours.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.command_line import CliArgument
+from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import command
 from outrider.cli.tables import number
 from outrider.cli.terminal import Terminal, printable
 from outrider.client.client import Client
-from outrider.errors import ErrorRecord
+from outrider.errors import ErrorRecord, ServiceError
 from outrider.schemas import SessionView, TurnView
 from outrider.trajectory import SessionResult
 
@@ -33,25 +34,55 @@ class Record(msgspec.Struct, frozen=True):
     turns: tuple[TurnView, ...]
 
 
+class SessionFile(msgspec.Struct, frozen=True):
+    """The output of `outrider show --html --json`."""
+
+    output: str
+    size: int
+
+
 @command
 def show(
     terminal: Terminal,
     service: Client,
     session: Annotated[str, CliArgument(metavar="SESSION", help="The session's id.")],
+    html: Annotated[
+        Path | None, CliOption(metavar="FILE", help="Write the page's view to one HTML file.", show_default="print")
+    ] = None,
 ) -> None:
     """Show a session: what the model was shown, what it sampled, and how it ended.
 
-    Of several attempts, the newest is shown.
+    Of several attempts, the newest is shown. The file of --html needs neither a
+    service nor a network: send it to others, or keep it.
 
-    Example:
+    Examples:
 
         outrider show s-0019a4e2b6c1f3d2-0
+
+        outrider show s-0019a4e2b6c1f3d2-0 --html session.html
     """
+    if html is not None:
+        from outrider.cli.session_file import session_page  # late, because other calls need no bundle
+
+        write_page(terminal, session_page(service, session), html)
+        return
     record = Record(service.session(session), service.turns(session))
     if terminal.json:
         terminal.write_json(record)
     else:
         print_session(terminal.out, record.session, record.turns)
+
+
+def write_page(terminal: Terminal, page: bytes, file: Path) -> None:
+    """Write an HTML file. Raises ServiceError if the file cannot be written."""
+    try:
+        file.write_bytes(page)
+    except OSError as error:
+        raise ServiceError(f"cannot write {file}: {error.strerror}", hint="name another file: --html FILE") from error
+    if terminal.json:
+        terminal.write_json(SessionFile(str(file), len(page)))
+    else:
+        terminal.note(f"{file}: {len(page):,} bytes; open the file in a browser")
 
 
 def print_session(console: Console, session: SessionView, turns: Sequence[TurnView]) -> None:

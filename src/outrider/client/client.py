@@ -578,6 +578,11 @@ class AsyncClient:
         answer = await self._fetch("GET", _path("images", digest))
         return image_from_bytes(answer.media_type, answer.data)
 
+    async def reply_body(self, path: str, query: Query | None = None) -> bytes:
+        """Return the body of the reply to a GET of a path, such as `/v1/status`, as it is. Raises NotFound for a path
+        that the service does not serve."""
+        return (await self._fetch("GET", path, query=query)).data
+
     async def status(self) -> ServiceStatus:
         return await self._call("GET", "/v1/status", ServiceStatus)
 
@@ -1065,6 +1070,7 @@ class Client:
     timeline = _blocking(AsyncClient.timeline)
     artifacts = _blocking(AsyncClient.artifacts)
     artifact = _blocking(AsyncClient.artifact)
+    reply_body = _blocking(AsyncClient.reply_body)
     image = _blocking(AsyncClient.image)
     status = _blocking(AsyncClient.status)
     rates = _blocking(AsyncClient.rates)

@@ -39,6 +39,9 @@ from outrider.store.sqlite import sqlite_store
 from outrider.store.store import Store
 from outrider.store.task_key import KEY_FILE, KeyFile, given_key
 
+DATABASE = "outrider.sqlite3"
+"""The database's file in the data folder."""
+
 
 class Opened(NamedTuple):
     """An open service, and the node of this process, which runs the sessions. `node` is None if other processes run the
@@ -169,7 +172,7 @@ async def open_service(config: Config, *, pauses: RetryPolicy = PAUSES) -> Async
 def _store(config: Config, failures: Failures | None) -> Store:
     key = KeyFile(config.data / KEY_FILE) if config.task_key is None else given_key(config.task_key)
     if config.store is None:
-        return sqlite_store(config.data / "outrider.sqlite3", failures, key=key)
+        return sqlite_store(config.data / DATABASE, failures, key=key)
     try:
         from outrider.store.postgresql import postgresql_store
     except ImportError as error:

@@ -16,7 +16,7 @@ import msgspec
 
 from outrider import sample_columns
 from outrider.concurrency.cancellation import OffloadThread, Steps
-from outrider.errors import NotFound
+from outrider.errors import NotFound, ServiceError
 from outrider.redaction import without_keys
 from outrider.schemas import (
     CallbackView,
@@ -64,12 +64,13 @@ class ViewReader:
     def __init__(
         self,
         store: Store,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         offload: OffloadThread,
         *,
         frozen: Mapping[str, Tokenizer] = {},
     ) -> None:
-        """`tokenizer` is the policy's; `frozen` are the tokenizers of frozen models by name."""
+        """`tokenizer` is the policy's, None if it is not known; `frozen` are the tokenizers of frozen
+        models by name."""
         self._store = store
         self._tokenizer = tokenizer
         self._frozen = frozen
@@ -108,9 +109,12 @@ class ViewReader:
     async def session(self, session_id: str, *, tenant: str | None = None) -> SessionView:
         return reply_of(SessionView, await self._store.session(session_id, tenant=tenant))
 
-    async def turns(self, session_id: str, *, tokens: bool = False, tenant: str | None = None) -> tuple[TurnView, ...]:
+    async def turns(
+        self, session_id: str, *, tokens: bool = False, pieces: bool = False, tenant: str | None = None
+    ) -> tuple[TurnView, ...]:
         """Return the turns of the session's newest attempt, including turns of frozen models, in the order in which
-        they finished. With `tokens`, the turns have their ids, log-probabilities and messages."""
+        they finished. With `tokens`, the turns have their ids, log-probabilities and messages, and with `pieces` also
+        the texts of their single tokens."""
         turns = await self._store.turns(session_id, tenant=tenant)
         frozen = await self._store.frozen_turns(session_id, tenant=tenant)
 
@@ -124,8 +128,11 @@ class ViewReader:
                 for model, found in frozen.items()
             ]
             if tokens:
-                own = _with_tokens(own, turns)
-                others = [_with_tokens(some, frozen[model]) for some, model in zip(others, frozen, strict=True)]
+                own = _with_tokens(own, turns, self._tokenizer if pieces else None)
+                others = [
+                    _with_tokens(some, frozen[model], self._frozen.get(model) if pieces else None)
+                    for some, model in zip(others, frozen, strict=True)
+                ]
             return tuple(merge(own, *others, key=lambda view: view.timings.finished))
 
         return await self._offload.run(views)
@@ -189,7 +196,9 @@ class ViewReader:
 
     async def count_tokens(self, text: str) -> int:
         """Return the number of the policy's tokens in a text."""
-        return await self._offload.run(lambda: len(self._tokenizer.encode(text)))
+        if (tokenizer := self._tokenizer) is None:
+            raise ServiceError("the policy's tokenizer is not known: tokens cannot be counted")
+        return await self._offload.run(lambda: len(tokenizer.encode(text)))
 
     async def offload(self, work: Callable[[], B]) -> B:
         """Call `work` in the thread for long computations, and return its result."""
@@ -232,8 +241,9 @@ def _turn_view(
     )
 
 
-def _with_tokens(views: Sequence[TurnView], turns: Sequence[Turn]) -> list[TurnView]:
-    """Add the tokens of the turns of one model, in the order of their index."""
+def _with_tokens(views: Sequence[TurnView], turns: Sequence[Turn], tokenizer: Tokenizer | None) -> list[TurnView]:
+    """Add the tokens of the turns of one model, in the order of their index, and with a `tokenizer` the texts of the
+    single tokens."""
     return [
         msgspec.structs.replace(
             view,
@@ -243,10 +253,16 @@ def _with_tokens(views: Sequence[TurnView], turns: Sequence[Turn]) -> list[TurnV
                 logprobs=unpack_logprobs(turn.logprobs).tolist(),
                 messages=turn.messages,
                 reply=turn.reply,
+                prompt_pieces=_pieces(turn.prompt_delta, tokenizer),
+                output_pieces=_pieces(turn.output_ids, tokenizer),
             ),
         )
         for view, turn in zip(views, turns, strict=True)
     ]
+
+
+def _pieces(ids: bytes, tokenizer: Tokenizer | None) -> list[str] | None:
+    return None if tokenizer is None else tokenizer.pieces(unpack_ids(ids).tolist())
 
 
 def _text(ids: bytes, tokenizer: Tokenizer | None, words: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -31,10 +32,19 @@ LANES = LanesConfig(init=8, run=32, eval=8)
 concurrent requests."""
 
 
-async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, policy: Path = POLICY) -> RolloutSummary:
+async def run_demo(
+    runtime: str,
+    watch: Watch,
+    *,
+    data: Path | None = None,
+    policy: Path = POLICY,
+    begin: Callable[[str], Awaitable[None]] | None = None,
+    end: Callable[[RolloutSummary], Awaitable[None]] | None = None,
+) -> RolloutSummary:
     """Run GROUPS x SAMPLES sessions in sandboxes of kind `runtime`. `data` is the folder of the service's database;
     if `data` is None, the database is deleted afterwards. `watch` is called with the groups as they progress. `policy`
-    is the model's folder.
+    is the model's folder. `begin` is called with the service's URL before the first session, and `end` with the results
+    before the service ends.
 
     Raises EngineUnavailable if torch is missing, and the service's errors.
     """
@@ -54,10 +64,15 @@ async def run_demo(runtime: str, watch: Watch, *, data: Path | None = None, poli
             engines=(EngineSpec(kind="embedded", model=str(policy)),),
         )
         async with open_service(config) as opened, serving(*opened) as url, AsyncClient(url) as client:
+            if begin is not None:
+                await begin(url)
             specs = [group_spec(episode, SAMPLES, runtime=runtime) for episode in episodes.values()]
             submitted = [await client.submit(spec) for spec in specs]
             await client.wait([group.id for group in submitted], watch)
             seconds = time.monotonic() - started
             groups = [await client.group(group.id, samples=True) for group in submitted]
             turns = {session.id: await client.turns(session.id) for group in groups for session in group.sessions}
-    return RolloutSummary(groups=tuple(groups), turns=turns, seconds=seconds)
+            found = RolloutSummary(groups=tuple(groups), turns=turns, seconds=seconds)
+            if end is not None:
+                await end(found)
+    return found

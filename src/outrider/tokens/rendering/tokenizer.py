@@ -13,6 +13,7 @@ libraries may be of different versions.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import random
@@ -155,6 +156,21 @@ class Tokenizer:
         if self._byte_level and BYTE_OF_CHAR.keys() >= set(token):
             return bytes([BYTE_OF_CHAR[char] for char in token])
         return self.decode([token_id]).encode()
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token. The text of a character whose bytes are in several tokens is that of the last
+        of these tokens, and the earlier ones have the text "". Bytes that are no character become U+FFFD."""
+        known: dict[int, bytes] = {}
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = []
+        for token_id in token_ids:
+            data = known.get(token_id)
+            if data is None:
+                data = known[token_id] = self.token_bytes(token_id)
+            pieces.append(decoder.decode(data))
+        if pieces:
+            pieces[-1] += decoder.decode(b"", True)
+        return pieces
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -1,0 +1,220 @@
+"""Serves the page over a finished run, on this machine only: the page's files, and the routes of the control API that
+the page reads.
+
+Invariant: every route only reads. Requests for, or from, another machine are refused, because there is no token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from outrider.api.access import check_local
+from outrider.api.control_replies import error_reply, json_reply, long_reply, not_served
+from outrider.api.files import DOWNLOAD, SAFE, UNKNOWN, image_type
+from outrider.api.gateway_server import HttpServer, listener_at, running, url_of
+from outrider.api.page import PATHS, page_routes
+from outrider.errors import InvalidField, NotFound, OutriderError
+from outrider.schemas import GroupSummary, SessionView
+from outrider.service.finished_runs import GROUPS_AT_ONCE, FinishedRun
+from outrider.store.artifacts import GRADING_LOG, KEPT
+from outrider.wire.file_descriptors import raise_limit, shares
+from outrider.wire.http_server import Receive, Scope, Send
+
+HOST = "127.0.0.1"
+MOST_ROWS = 1000
+MOST_GROUPS = 2000
+"""Maximum number of groups that one request looks through."""
+
+
+class GroupPage(msgspec.Struct, frozen=True):
+    """A page of groups. `after` is None for the last page."""
+
+    groups: tuple[GroupSummary, ...]
+    after: str | None
+
+
+class SessionPage(msgspec.Struct, frozen=True):
+    """A page of sessions. `after` is None for the last page."""
+
+    sessions: tuple[SessionView, ...]
+    after: str | None
+
+
+@asynccontextmanager
+async def serving_run(run: FinishedRun, port: int) -> AsyncIterator[str]:
+    """Serve the page over a run while the block runs. Yields the URL. Raises ServiceError if the port is in use."""
+    with listener_at(HOST, port) as listener:
+        server = HttpServer(run_app(run), shares(raise_limit()).control)
+        async with running(server, listener):
+            yield url_of(listener, tls=False)
+
+
+def run_app(run: FinishedRun) -> Callable[[Scope, Receive, Send], Any]:
+    """Return the ASGI application."""
+    routes = _Routes(run)
+    app = Starlette(
+        routes=[
+            *page_routes(),
+            Route("/v1/groups", routes.groups),
+            Route("/v1/groups/{group}", routes.group),
+            Route("/v1/sessions", routes.sessions),
+            Route("/v1/sessions/{session}", routes.session),
+            Route("/v1/sessions/{session}/turns", routes.turns),
+            Route("/v1/sessions/{session}/samples", routes.samples),
+            Route("/v1/sessions/{session}/timeline", routes.timeline),
+            Route("/v1/sessions/{session}/artifacts", routes.artifacts),
+            Route("/v1/sessions/{session}/artifacts/{path:any_path}", routes.artifact),
+            Route("/v1/images/{digest}", routes.image),
+        ],
+        exception_handlers={OutriderError: _refused, 404: _unknown, 405: _unknown, Exception: _refused},
+    )
+
+    async def local(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PATHS:
+            try:
+                check_local(dict(scope["headers"]))
+            except OutriderError as error:
+                await error_reply(error)(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return local
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return error_reply(error)
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    return error_reply(not_served(request))
+
+
+class _Routes:
+    def __init__(self, run: FinishedRun) -> None:
+        self._run = run
+
+    async def groups(self, request: Request) -> Response:
+        query, limit = request.query_params, _number(request, "limit", 20)
+        found: list[GroupSummary] = []
+        after = query.get("after")
+        for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):
+            some = await self._run.groups(after)
+            for group in some:
+                after = group.id
+                if _fits_group(group, request):
+                    found.append(group)
+                    if len(found) >= limit:
+                        return json_reply(GroupPage(tuple(found), after))
+            if len(some) < GROUPS_AT_ONCE:
+                return json_reply(GroupPage(tuple(found), None))
+        return json_reply(GroupPage(tuple(found), after))
+
+    async def group(self, request: Request) -> Response:
+        return json_reply(await self._run.group(request.path_params["group"]))
+
+    async def sessions(self, request: Request) -> Response:
+        query, limit = request.query_params, _number(request, "limit", 100)
+        found: list[SessionView] = []
+        after = query.get("after")
+        for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):
+            some = await self._run.groups(after)
+            for group in some:
+                after = group.id
+                if not _has_labels(group.labels, query) or group.created < _number(request, "since", 0.0):
+                    continue
+                sessions = (await self._run.group(group.id)).sessions
+                found += [each for each in sessions if _fits_session(each, request)]
+                if len(found) >= limit:
+                    return json_reply(SessionPage(tuple(found), after))
+            if len(some) < GROUPS_AT_ONCE:
+                return json_reply(SessionPage(tuple(found), None))
+        return json_reply(SessionPage(tuple(found), after))
+
+    async def session(self, request: Request) -> Response:
+        return json_reply(await self._run.session(request.path_params["session"]))
+
+    async def turns(self, request: Request) -> Response:
+        tokens = request.query_params.get("tokens") == "true"
+        return long_reply([await self._run.turns(request.path_params["session"], tokens=tokens)])
+
+    async def samples(self, request: Request) -> Response:
+        return long_reply([await self._run.samples(request.path_params["session"])])
+
+    async def timeline(self, request: Request) -> Response:
+        attempt = int(_number(request, "attempt", 0)) or None
+        return json_reply(await self._run.timeline(request.path_params["session"], attempt))
+
+    async def artifacts(self, request: Request) -> Response:
+        return json_reply(await self._run.artifacts(request.path_params["session"]))
+
+    async def artifact(self, request: Request) -> Response:
+        path = request.path_params["path"]
+        name = path if path in (*KEPT, GRADING_LOG) else f"/{path}"
+        file = await self._run.artifact(request.path_params["session"], name)
+        return FileResponse(file, media_type=UNKNOWN, headers=DOWNLOAD)
+
+    async def image(self, request: Request) -> Response:
+        found = await self._run.image(request.path_params["digest"])
+        if not found.data:
+            raise NotFound("this image was sent by its address: there are no bytes")
+        return Response(found.data, media_type=image_type(found), headers=SAFE)
+
+
+def _number(request: Request, name: str, default: float) -> float:
+    """Return a parameter as a number. Raises InvalidField."""
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InvalidField(f"{text!r} is not a number", field=name)
+    return min(value, MOST_ROWS) if name == "limit" else value
+
+
+def _has_labels(labels: Mapping[str, str], query: Any) -> bool:
+    wanted = [each.partition("=") for each in query.getlist("label")]
+    return all(labels.get(name) == value for name, _, value in wanted)
+
+
+def _fits_reward(reward: float | None, request: Request) -> bool:
+    low = _number(request, "min_reward", -math.inf)
+    high = _number(request, "max_reward", math.inf)
+    if reward is None:
+        return low == -math.inf and high == math.inf
+    return low <= reward <= high
+
+
+def _fits_group(group: GroupSummary, request: Request) -> bool:
+    query = request.query_params
+    return (
+        query.get("state") in (None, group.state.value)
+        and _has_labels(group.labels, query)
+        and group.created >= _number(request, "since", 0.0)
+        and _fits_reward(group.mean_reward, request)
+    )
+
+
+def _fits_session(session: SessionView, request: Request) -> bool:
+    query, result = request.query_params, session.result
+    error = session.last_error if result is None else result.error or session.last_error
+    verdict = None if result is None else result.verdict
+    texts = [error.message if error else "", error.log_tail or "" if error else "", (result and result.answer) or ""]
+    return (
+        query.get("state") in (None, session.state.value)
+        and query.get("stop_reason") in (None, result.stop_reason.value if result else "")
+        and query.get("error") in (None, error.code if error else "")
+        and (query.get("text") or "").lower() in "\n".join(texts).lower()
+        and _fits_reward(verdict.reward if verdict else None, request)
+    )

@@ -1,0 +1,80 @@
+"""Serves the page: the files of the bundle in `outrider/page/`, which a browser shows at `/`.
+
+The files hold no data and no secrets, so every caller may read them; the page gets its data from the control API, with
+the caller's token. Invariant: the page's Content-Security-Policy allows only scripts, styles and requests of the same
+origin, so text of an agent cannot run as a script, and nothing is loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from outrider.wire.http_server import Receive, Scope, Send
+
+FOLDER = Path(__file__).parent.parent / "page"
+"""The folder of the bundle; `make page` builds the bundle from the sources in `page/` of the repository."""
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/": ("index.html", "text/html; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/page/LICENCES.txt": ("LICENCES.txt", "text/plain; charset=utf-8"),
+}
+"""The files of the page by path: each file's name in FOLDER, and the file's media type. `/page/` is for services that
+reply to clients of another system at `/`."""
+PATHS = frozenset(FILES)
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob: data:;"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script';"
+    " trusted-types 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+    "Cache-Control": "no-cache",  # the browser asks again with the ETag: a new version is shown at once
+}
+
+
+def page_file(name: str) -> bytes:
+    """Return a file of the bundle. Raises OSError if the bundle was not built."""
+    return (FOLDER / name).read_bytes()
+
+
+def page_routes(paths: Container[str] = PATHS) -> Iterator[Route]:
+    """Yield the routes of the page's files at `paths`. A file is read on the first request for the file."""
+    for path, (name, media_type) in FILES.items():
+        if path in paths:
+            yield Route(path, _File(name, media_type), methods=["GET"])
+
+
+class _File:
+    """An ASGI application that serves one file of the bundle."""
+
+    def __init__(self, name: str, media_type: str) -> None:
+        self._name = name
+        self._media_type = media_type
+        self._data = b""
+        self._tag = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._data:
+            self._data = page_file(self._name)
+            self._tag = f'"{hashlib.sha256(self._data).hexdigest()[:32]}"'
+        headers = HEADERS | {"ETag": self._tag}
+        if Request(scope).headers.get("if-none-match") == self._tag:
+            reply = Response(status_code=304, headers=headers)
+        else:
+            reply = Response(self._data, media_type=self._media_type, headers=headers)
+        await reply(scope, receive, send)
