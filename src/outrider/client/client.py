@@ -590,6 +590,10 @@ class AsyncClient:
         """Return what the service has done in each step of the last hour. Raises Forbidden for a token of a tenant."""
         return await self._call("GET", "/v1/rates", RateList)
 
+    async def metrics(self) -> str:
+        """Return the metrics in the text format of Prometheus. Raises Forbidden for a token of a tenant."""
+        return (await self._fetch("GET", "/metrics")).data.decode()
+
     async def engines(self) -> tuple[EngineStatus, ...]:
         return (await self._call("GET", "/v1/engines", EngineList)).engines
 
@@ -1074,6 +1078,7 @@ class Client:
     image = _blocking(AsyncClient.image)
     status = _blocking(AsyncClient.status)
     rates = _blocking(AsyncClient.rates)
+    metrics = _blocking(AsyncClient.metrics)
     engines = _blocking(AsyncClient.engines)
     nodes = _blocking(AsyncClient.nodes)
     pull_image = _blocking(AsyncClient.pull_image)
