@@ -150,7 +150,7 @@ async def test_without_a_token_or_with_a_wrong_one_nothing_is_served(tmp_path: P
                 assert "token" in (await reply.json())["message"]
         async with AsyncClient(url, token=ADMIN) as api:
             node = await api.create_token("machine", "node")
-        async with http.post(f"{url}/mcp", json=body, headers={"Authorization": f"Bearer {node.secret}"}) as reply:
+        async with http.post(f"{url}/mcp", json=body, headers={"Authorization": f"Bearer {node.text}"}) as reply:
             assert reply.status == 403
             assert "'read'" in (await reply.json())["message"]
         async with http.get(f"{url}/mcp", headers={"Authorization": f"Bearer {ADMIN}"}) as reply:
@@ -166,8 +166,8 @@ async def test_a_page_of_another_site_cannot_call_a_service_without_tokens(tmp_p
 
 async def test_a_tool_needs_the_role_of_its_call(tmp_path: Path) -> None:
     async with a_service(tmp_path, token=ADMIN) as (_, url), AsyncClient(url, token=ADMIN) as api:
-        read = (await api.create_token("reader", "read", tenant="operator")).secret
-        submit = (await api.create_token("writer", "submit", tenant="operator")).secret
+        read = (await api.create_token("reader", "read", tenant="operator")).text
+        submit = (await api.create_token("writer", "submit", tenant="operator")).text
         await api.pause_queue()
         group = await api.submit({"task": TASK})
         async with connected(url, read) as client:
@@ -186,7 +186,7 @@ async def test_a_tool_needs_the_role_of_its_call(tmp_path: Path) -> None:
 @pytest.mark.deep
 async def test_over_stdio_the_service_refuses_what_the_role_does_not_allow(tmp_path: Path) -> None:
     async with a_service(tmp_path, token=ADMIN) as (_, url), AsyncClient(url, token=ADMIN) as api:
-        read = (await api.create_token("reader", "read", tenant="operator")).secret
+        read = (await api.create_token("reader", "read", tenant="operator")).text
         async with over_stdio(url, read) as client:
             assert '"version"' in await text(client, "status")
             refused = await refusal(client, "cancel_sessions", all=True)
@@ -197,7 +197,7 @@ async def test_over_stdio_the_service_refuses_what_the_role_does_not_allow(tmp_p
 
 async def test_a_tenant_sees_its_own_sessions_only(tmp_path: Path) -> None:
     async with a_service(tmp_path, token=ADMIN) as (_, url), AsyncClient(url, token=ADMIN) as api:
-        tokens = {name: (await api.create_token(name, "submit")).secret for name in ("anna", "ben")}
+        tokens = {name: (await api.create_token(name, "submit")).text for name in ("anna", "ben")}
         async with AsyncClient(url, token=tokens["anna"]) as anna:
             [group] = await anna.wait([(await anna.submit({"task": TASK})).id])
         session = group.sessions[0].id
@@ -220,7 +220,7 @@ async def test_an_error_names_the_field_and_what_to_do(tmp_path: Path) -> None:
         assert "error invalid_field" in refused
         assert "field: limit" in refused
         assert "hint: arguments of list_sessions: state, labels," in refused
-        assert "did you mean 'session'?" in await refusal(client, "show_session", sesion="s-1")
+        assert "did you mean 'characters'?" in await refusal(client, "show_session", session="s-1", charakters=1)
         assert "field: sql" in await refusal(client, "query", sql="DROP TABLE sessions")
         assert "hint: tools: status, diagnose" in await refusal(client, "show")
         assert "hint:" in await refusal(client, "cancel_sessions")
@@ -260,7 +260,7 @@ def test_each_enclosed_text_has_a_mark_of_its_own() -> None:
 
 async def test_calls_at_once_do_not_mix_their_callers(tmp_path: Path) -> None:
     async with a_service(tmp_path, token=ADMIN) as (_, url), AsyncClient(url, token=ADMIN) as api:
-        read = (await api.create_token("reader", "read")).secret
+        read = (await api.create_token("reader", "read")).text
         async with connected(url, ADMIN) as admin, connected(url, read) as reader:
             listed = await asyncio.gather(*(names(client) for client in (admin, reader) * 8))
     assert [len(found) for found in listed] == [len(TOOLS), len(READING)] * 8
