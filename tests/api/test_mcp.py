@@ -135,10 +135,10 @@ async def test_the_operating_tools_act_and_are_audited(tmp_path: Path, transport
         node = (await api.nodes())[0].name
         assert '"drained":true' in await text(client, "drain_node", node=node)
         assert '"drained":false' in await text(client, "resume_node", node=node)
-    called = [line for line in (tmp_path / "data" / "audit.log").read_text().splitlines() if "/v1/" in line]
+    called = [line for line in (tmp_path / "data" / "audit.jsonl").read_text().splitlines() if "/v1/" in line]
     assert sum("POST /v1/sessions/cancel" in line for line in called) == 2
     assert any("POST /v1/nodes/{name}/drain" in line for line in called)
-    assert "/mcp" not in (tmp_path / "data" / "audit.log").read_text()
+    assert "/mcp" not in (tmp_path / "data" / "audit.jsonl").read_text()
 
 
 async def test_without_a_token_or_with_a_wrong_one_nothing_is_served(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ async def test_a_tenant_sees_its_own_sessions_only(tmp_path: Path) -> None:
             assert '"rows":[[0]]' in await text(client, "query", sql="SELECT count(*) FROM sessions")
             for tool in ("show_session", "timeline"):
                 assert "error not_found" in await refusal(client, tool, session=session)
-            assert "error not_found" in await refusal(client, "cancel_sessions", groups=[group.id])
+            assert '"matched":0' in await text(client, "cancel_sessions", groups=[group.id])
             assert "error forbidden" in await refusal(client, "metrics")
 
 

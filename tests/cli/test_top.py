@@ -130,7 +130,7 @@ async def test_the_live_view_outlasts_a_service_that_is_gone(tmp_path: Path) -> 
                 *PROGRAM, "top", "--url", url, stdin=terminal, stdout=terminal, stderr=terminal, env=_environment()
             )
             assert b"more lines: outrider top --once" in await _until(master, b"more lines: outrider top --once")
-        await _until(master, b"cannot be reached")
+        await _until(master, b"asked again each second")
         os.write(master, b"q")
         assert await asyncio.wait_for(process.wait(), 10) == 0
     finally:

@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from starlette.responses import Response as PlainResponse
+
 from outrider.api.access import caller_in, check
 from outrider.client.client import AsyncClient
 from outrider.environment import install_command
@@ -33,6 +35,9 @@ class McpEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller = caller_in(scope)
         check(f"POST {PATH}", "read", caller)
+        if scope["method"] != "POST":  # the server sends nothing unasked, and has no state that a client could delete
+            await PlainResponse(status_code=405, headers={"Allow": "POST"})(scope, receive, send)
+            return
         if find_spec("mcp") is None:
             raise NotFound(f"{PATH} needs the package mcp on the service's machine", hint=install_command("mcp"))
         server = await asyncio.to_thread(import_module, "outrider.mcp.server")

@@ -102,7 +102,7 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
             open_paths=app.state.open_paths,
         )
 
-        app.router.routes.append(Route(PATH, McpEndpoint(control), methods=["POST"]))
+        app.router.routes.append(Route(PATH, McpEndpoint(control)))
 
         async def root(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and gateway.serves(scope):

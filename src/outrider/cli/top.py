@@ -106,8 +106,13 @@ def top(
             view = readings.read()
         terminal.show(view, frame(view))
         return
-    with _keys() as pressed, Live(console=terminal.out, screen=True, auto_refresh=False) as live:
-        shown = frame(readings.read())
+    shown = frame(readings.read())  # an error at the start ends the command
+    with (
+        service.impatient() as client,
+        _keys() as pressed,
+        Live(console=terminal.out, screen=True, auto_refresh=False) as live,
+    ):
+        readings = TopReadings(client)
         while True:
             live.update(_Cut(shown), refresh=True)
             if "q" in pressed(REFRESH_SECONDS):
@@ -115,7 +120,7 @@ def top(
             try:
                 shown = frame(readings.read())
             except OutriderError as error:  # the service may be starting again
-                shown = f"{printable(error.message)}\nq quits; the service is asked again each second"
+                shown = f"{printable(error.message)}\nThe service is asked again each second."
 
 
 class TopReadings:
@@ -160,7 +165,9 @@ class TopReadings:
             seconds = now - before[0]
         if before is None or seconds > RATE_SECONDS:
             self._before = now, done
-        return None if before is None or seconds <= 0 else TopRates(seconds=seconds, sessions=(done - before[1]) / seconds)
+        return (
+            None if before is None or seconds <= 0 else TopRates(seconds=seconds, sessions=(done - before[1]) / seconds)
+        )
 
     def _read_errors(self) -> tuple[ErrorCause, ...] | None:
         try:

@@ -999,6 +999,7 @@ class Client:
         patience: float = RESTART_SECONDS,
     ) -> None:
         self.asynchronous = AsyncClient(url, token=token, ca=ca, patience=patience)
+        self._arguments: Mapping[str, Any] = {"url": url, "token": token, "ca": ca}
         self._loop: LoopThread | None = None
 
     def __enter__(self) -> Self:
@@ -1011,6 +1012,10 @@ class Client:
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.__exit__(None, None, None)
+
+    def impatient(self) -> Client:
+        """Return another client of the same service, to be opened, which sends each call once."""
+        return Client(**self._arguments, patience=0)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the client's event loop, and wait for its result."""

@@ -54,7 +54,9 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] = lambda role: T
         except OutriderError as error:
             # The message of an error may have text of the caller or of a task, too.
             return types.CallToolResult(
-                content=[types.TextContent(type="text", text=enclosed(error_text(error.record()), more="ask for less"))],
+                content=[
+                    types.TextContent(type="text", text=enclosed(error_text(error.record()), more="ask for less"))
+                ],
                 is_error=True,
             )
         return types.CallToolResult(content=[types.TextContent(type="text", text=text)])

@@ -228,7 +228,12 @@ TOOLS = (
     ),
     McpTool("list_groups", "read", "List groups that match a filter, newest first.", ListArguments, _groups, _PAGE),
     McpTool(
-        "list_sessions", "read", "List sessions that match a filter, newest group first.", ListArguments, _sessions, _PAGE
+        "list_sessions",
+        "read",
+        "List sessions that match a filter, newest group first.",
+        ListArguments,
+        _sessions,
+        _PAGE,
     ),
     McpTool(
         "show_session",
