@@ -123,7 +123,7 @@ async def test_the_views_are_a_resource(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transport", [connected, pytest.param(over_stdio, marks=pytest.mark.deep)])
 async def test_the_operating_tools_act_and_are_audited(tmp_path: Path, transport: Any) -> None:
-    async with a_service(tmp_path) as (service, url), AsyncClient(url) as api, transport(url) as client:
+    async with a_service(tmp_path) as (_, url), AsyncClient(url) as api, transport(url) as client:
         assert '"changed":0' in await text(client, "pause_queue", labels={"run": "a"})
         group = await api.submit({"task": TASK, "n": 2})
         assert '"held":2' in await text(client, "list_pauses")

@@ -1,5 +1,5 @@
-"""The skill for coding agents and llms.txt: their tools, commands and links exist, and a scripted agent that follows the
-skill's steps finds planted faults, with the MCP tools and with the command line."""
+"""The skill for coding agents and llms.txt: their tools, commands and links exist, and a scripted agent that follows
+the skill's steps finds planted faults, with the MCP tools and with the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from api.test_mcp import connected, text
 from cli.conftest import cli as cli
-from cli.test_diagnose import FAULTS, N, SUBJECTS
+from cli.test_diagnose import FAULTS, SUBJECTS, N
 from cli.world import Cli
 from outrider.cli.commands import commands
 from outrider.client.client import AsyncClient
@@ -88,7 +88,7 @@ def test_the_skill_names_tools_and_commands_that_exist() -> None:
     called = re.findall(r"`outrider ([^`]+)`", SKILL)
     assert len(called) > 10
     for words in called:
-        at = commands()
+        at: Any = commands()
         for word in words.split():
             if not hasattr(at, "names"):
                 break

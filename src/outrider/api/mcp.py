@@ -1,4 +1,5 @@
-"""`/mcp`: the MCP server over streamable HTTP. Its tools call the control API in this process, with the caller's headers.
+"""`/mcp`: the MCP server over streamable HTTP. The tools call the control API in this process, with the headers of the
+caller.
 
 Invariant: a tool can do no more than a call of the control API with the same token, and is in the audit log as this
 call.
@@ -7,23 +8,17 @@ call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
-from starlette.responses import Response as PlainResponse
+from starlette.responses import Response
 
 from outrider.api.access import caller_in, check
-from outrider.client.client import AsyncClient
 from outrider.environment import install_command
 from outrider.errors import NotFound
-from outrider.wire.http_connections import Buffer, Connections, Response
-from outrider.wire.http_server import Application, Message, Receive, Scope, Send
+from outrider.wire.http_server import Application, Receive, Scope, Send
 
 PATH = "/mcp"
-KEPT = (b"authorization", b"host", b"origin")
-"""Headers of the caller that the calls of the tools have, too: access control reads them."""
 
 
 class McpEndpoint:
@@ -36,97 +31,9 @@ class McpEndpoint:
         caller = caller_in(scope)
         check(f"POST {PATH}", "read", caller)
         if scope["method"] != "POST":  # the server sends nothing unasked, and has no state that a client could delete
-            await PlainResponse(status_code=405, headers={"Allow": "POST"})(scope, receive, send)
+            await Response(status_code=405, headers={"Allow": "POST"})(scope, receive, send)
             return
         if find_spec("mcp") is None:
             raise NotFound(f"{PATH} needs the package mcp on the service's machine", hint=install_command("mcp"))
         server = await asyncio.to_thread(import_module, "outrider.mcp.server")
-        async with _InnerClient(self._control, scope) as client:
-            await server.serve_http(server.mcp_server(client, caller.may), scope, receive, send)
-
-
-class _InnerClient(AsyncClient):
-    """A client that calls an application in this process, for the caller of the request `scope`. A busy service is not
-    asked again."""
-
-    def __init__(self, app: Application, scope: Scope) -> None:
-        super().__init__(patience=0)
-        self._app = app
-        self._scope = scope
-
-    async def __aenter__(self) -> _InnerClient:
-        await super().__aenter__()
-        self._connections = _InnerConnections(self._app, self._scope)
-        return self
-
-
-class _InnerConnections(Connections):
-    def __init__(self, app: Application, scope: Scope) -> None:
-        self._app = app
-        self._scope = scope
-
-    async def request(
-        self,
-        method: str,
-        path: str,
-        body: Sequence[Buffer] = (),
-        headers: Mapping[str, str] | None = None,
-        *,
-        opened: Callable[[Response], None] | None = None,
-        repeatable: bool = False,
-    ) -> Response:
-        where, _, query = path.partition("?")
-        own = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-        sent = b"".join(body)
-        scope = {
-            **{name: self._scope[name] for name in ("type", "asgi", "http_version", "scheme", "client", "server")},
-            "method": method,
-            "path": where,
-            "raw_path": where.encode(),
-            "query_string": query.encode(),
-            "root_path": "",
-            "headers": [
-                *((name, value) for name, value in self._scope["headers"] if name in KEPT),
-                *own,
-                (b"content-length", b"%d" % len(sent)),
-            ],
-        }
-        reply = _InnerResponse()
-        await self._app(scope, _received(sent).__anext__, reply.take)
-        return reply
-
-    def close(self) -> None:
-        pass
-
-
-class _InnerResponse(Response):
-    """A whole response of an application in this process."""
-
-    def __init__(self) -> None:
-        self._status = 500
-        self._headers: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
-
-    async def take(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._status, self._headers = message["status"], dict(message.get("headers", ()))
-        elif message["type"] == "http.response.body":
-            self._body.append(bytes(message.get("body", b"")))
-
-    @property
-    def status(self) -> int:
-        return self._status
-
-    def header(self, name: bytes) -> bytes | None:
-        return self._headers.get(name)
-
-    async def whole(self, most: int | None = None) -> bytes:
-        return b"".join(self._body)[:most]
-
-    def close(self) -> None:
-        pass
-
-
-async def _received(body: bytes) -> AsyncIterator[dict[str, Any]]:
-    yield {"type": "http.request", "body": body, "more_body": False}
-    await asyncio.get_running_loop().create_future()  # the caller's connection ends the outer call
+        await server.serve_http(self._control, caller.may, scope, receive, send)

@@ -1,7 +1,7 @@
 """`outrider top`: what a service does now, drawn again every second in the terminal, or once.
 
-The frame is a pure function of a `TopView`. The view is made from the status, the rates of the last hour (or, for tokens
-of a tenant, two readings of the status), and a query for the newest errors.
+The frame is a pure function of a `TopView`. The view is made from the status, the rates of the last hour (for tokens of
+a tenant: two readings of the status), and a query for the newest errors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -60,8 +60,8 @@ class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Means over the last `seconds`: done and failed sessions, stored model calls and sampled tokens a second. Tokens of
-    a tenant get done sessions only; the others are None."""
+    """Means over the last `seconds`: done and failed sessions, stored model calls and sampled tokens a second. Tokens
+    of a tenant get done sessions only; the others are None."""
 
     seconds: float
     sessions: float
@@ -234,14 +234,14 @@ class _Cut:
 
 
 @contextmanager
-def _keys() -> Iterator[Any]:
-    """Yield a function that waits up to some seconds for a key, and returns the pressed keys. In the block, the terminal
-    passes each key on at once, and does not show it. Ctrl-C still interrupts."""
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits up to some seconds for a key, and returns the pressed keys. In the block, the
+    terminal passes each key on at once, and does not show it. Ctrl-C still interrupts."""
     import termios  # late: only a terminal needs these
     import tty
 
     if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ""
+        yield _no_keys
         return
     file = sys.stdin.fileno()
     before = termios.tcgetattr(file)
@@ -255,3 +255,8 @@ def _keys() -> Iterator[Any]:
         yield pressed
     finally:
         termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+def _no_keys(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""

@@ -17,11 +17,12 @@ from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from outrider.client.client import AsyncClient
 from outrider.environment import installed_version
 from outrider.errors import Forbidden, NotFound, OutriderError
+from outrider.mcp.inner_client import InnerClient
 from outrider.mcp.text import enclosed, error_text
 from outrider.mcp.tools import TOOLS, McpTool
 from outrider.spec import Role
 from outrider.store.run_index.tables import VIEWS
-from outrider.wire.http_server import Receive, Scope, Send
+from outrider.wire.http_server import Application, Receive, Scope, Send
 
 VIEWS_URI = "outrider://views"
 INSTRUCTIONS = (
@@ -88,12 +89,15 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] = lambda role: T
     )
 
 
-async def serve_http(server: Server[Any], scope: Scope, receive: Receive, send: Send) -> None:
-    """Reply to one POST of the streamable HTTP transport with JSON. The server keeps no state between requests, so each
-    request has a server of its own, made for the caller."""
-    manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
-    async with manager.run():
-        await manager.handle_request(scope, receive, send)
+async def serve_http(
+    control: Application, may: Callable[[Role], bool], scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Reply to one POST of the streamable HTTP transport with JSON. The tools call the application `control` for the
+    caller of the request. There is no state between requests, so each request has a server of its own."""
+    async with InnerClient(control, scope) as client:
+        manager = StreamableHTTPSessionManager(mcp_server(client, may), json_response=True, stateless=True)
+        async with manager.run():
+            await manager.handle_request(scope, receive, send)
 
 
 async def serve_stdio(server: Server[Any]) -> None:

@@ -78,7 +78,8 @@ def timeline_text(timeline: TimelineView, kinds: frozenset[str], *, first: int) 
     """Return the spans of some kinds (all kinds if empty) as lines: start and length in seconds, kind, name, data."""
     begin = timeline.spans[0].start if timeline.spans else timeline.now
     lines = [
-        f"session {timeline.session_id} · attempt {timeline.attempt} · {timeline.state.value} · seconds since {begin:.3f}"
+        f"session {timeline.session_id} · attempt {timeline.attempt} · {timeline.state.value}"
+        f" · seconds since {begin:.3f}"
     ]
     for attempt in timeline.attempts:
         ended = "under way" if attempt.ended is None else f"{attempt.ended - attempt.began:.3f} s"

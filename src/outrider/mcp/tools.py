@@ -1,4 +1,4 @@
-"""The tools of the MCP server: the arguments of each, the role that each needs, and the call of the service behind each.
+"""The tools of the MCP server: the arguments of each, the role that it needs, and the call of the service behind it.
 
 The tools use the client of the control API only, so that the service checks the token, role and tenant of each call as
 of any other. The module does not depend on the package `mcp`.
@@ -31,9 +31,9 @@ class ListArguments(Spec):
     state: Annotated[
         list[Name],
         Field(max_length=8, description="queued, initializing, ready, running, evaluating, done; groups: active, done"),
-    ] = []
-    labels: Labels = {}
-    groups: Annotated[list[Name], Field(max_length=100, description="ids of groups")] = []
+    ] = Field(default_factory=list)
+    labels: Labels = Field(default_factory=dict)
+    groups: Annotated[list[Name], Field(max_length=100, description="ids of groups")] = Field(default_factory=list)
     harness: Name | None = None
     min_reward: float | None = None
     max_reward: float | None = None
@@ -63,7 +63,7 @@ class TimelineArguments(Spec):
     attempt: Annotated[int, Field(ge=1)] | None = None
     kinds: Annotated[
         list[Name], Field(max_length=8, description="stage, sandbox, call, command, process, error; none: all")
-    ] = []
+    ] = Field(default_factory=list)
     first: Annotated[int, Field(ge=0, description="number of the first span")] = 0
 
 
@@ -78,8 +78,8 @@ class DiffArguments(Spec):
 class DiagnoseArguments(Spec):
     """The groups to read: by labels or by ids, or all since a time."""
 
-    labels: Labels = {}
-    groups: Annotated[list[Name], Field(max_length=200, description="ids of groups")] = []
+    labels: Labels = Field(default_factory=dict)
+    groups: Annotated[list[Name], Field(max_length=200, description="ids of groups")] = Field(default_factory=list)
     since: Time = 0.0
 
 
