@@ -31,7 +31,6 @@ def test_there_is_every_command() -> None:
     assert {words[0] for words in COMMANDS} == {
         *("serve", "run", "status", "cancel", "show", "view", "trace", "regrade", "artifacts", "export", "gc"),
         *("top", "mcp"),
-        *("serve", "run", "status", "cancel", "show", "trace", "regrade", "artifacts", "export", "gc"),
         *(
             "consumers",
             "callbacks",
