@@ -40,7 +40,7 @@ LAYERS = (
     ),
     ("tokens", "dialects", "wire", "sandbox"),
     ("engines", "harnesses", "evaluators", "store", "client", "relay", "slurm", "tasks"),
-    ("sessions", "nodes", "service"),
+    ("sessions", "nodes", "service", "mcp"),
     ("api",),
     ("trainers", "cli", "doctor", "lab", "outrider"),
 )

@@ -17,7 +17,7 @@ from cli.world import program
 
 PACKAGE = Path(__file__).parent.parent / "src" / "outrider"
 
-NEVER = {"asyncpg", "prometheus_client", "httpx", "openai", "torch", "transformers", "datasets", "ray", "pytest"}
+NEVER = {"asyncpg", "prometheus_client", "httpx", "openai", "torch", "transformers", "datasets", "ray", "pytest", "mcp"}
 """Libraries that no process imports at its start: they belong to a store, an engine or a trainer that few use."""
 SERVER = {"fastapi", "starlette", "uvicorn", "websockets", "renderers", "tokenizers", "jinja2", "cryptography"}
 COMMAND_LINE = {"click", "rich"}
@@ -38,6 +38,7 @@ SESSION = "s-0019a4e2b6c1f3d2-0"
 CLIENT_COMMANDS = {
     "status": ("status",),
     "status of a group": ("status", "g-0019a4e2b6c1f3d2", "--json"),
+    "top": ("top", "--once"),
     "cancel": ("cancel", SESSION),
     "show": ("show", SESSION),
     "regrade": ("regrade", SESSION),

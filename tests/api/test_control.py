@@ -75,7 +75,8 @@ def test_the_sync_client_has_what_the_async_one_has(tmp_path: Path) -> None:
         return {name: list(inspect.signature(f).parameters) for name, f in members if not name.startswith("_")}
 
     blocking = public(Client)
-    assert {name: blocking.pop(name) for name in ("run", "open")} == {
+    assert {name: blocking.pop(name) for name in ("run", "open", "impatient")} == {
+        "impatient": ["self"],
         "run": ["self", "work"],
         "open": ["self", "manager"],
     }

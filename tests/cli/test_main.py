@@ -30,6 +30,7 @@ COMMANDS = words_of(ROOT)
 def test_there_is_every_command() -> None:
     assert {words[0] for words in COMMANDS} == {
         *("serve", "run", "status", "cancel", "show", "view", "trace", "regrade", "artifacts", "export", "gc"),
+        *("top", "mcp"),
         *(
             "consumers",
             "callbacks",

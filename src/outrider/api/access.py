@@ -31,6 +31,8 @@ from outrider.spec import Role
 from outrider.wire.http_server import Application, Message, Receive, Scope, Send, claim
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"}) | PATHS
+UNAUDITED = frozenset({"/mcp"})
+"""Paths whose calls change nothing by themselves: the calls of the control API that they make are in the audit log."""
 
 CALLER = "outrider.caller"
 CREATED = "outrider.created"
@@ -135,7 +137,7 @@ class _Reply:
     async def __call__(self, message: Message) -> None:
         if not self._begun:
             self._begun = True
-            if self._scope.get("method") not in ("GET", "HEAD", "OPTIONS"):
+            if self._scope.get("method") not in ("GET", "HEAD", "OPTIONS") and self._scope["path"] not in UNAUDITED:
                 await self._audit.add(_entry(self._scope, message.get("status", 101)))
         await self._send(message)
 

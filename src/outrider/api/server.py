@@ -16,6 +16,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIWebSocketRoute
+from starlette.routing import Route
 
 from outrider.api import (
     delivery,
@@ -36,6 +37,7 @@ from outrider.api.compat.routes import compat_paths, compat_routes, compat_socke
 from outrider.api.control_replies import bad_query, error_reply, not_served, outrider_error
 from outrider.api.gateway import Gateway
 from outrider.api.gateway_server import HttpServer, listener_at, running, serving_gateway, url_of
+from outrider.api.mcp import PATH, McpEndpoint
 from outrider.api.openapi import describe
 from outrider.api.page import page_routes
 from outrider.config import TlsConfig
@@ -99,6 +101,8 @@ async def serving(service: Service, node: LocalNode | None) -> AsyncIterator[str
             refusal=refusal,
             open_paths=app.state.open_paths,
         )
+
+        app.router.routes.append(Route(PATH, McpEndpoint(control)))
 
         async def root(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and gateway.serves(scope):

@@ -63,6 +63,8 @@ COMMANDS = {
     "trace": ("trace:trace", "Write what happened when as a trace for ui.perfetto.dev."),
     "diagnose": ("diagnose:diagnose", "List the faults of a run, with evidence and the next step."),
     "view": ("view:view", "Look at a finished run in the browser, without a service."),
+    "top": ("top:top", "Show what the service does, live in the terminal."),
+    "mcp": ("mcp:mcp", "Serve the MCP tools of a service over standard input and output."),
     "regrade": ("regrade:regrade", "Grade sessions again, with another evaluator or the same one."),
     "capture": ("session:capture", "Run a program here as the agent of a session, and show what it did."),
     "artifacts": ("artifacts:artifacts", "List the files kept from a session's sandbox, or get one of them."),

@@ -590,6 +590,10 @@ class AsyncClient:
         """Return what the service has done in each step of the last hour. Raises Forbidden for a token of a tenant."""
         return await self._call("GET", "/v1/rates", RateList)
 
+    async def metrics(self) -> str:
+        """Return the metrics in the text format of Prometheus. Raises Forbidden for a token of a tenant."""
+        return (await self._fetch("GET", "/metrics")).data.decode()
+
     async def engines(self) -> tuple[EngineStatus, ...]:
         return (await self._call("GET", "/v1/engines", EngineList)).engines
 
@@ -995,6 +999,7 @@ class Client:
         patience: float = RESTART_SECONDS,
     ) -> None:
         self.asynchronous = AsyncClient(url, token=token, ca=ca, patience=patience)
+        self._arguments: Mapping[str, Any] = {"url": url, "token": token, "ca": ca}
         self._loop: LoopThread | None = None
 
     def __enter__(self) -> Self:
@@ -1007,6 +1012,10 @@ class Client:
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.__exit__(None, None, None)
+
+    def impatient(self) -> Client:
+        """Return another client of the same service, to be opened, which sends each call once."""
+        return Client(**self._arguments, patience=0)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the client's event loop, and wait for its result."""
@@ -1074,6 +1083,7 @@ class Client:
     image = _blocking(AsyncClient.image)
     status = _blocking(AsyncClient.status)
     rates = _blocking(AsyncClient.rates)
+    metrics = _blocking(AsyncClient.metrics)
     engines = _blocking(AsyncClient.engines)
     nodes = _blocking(AsyncClient.nodes)
     pull_image = _blocking(AsyncClient.pull_image)

@@ -1,0 +1,39 @@
+"""`/mcp`: the MCP server over streamable HTTP. The tools call the control API in this process, with the headers of the
+caller.
+
+Invariant: a tool can do no more than a call of the control API with the same token, and is in the audit log as this
+call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import import_module
+from importlib.util import find_spec
+
+from starlette.responses import Response
+
+from outrider.api.access import caller_in, check
+from outrider.environment import install_command
+from outrider.errors import NotFound
+from outrider.wire.http_server import Application, Receive, Scope, Send
+
+PATH = "/mcp"
+
+
+class McpEndpoint:
+    """The application at PATH, below access control. `control` is the control API with its access control."""
+
+    def __init__(self, control: Application) -> None:
+        self._control = control
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = caller_in(scope)
+        check(f"POST {PATH}", "read", caller)
+        if scope["method"] != "POST":  # the server sends nothing unasked, and has no state that a client could delete
+            await Response(status_code=405, headers={"Allow": "POST"})(scope, receive, send)
+            return
+        if find_spec("mcp") is None:
+            raise NotFound(f"{PATH} needs the package mcp on the service's machine", hint=install_command("mcp"))
+        server = await asyncio.to_thread(import_module, "outrider.mcp.server")
+        await server.serve_http(self._control, caller.may, scope, receive, send)

@@ -1,0 +1,262 @@
+"""`outrider top`: what a service does now, drawn again every second in the terminal, or once.
+
+The frame is a pure function of a `TopView`. The view is made from the status, the rates of the last hour (for tokens of
+a tenant: two readings of the status), and a query for the newest errors.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import msgspec
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.live import Live
+from rich.segment import SegmentLines
+from rich.text import Text
+
+from outrider.cli.command_line import CliOption
+from outrider.cli.options import command
+from outrider.cli.tables import (
+    MAX_ERROR,
+    age,
+    engine_table,
+    failing_table,
+    node_table,
+    number,
+    policy_line,
+    table,
+)
+from outrider.cli.terminal import Terminal, printable
+from outrider.client.client import Client
+from outrider.errors import Forbidden, OutriderError
+from outrider.schemas import ServiceStatus
+
+REFRESH_SECONDS = 1.0
+RATE_SECONDS = 30.0
+"""Rates are means over the newest points of so many seconds."""
+ERRORS_EVERY = 10.0
+"""Seconds between two queries for errors: each query is a process of the service."""
+ERROR_SECONDS = 3600
+ERRORS = f"""SELECT code, boundary, count(*) AS times, max(at) AS at, session_id, message
+FROM errors WHERE at > unixepoch() - {ERROR_SECONDS} GROUP BY code, boundary ORDER BY at DESC LIMIT 8"""
+
+
+class ErrorCause(msgspec.Struct, frozen=True, kw_only=True):
+    """The errors of the last hour with one code and boundary: their number, and time, session and message of the
+    newest."""
+
+    code: str
+    boundary: str
+    times: int
+    at: float
+    session: str
+    message: str
+
+
+class TopRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Means over the last `seconds`: done and failed sessions, stored model calls and sampled tokens a second. Tokens
+    of a tenant get done sessions only; the others are None."""
+
+    seconds: float
+    sessions: float
+    failed: float | None = None
+    calls: float | None = None
+    tokens: float | None = None
+
+
+class TopView(msgspec.Struct, frozen=True, kw_only=True):
+    """The output of `outrider top --once --json`. `rates` is None for a service without enough readings. `errors` are
+    None if the query failed."""
+
+    at: float
+    service: ServiceStatus
+    rates: TopRates | None
+    errors: tuple[ErrorCause, ...] | None
+
+
+@command
+def top(
+    terminal: Terminal,
+    service: Client,
+    once: Annotated[bool, CliOption("--once", help="Print one frame, and end.")] = False,
+) -> None:
+    """Show what the service does, live in the terminal.
+
+    Sessions by state, sessions and tokens a second, lanes, engines, the policy
+    version and the errors of the last hour by cause, drawn again every second.
+    The key q ends the command. Without a terminal, one frame is printed.
+
+    Examples:
+
+        outrider top
+
+        outrider top --once --json
+    """
+    readings = TopReadings(service)
+    if once or terminal.json or not terminal.out.is_terminal:
+        view = readings.read()
+        if view.rates is None:
+            time.sleep(REFRESH_SECONDS)
+            view = readings.read()
+        terminal.show(view, frame(view))
+        return
+    shown = frame(readings.read())  # an error at the start ends the command
+    with (
+        service.impatient() as client,
+        _keys() as pressed,
+        Live(console=terminal.out, screen=True, auto_refresh=False) as live,
+    ):
+        readings = TopReadings(client)
+        while True:
+            live.update(_Cut(shown), refresh=True)
+            if "q" in pressed(REFRESH_SECONDS):
+                return
+            try:
+                shown = frame(readings.read())
+            except OutriderError as error:  # the service may be starting again
+                shown = f"{printable(error.message)}\nThe service is asked again each second."
+
+
+class TopReadings:
+    """Reads views of a service. Raises the errors of the client."""
+
+    def __init__(self, service: Client) -> None:
+        self._service = service
+        self._before: tuple[float, int] | None = None
+        """Time and number of done sessions of the status read first in the last RATE_SECONDS."""
+        self._tenant = False
+        self._errors: tuple[ErrorCause, ...] | None = None
+        self._errors_at = 0.0
+
+    def read(self) -> TopView:
+        now = time.time()
+        status = self._service.status()
+        if now - self._errors_at >= ERRORS_EVERY:
+            self._errors, self._errors_at = self._read_errors(), now
+        return TopView(at=now, service=status, rates=self._rates(now, status), errors=self._errors)
+
+    def _rates(self, now: float, status: ServiceStatus) -> TopRates | None:
+        if not self._tenant:
+            try:
+                listed = self._service.rates()
+            except Forbidden:
+                self._tenant = True
+            else:
+                points = [point for point in listed.points if point.at > listed.now - RATE_SECONDS]
+                seconds = len(points) * listed.step_seconds
+                if not points:
+                    return None
+                return TopRates(
+                    seconds=seconds,
+                    sessions=sum(point.sessions_done for point in points) / seconds,
+                    failed=sum(point.sessions_failed for point in points) / seconds,
+                    calls=sum(point.calls for point in points) / seconds,
+                    tokens=sum(point.tokens_sampled for point in points) / seconds,
+                )
+        done = status.sessions.get("done", 0)
+        before, seconds = self._before, 0.0
+        if before is not None:
+            seconds = now - before[0]
+        if before is None or seconds > RATE_SECONDS:
+            self._before = now, done
+        return (
+            None if before is None or seconds <= 0 else TopRates(seconds=seconds, sessions=(done - before[1]) / seconds)
+        )
+
+    def _read_errors(self) -> tuple[ErrorCause, ...] | None:
+        try:
+            rows = self._service.query(ERRORS).rows
+        except OutriderError:  # queries may be at their limit; the next reading asks again
+            return None
+        names = ("code", "boundary", "times", "at", "session", "message")
+        return tuple(ErrorCause(**dict(zip(names, row, strict=True))) for row in rows)
+
+
+def frame(view: TopView) -> RenderableType:
+    """Return a view for people: at least 80 columns show each line whole."""
+    status, rates = view.service, view.rates
+    states = " · ".join(f"{count} {state}" for state, count in status.sessions.items() if count)
+    parts: list[Any] = [
+        f"outrider {status.version} · model {printable(status.model)} · {policy_line(status.policy)}",
+        f"sessions: {states or 'none'}",
+        _rate_line(rates),
+    ]
+    if status.failing:
+        parts += ["", failing_table(status.failing)]
+    for node in status.nodes:
+        parts += ["", node_table(node)]
+    parts += ["", engine_table(status.engines), ""]
+    if view.errors is None:
+        parts.append("errors: the query failed; see outrider query")
+    elif not view.errors:
+        parts.append("no errors in the last hour")
+    else:
+        rows = [
+            (f"{each.boundary}: {each.code}", each.times, age(each.at), each.session, _line(each.message))
+            for each in view.errors
+        ]
+        columns = ("errors of the last hour", "times>", "newest>", "session", "message")
+        parts.append(table(columns, rows))
+    return Group(*parts)
+
+
+def _rate_line(rates: TopRates | None) -> str:
+    if rates is None:
+        return "rates: not known yet"
+    others = {"failed": rates.failed, "calls": rates.calls, "tokens": rates.tokens}
+    shown = "".join(f" · {number(value, 1)} {name}/s" for name, value in others.items() if value is not None)
+    return f"{number(rates.sessions)} sessions/s{shown} (mean of {rates.seconds:.0f} s)"
+
+
+def _line(message: str) -> str:
+    text = message.replace("\n", " ")
+    return text if len(text) <= MAX_ERROR else f"{text[: MAX_ERROR - 3]}..."
+
+
+class _Cut:
+    """Shows as many lines as the terminal has, with the last one naming the rest: a screen cannot be scrolled."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        lines = console.render_lines(self._inner, options.update(height=None), pad=False)
+        room = max(1, console.height - 1)
+        yield SegmentLines(lines[:room], new_lines=True)
+        rest = len(lines) - room
+        yield Text(f"q quits · {rest} more lines: outrider top --once" if rest > 0 else "q quits", end="")
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits up to some seconds for a key, and returns the pressed keys. In the block, the
+    terminal passes each key on at once, and does not show it. Ctrl-C still interrupts."""
+    import termios  # late: only a terminal needs these
+    import tty
+
+    if not sys.stdin.isatty():
+        yield _no_keys
+        return
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([file], [], [], seconds)
+        return os.read(file, 100).decode(errors="replace") if ready else ""
+
+    try:
+        tty.setcbreak(file)
+        yield pressed
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+def _no_keys(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
