@@ -190,11 +190,14 @@ REPEATED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("group", "session", "turns", "timeline", "samples", "chat_rows"), ("s-1",)),
     **dict.fromkeys(("artifacts", "cancel_session", "query"), ("s-1",)),
     **dict.fromkeys(("group_page", "results", "consumers", "dead_callbacks", "sessions", "status"), ()),
-    **dict.fromkeys(("engines", "nodes", "tokens", "policy", "pauses", "pause_queue", "diagnosis", "rates"), ()),
+    **dict.fromkeys(
+        ("engines", "nodes", "tokens", "policy", "pauses", "pause_queue", "metrics", "diagnosis", "rates"), ()
+    ),
     **dict.fromkeys(("cancel", "drain_node", "resume_node", "drain_engine", "image"), ("x",)),
     "artifact": ("s-1", "a"),
     "ack": ("c", 1),
     "diff": ("a=b", "c=d"),
+    "reply_body": ("/v1/thing",),
     "complete_session": ("s-1", {}),
     "submit": (KEYED,),
     "regrade": ("g-1", {"idempotency_key": "k"}),
