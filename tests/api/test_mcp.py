@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,9 @@ from mcp.client.stdio import StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 
+from cli.conftest import cli as cli
+from cli.test_serve import flags
+from cli.world import Cli, program
 from outrider.client.client import AsyncClient
 from outrider.mcp.text import MAX_RESULT, enclosed
 from outrider.mcp.tools import TOOLS
@@ -264,3 +268,47 @@ async def test_calls_at_once_do_not_mix_their_callers(tmp_path: Path) -> None:
         async with connected(url, ADMIN) as admin, connected(url, read) as reader:
             listed = await asyncio.gather(*(names(client) for client in (admin, reader) * 8))
     assert [len(found) for found in listed] == [len(TOOLS), len(READING)] * 8
+
+
+async def test_without_the_package_the_address_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_service(tmp_path) as (_, url), aiohttp.ClientSession() as http:
+        monkeypatch.setitem(sys.modules, "mcp", None)  # as if the package were not installed
+        async with http.post(f"{url}/mcp", json={"jsonrpc": "2.0", "id": 1, "method": "tools/list"}) as reply:
+            refused = await reply.json()
+            assert reply.status == 404
+    assert "needs the package mcp" in refused["message"]
+    assert refused["hint"].startswith("pip install")
+
+
+async def test_a_broken_message_is_refused_and_the_service_goes_on(tmp_path: Path) -> None:
+    async with a_service(tmp_path) as (_, url), aiohttp.ClientSession() as http:
+        headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+        for body in (b"{", b"[]", b"\xff", b'{"jsonrpc": "2.0", "id": 1, "method": "no/such"}', b"[" * 100_000):
+            async with http.post(f"{url}/mcp", data=body, headers=headers) as reply:
+                assert reply.status < 500
+                assert "Traceback" not in await reply.text()
+        async with connected(url) as client:
+            assert '"version"' in await text(client, "status")
+
+
+async def test_the_command_without_the_package_names_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    ran = await cli("mcp", "--url", "http://127.0.0.1:9")
+    assert ran.code == 2
+    assert "the command needs the package mcp" in ran.err
+    assert "hint: pip install" in ran.err
+    assert (await cli("mcp", "--json", "--url", "http://127.0.0.1:9")).code == 2
+
+
+@pytest.mark.deep
+async def test_calls_of_tools_leave_no_lines_in_the_log(tmp_path: Path) -> None:
+    process = await program("serve", *flags(tmp_path))
+    assert process.stdout is not None
+    ready = (await process.stdout.readline()).decode()
+    [url] = re.findall(r"http://[0-9.:]+", ready)
+    async with connected(url) as client:
+        await text(client, "status")
+        await refusal(client, "show_session", session="s-unknown")
+    process.send_signal(signal.SIGTERM)
+    _, log = await process.communicate()
+    assert b"mcp" not in log

@@ -134,8 +134,28 @@ async def test_the_live_view_outlasts_a_service_that_is_gone(tmp_path: Path) -> 
         os.write(master, b"q")
         assert await asyncio.wait_for(process.wait(), 10) == 0
     finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
         os.close(terminal)
         os.close(master)
+
+
+async def test_the_command_ends_with_its_terminal(tmp_path: Path) -> None:
+    async with running_service(tmp_path=tmp_path) as (_, url):
+        master, terminal = pty.openpty()
+        process = await asyncio.create_subprocess_exec(
+            *PROGRAM, "top", "--url", url, stdin=terminal, stdout=terminal, stderr=terminal, env=_environment()
+        )
+        os.close(terminal)
+        try:
+            await _until(master, b"sessions: none")
+            os.close(master)
+            await asyncio.wait_for(process.wait(), 10)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 def _environment() -> dict[str, str]:

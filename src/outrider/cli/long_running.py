@@ -16,8 +16,9 @@ def start_log(level: int, *, token: str | None = None, process: str = "", as_jso
     log = logging.StreamHandler()
     log.setFormatter((JsonLogFormatter if as_json else LogFormatter)(token, process=process))
     logging.basicConfig(level=level, handlers=[log])
-    if level > logging.DEBUG:  # each server of a service says when it starts and ends
-        logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))
+    if level > logging.DEBUG:  # each server of a service logs its start and end, and mcp those of each request
+        for name in ("uvicorn.error", "mcp"):
+            logging.getLogger(name).setLevel(max(level, logging.WARNING))
 
 
 class StopSignals:

@@ -11,7 +11,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -38,6 +38,8 @@ from outrider.errors import Forbidden, OutriderError
 from outrider.schemas import ServiceStatus
 
 REFRESH_SECONDS = 1.0
+QUIT = "q"
+"""The key that ends the command."""
 RATE_SECONDS = 30.0
 """Rates are means over the newest points of so many seconds."""
 ERRORS_EVERY = 10.0
@@ -115,7 +117,7 @@ def top(
         readings = TopReadings(client)
         while True:
             live.update(_Cut(shown), refresh=True)
-            if "q" in pressed(REFRESH_SECONDS):
+            if QUIT in pressed(REFRESH_SECONDS):
                 return
             try:
                 shown = frame(readings.read())
@@ -248,13 +250,19 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select([file], [], [], seconds)
-        return os.read(file, 100).decode(errors="replace") if ready else ""
+        if not ready:
+            return ""
+        try:
+            return os.read(file, 100).decode(errors="replace") or QUIT  # the input has ended
+        except OSError:  # the terminal is gone
+            return QUIT
 
     try:
         tty.setcbreak(file)
         yield pressed
     finally:
-        termios.tcsetattr(file, termios.TCSADRAIN, before)
+        with suppress(termios.error):  # the terminal may be gone
+            termios.tcsetattr(file, termios.TCSADRAIN, before)
 
 
 def _no_keys(seconds: float) -> str:
