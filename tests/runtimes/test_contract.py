@@ -125,6 +125,21 @@ async def test_processes_are_listed(world: World, kind: str) -> None:
     assert await sandbox.processes() == []  # each change is reported once
 
 
+@pytest.mark.deep
+async def test_a_crowd_of_processes_does_not_hold_up_the_tool_server(world: World) -> None:
+    sandbox = await world.start("namespace")
+    assert isinstance(sandbox, ListsProcesses)
+    await sandbox.exec("for i in $(seq 150); do sleep 4 & done", seconds=30)
+    began = time.monotonic()
+    for _ in range(20):
+        assert len(await sandbox.processes()) <= 101
+        assert (await sandbox.exec("true", seconds=10)).exit_code == 0
+    assert time.monotonic() - began < 4
+    await asyncio.sleep(5)
+    await sandbox.exec("sleep 0.5", seconds=10)
+    assert "sleep 0.5" in [process.command for process in await sandbox.processes()]
+
+
 async def test_unknown_command_is_127(sandbox: Runtime) -> None:
     by_shell = await sandbox.exec("no-such-program-x", seconds=10)
     direct = await sandbox.exec(["no-such-program-x"], seconds=10)

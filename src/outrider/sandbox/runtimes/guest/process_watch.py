@@ -22,8 +22,11 @@ SHORTEST_LOOK, LONGEST_LOOK = 0.05, 2.0
 """Bounds of the seconds between two looks."""
 IDLE_FACTOR = 5
 """A pause is at most a fifth of the time since the last change."""
-MOST_WATCHED = 1000
-"""Maximum number of living processes that are watched. Further processes are not recorded."""
+MOST_WATCHED = 100
+"""While more processes than this live in the sandbox, new ones are not recorded, and no file of a process is read: such
+a read waits for a process that forks, and a fork bomb would hold up the server for as long as it wants."""
+LOOK_SECONDS = 0.01
+"""A look begins no further read after this many seconds, and the next look continues."""
 MOST_REPORTED = 200
 """Maximum number of processes in one reply; `MOST_PROCESSES` of the host's `tool_server/client.py`."""
 MOST_WAITING = 1000
@@ -88,15 +91,34 @@ class ProcessWatch:
 
     def look(self) -> None:
         began = time.monotonic()
-        for process in list(self.living.values()):
-            self._look_at(process)
         newest = read_or_empty("/proc/loadavg").rpartition(b" ")[2]  # the id of the newest process of this namespace
+        pids: set[int] = set()
         if newest != self.newest or not newest:
             self.newest = newest
-            self._find_new()
+            pids = {int(name) for name in SPARE.read(posix.listdir, "/proc") if name.isdigit()}
+        if len(pids) > MOST_WATCHED:
+            self.newest = b""
+            for process in list(self.living.values()):
+                if process.pid not in pids:
+                    self._end(process)
+        else:
+            self._look_closely(pids, began + LOOK_SECONDS)
         now = time.monotonic()
         wait = min(LONGEST_LOOK, max(SHORTEST_LOOK, (now - self.changed) / IDLE_FACTOR))
         self.loop.at(self, max(wait, REST_FACTOR * (now - began)), self.look)
+
+    def _look_closely(self, pids: set[int], deadline: float) -> None:
+        """Read the files of the living processes, and those of new ones among `pids`."""
+        for process in list(self.living.values()):
+            if time.monotonic() > deadline:
+                break
+            self._look_at(process)
+        since_boot = time.clock_gettime(CLOCK_BOOTTIME)
+        for pid in pids - self.living.keys() - {self.me}:
+            if time.monotonic() > deadline:
+                self.newest = b""
+                break
+            self._add(pid, since_boot)
 
     def _look_at(self, process: WatchedProcess) -> None:
         fields = stat_of(process.pid)
@@ -109,24 +131,18 @@ class ProcessWatch:
                 process.command = command
                 self._note(process)
 
-    def _find_new(self) -> None:
-        now, since_boot = time.monotonic(), time.clock_gettime(CLOCK_BOOTTIME)
-        for name in SPARE.read(posix.listdir, "/proc"):
-            if not name.isdigit() or int(name) in self.living or int(name) == self.me:
-                continue
-            if len(self.living) >= MOST_WATCHED:
-                return
-            pid = int(name)
-            fields, command = stat_of(pid), command_of(pid)
-            if fields is None or has_ended(pid, fields):
-                continue
-            if command == self.own_command:
-                self.newest = b""  # this fork has not started its program yet: look again
-                continue
-            age = max(0.0, since_boot - int(fields[19]) / posix.sysconf("SC_CLK_TCK"))
-            process = WatchedProcess(pid, int(fields[1]), fields[19], now - age, command)
-            self.living[pid] = process
-            self._note(process)
+    def _add(self, pid: int, since_boot: float) -> None:
+        fields = stat_of(pid)
+        if fields is None or has_ended(pid, fields):
+            return
+        command = command_of(pid)
+        if command == self.own_command:
+            self.newest = b""  # this fork has not started its program yet: look again
+            return
+        age = max(0.0, since_boot - int(fields[19]) / posix.sysconf("SC_CLK_TCK"))
+        process = WatchedProcess(pid, int(fields[1]), fields[19], time.monotonic() - age, command)
+        self.living[pid] = process
+        self._note(process)
 
     def _end(self, process: WatchedProcess) -> None:
         process.ended = time.monotonic()
