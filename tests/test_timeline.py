@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Sequence
+from typing import cast
 
+import msgspec
+import pytest
+
+from outrider.errors import ServiceError
+from outrider.sessions.attempt import AttemptStore
+from outrider.sessions.timelines import BATCH_BYTES, Timelines
 from outrider.timeline import MOST_CHARACTERS, MOST_ENTRIES, Entry, EntryKind, Timeline, TimelinePart
 
 
@@ -78,3 +85,58 @@ def test_times_of_stored_turns() -> None:
     timeline.note_stored(0, "judge")
     (entry,) = entries(timeline.take())
     assert (entry.kind, entry.data) == (EntryKind.STORED, {"/0": 101.0, "judge/0": 102.0})
+
+
+class Store:
+    """Stores timelines, as a node's store does; other methods are not called."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[TimelinePart]] = []
+        self.failing = False
+
+    async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
+        if self.failing:
+            raise ServiceError("the store is gone")
+        self.batches.append(list(parts))
+
+
+def a_large_timeline(name: str) -> Timeline:
+    timeline = Timeline(name, 1, clock=Clock())
+    for number in range(MOST_ENTRIES):
+        timeline.add(EntryKind.PROCESS, "x" * MOST_CHARACTERS, 1.0, 2.0, pid=number)
+    return timeline
+
+
+async def test_batches_are_bounded_in_bytes_and_parts_wait_for_the_store() -> None:
+    store = Store()
+    timelines = Timelines(cast(AttemptStore, store))
+    store.failing = True
+    for number in range(20):
+        with timelines.keeping(a_large_timeline(f"s-{number}")):
+            pass
+        with pytest.raises(ServiceError):
+            await timelines.store()
+    store.failing = False
+    await timelines.store()
+    assert [part.session_id for batch in store.batches for part in batch] == [f"s-{number}" for number in range(20)]
+    assert len(store.batches) > 1
+    assert all(len(batch) == 1 or sum(len(part.entries) for part in batch) <= BATCH_BYTES for batch in store.batches)
+    await timelines.store()
+    assert sum(map(len, store.batches)) == 20
+
+
+async def test_while_the_store_fails_the_newest_parts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    timelines = Timelines(cast(AttemptStore, store))
+    store.failing = True
+    monkeypatch.setattr("outrider.sessions.timelines.MOST_UNSTORED", 1 << 20)
+    for number in range(20):
+        with timelines.keeping(a_large_timeline(f"s-{number}")):
+            pass
+        with pytest.raises(ServiceError):
+            await timelines.store()
+    store.failing = False
+    await timelines.store()
+    kept = [part.session_id for batch in store.batches for part in batch]
+    assert 0 < len(kept) < 20
+    assert kept == [f"s-{number}" for number in range(20)][-len(kept) :]

@@ -69,7 +69,7 @@ class SandboxCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has counted: sandboxes by runtime, and failed model calls by dialect and code of the error."""
+    """A node's counts: `sandboxes` by runtime, and `failed_calls` by dialect and then by the error's code."""
 
     sandboxes: dict[str, SandboxCounts] = {}
     failed_calls: dict[str, dict[str, int]] = {}

@@ -30,8 +30,8 @@ class LoggedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SESSION: ContextVar[LoggedSession | None] = ContextVar("session of the log", default=None)
-"""The session to which the lines of the current task belong. `logged_for` sets it; model calls set it directly, because
-each function counts there."""
+"""The session of the lines that the current task logs. Use `logged_for` to set the session. Only the gateway sets the
+variable itself, because each model call would pay for the context manager."""
 
 
 @contextmanager

@@ -193,8 +193,9 @@ class SpanColumn(Column):
 class RecordBatch:
     """A record batch under construction: the arrays of its columns, each followed by the arrays inside it.
 
-    The message is in Arrow's encapsulated format: its metadata, a flatbuffer of Arrow's Message.fbs in which every
-    offset is known beforehand, and the buffers, each padded to 8 bytes. nanoarrow's writer would copy the ids twice.
+    The message has Arrow's encapsulated format: metadata, then the buffers, each padded to 8 bytes. The metadata is a
+    flatbuffer (Arrow's Message.fbs). Its layout is always the same, so it is written without a flatbuffer library.
+    nanoarrow's own writer would copy the ids twice.
     Source: https://arrow.apache.org/docs/format/Columnar.html#encapsulated-message-format
     """
 

@@ -511,7 +511,7 @@ class SpanView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimelineView(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened when in one attempt of a session. `now` is the time of the reply. `attempts` are all attempts of
+    """The timeline of one attempt of a session. `now` is the time of the reply. `attempts` are all attempts of
     the session. `spans` are in the order of their starts. `left_out` has the number of entries that were not stored, by
     kind, because there were too many."""
 
@@ -687,7 +687,7 @@ class RunSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What the doctor of runs has read, and the findings, the most severe first.
+    """The report of the doctor of runs: the amount of data that was read, and the findings, the most severe first.
 
     groups, sessions: the groups and the done sessions that were read. not_done: further sessions of these groups.
     truncated: true if there are more groups, which are older and were not read.
@@ -705,10 +705,13 @@ class RunDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RatePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What the service has done in the seconds that end at the time `at`, since the point before: the sessions that are
-    done, and those of them that failed; the groups that are done; the model calls that are stored, and those answered
-    with an error; and the sampled tokens. `queued` and `running` count the sessions at that time; a session is running
-    from its start to its end."""
+    """The work of the service between the previous point and the time `at`.
+
+    sessions_done, sessions_failed, groups_done: sessions and groups that ended; the failed sessions are among the done.
+    calls, calls_failed: model calls that were stored, and model calls that were answered with an error.
+    tokens_sampled: tokens of the stored calls.
+    queued, running: sessions at the time `at`. A session is running from its start to its end.
+    """
 
     at: float
     sessions_done: int

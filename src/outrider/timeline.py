@@ -24,7 +24,7 @@ MOST_ENTRIES = 1000
 MOST_CHARACTERS = 200
 """Maximum number of characters of an entry's name."""
 MOST_BYTES = 8 << 20
-"""Maximum size in bytes of a part."""
+"""Maximum size in bytes of a part. All entries of all kinds, each with the longest text, have fewer."""
 MOST_PARTS = 500
 """Maximum number of parts that are stored at once."""
 

@@ -11,7 +11,7 @@ from outrider.errors import InvalidField, NotFound
 from outrider.schemas import RunDiagnosis
 
 MOST_NAMED_GROUPS = 200
-"""Maximum number of groups that a request may name: each is read by itself, and a URL has a bound."""
+"""Maximum number of groups that a request may name, because the service reads each group in a query of its own."""
 
 ROUTES = ControlRouter()
 

@@ -7,11 +7,10 @@ Invariant: every route only reads. Requests for, or from, another machine are re
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -23,30 +22,18 @@ from outrider.api.files import DOWNLOAD, SAFE, UNKNOWN, image_type
 from outrider.api.gateway_server import HttpServer, listener_at, running, url_of
 from outrider.api.page import PATHS, page_routes
 from outrider.errors import InvalidField, NotFound, OutriderError
-from outrider.schemas import GroupSummary, SessionView
+from outrider.schemas import GroupList, GroupSummary, SessionList, SessionView
 from outrider.service.finished_runs import GROUPS_AT_ONCE, FinishedRun
 from outrider.store.artifacts import GRADING_LOG, KEPT
 from outrider.wire.file_descriptors import raise_limit, shares
 from outrider.wire.http_server import Receive, Scope, Send
 
+T = TypeVar("T")
+
 HOST = "127.0.0.1"
 MOST_ROWS = 1000
 MOST_GROUPS = 2000
 """Maximum number of groups that one request looks through."""
-
-
-class GroupPage(msgspec.Struct, frozen=True):
-    """A page of groups. `after` is None for the last page."""
-
-    groups: tuple[GroupSummary, ...]
-    after: str | None
-
-
-class SessionPage(msgspec.Struct, frozen=True):
-    """A page of sessions. `after` is None for the last page."""
-
-    sessions: tuple[SessionView, ...]
-    after: str | None
 
 
 @asynccontextmanager
@@ -103,41 +90,41 @@ class _Routes:
         self._run = run
 
     async def groups(self, request: Request) -> Response:
-        query, limit = request.query_params, _number(request, "limit", 20)
-        found: list[GroupSummary] = []
-        after = query.get("after")
-        for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):
-            some = await self._run.groups(after)
-            for group in some:
-                after = group.id
-                if _fits_group(group, request):
-                    found.append(group)
-                    if len(found) >= limit:
-                        return json_reply(GroupPage(tuple(found), after))
-            if len(some) < GROUPS_AT_ONCE:
-                return json_reply(GroupPage(tuple(found), None))
-        return json_reply(GroupPage(tuple(found), after))
+        async def fitting(group: GroupSummary) -> list[GroupSummary]:
+            return [group] if _fits_group(group, request) else []
+
+        found, after = await self._page(request, fitting, limit=20)
+        return json_reply(GroupList(groups=tuple(found), after=after))
 
     async def group(self, request: Request) -> Response:
         return json_reply(await self._run.group(request.path_params["group"]))
 
     async def sessions(self, request: Request) -> Response:
-        query, limit = request.query_params, _number(request, "limit", 100)
-        found: list[SessionView] = []
-        after = query.get("after")
+        async def fitting(group: GroupSummary) -> list[SessionView]:
+            if not _has_labels(group.labels, request.query_params) or group.created < _number(request, "since", 0.0):
+                return []
+            return [each for each in (await self._run.group(group.id)).sessions if _fits_session(each, request)]
+
+        found, after = await self._page(request, fitting, limit=100)
+        return json_reply(SessionList(sessions=tuple(found), after=after))
+
+    async def _page(
+        self, request: Request, fitting: Callable[[GroupSummary], Awaitable[list[T]]], *, limit: int
+    ) -> tuple[list[T], str | None]:
+        """Return what `fitting` finds in the groups after the request's `after`, and the `after` of the next page, None
+        for the last page. The page ends with the group that reaches the request's limit."""
+        most, after = _number(request, "limit", limit), request.query_params.get("after")
+        found: list[T] = []
         for _ in range(0, MOST_GROUPS, GROUPS_AT_ONCE):
             some = await self._run.groups(after)
             for group in some:
                 after = group.id
-                if not _has_labels(group.labels, query) or group.created < _number(request, "since", 0.0):
-                    continue
-                sessions = (await self._run.group(group.id)).sessions
-                found += [each for each in sessions if _fits_session(each, request)]
-                if len(found) >= limit:
-                    return json_reply(SessionPage(tuple(found), after))
+                found += await fitting(group)
+                if len(found) >= most:
+                    return found, after
             if len(some) < GROUPS_AT_ONCE:
-                return json_reply(SessionPage(tuple(found), None))
-        return json_reply(SessionPage(tuple(found), after))
+                return found, None
+        return found, after
 
     async def session(self, request: Request) -> Response:
         return json_reply(await self._run.session(request.path_params["session"]))

@@ -22,7 +22,8 @@ from outrider.redaction import without_keys
 from outrider.store.artifacts import GRADING_LOG
 
 UNRESERVED = "!~*'()"
-"""The characters that encodeURIComponent of browsers leaves as they are, besides those that `quote` leaves."""
+"""Characters that `quote` escapes and the `encodeURIComponent` of browsers does not. The page looks replies up by paths
+that `encodeURIComponent` has made."""
 MOST_IMAGES = 64 << 20
 """Maximum number of bytes of the images in a file. The images that follow are left out."""
 

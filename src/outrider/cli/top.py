@@ -41,7 +41,7 @@ REFRESH_SECONDS = 1.0
 QUIT = "q"
 """The key that ends the command."""
 RATE_SECONDS = 30.0
-"""Rates are means over the newest points of so many seconds."""
+"""Seconds over which rates are averaged, up to now."""
 ERRORS_EVERY = 10.0
 """Seconds between two queries for errors: each query is a process of the service."""
 ERROR_SECONDS = 3600

@@ -17,8 +17,9 @@ RECIPE, TOPOLOGY = (re.compile(f"^{name}:", re.MULTILINE) for name in ("proxy_se
 
 
 def yaml_reader(systems: Sequence[Any]) -> Callable[[Path], dict[str, Any]]:
-    """Return the reader of a YAML file. `systems` are those that flags and environment choose. A configuration of
-    verl's recipe is read only if the systems have `verl`; a topology of Polar chooses `polar` itself."""
+    """Return the reader of a YAML file. `systems` are the values of `--compat` from the flags and the environment. The
+    reader refuses a configuration of verl's recipe unless `systems` has `verl`. A topology of Polar needs no flag: its
+    settings choose `polar`."""
 
     def read(path: Path) -> dict[str, Any]:
         text = read_text_file(path, field=FIELD, limit=MOST, what="YAML file")

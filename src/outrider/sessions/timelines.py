@@ -7,8 +7,10 @@ Invariant: a failure here costs entries of a timeline, and never an attempt.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any
 
 from outrider.errors import OutriderError
@@ -19,6 +21,10 @@ from outrider.timeline import MOST_PARTS, EntryKind, Timeline, TimelinePart
 from outrider.trajectory import Turn
 
 STORE_EVERY_SECONDS = 1.0
+BATCH_BYTES = 1 << 20
+"""Maximum bytes of entries that are stored at once."""
+MOST_UNSTORED = 64 << 20
+"""Maximum bytes of entries that wait while the store fails. Beyond, the oldest are dropped."""
 PROCESSES_EVERY_SECONDS = 10.0
 PROCESSES_SECONDS = 2.0
 """Maximum seconds for the list of a sandbox's processes. A sandbox whose tool server is busy is asked again later."""
@@ -32,8 +38,8 @@ class Timelines:
         self._running: set[Timeline] = set()
         self._ended: list[Timeline] = []
         """Timelines of attempts that have ended, with entries to store."""
-        self._unstored: list[TimelinePart] = []
-        """Parts whose storing has failed."""
+        self._unstored: deque[TimelinePart] = deque()
+        """Parts that are not stored yet."""
         self._sandboxes: dict[Runtime, SandboxTimeline] = {}
         """The sandboxes that list their processes."""
 
@@ -48,14 +54,30 @@ class Timelines:
             self._ended.append(timeline)
 
     async def store(self) -> None:
-        """Store all new entries. Raises the store's error; the entries are then stored by a later call."""
+        """Store all new entries. Raises the store's error; the entries are then stored by a later call, except the
+        oldest ones that exceed MOST_UNSTORED."""
         ended, self._ended = self._ended, []
         taken = [timeline.take() for timeline in (*self._running, *ended)]
         self._unstored += [part for part in taken if part is not None]
-        while self._unstored:
-            parts = self._unstored[:MOST_PARTS]
-            await self._store.add_timeline(parts)
-            del self._unstored[: len(parts)]
+        size = sum(len(part.entries) for part in self._unstored)
+        while size > MOST_UNSTORED:
+            size -= len(self._unstored.popleft().entries)
+        while batch := self._next_batch():
+            await self._store.add_timeline(batch)
+            for _ in batch:
+                self._unstored.popleft()
+
+    def _next_batch(self) -> list[TimelinePart]:
+        """Return the oldest parts, of BATCH_BYTES in all or one larger part, because a node on another machine sends
+        them as one message, whose size is limited."""
+        batch: list[TimelinePart] = []
+        size = 0
+        for part in islice(self._unstored, MOST_PARTS):
+            size += len(part.entries)
+            if batch and size > BATCH_BYTES:
+                break
+            batch.append(part)
+        return batch
 
     @contextmanager
     def sandbox(self, timeline: Timeline, runtime: Runtime, use: str) -> Iterator[SandboxTimeline]:

@@ -1,8 +1,8 @@
 """Counts what happened in a run: each session's result, and the facts of a sample of sessions.
 
-Results are added group by group, in any order of time, and none is kept, so the memory has a bound whatever the size
-of the run. The groups of the trends and the sessions whose turns are read are samples, drawn by digests of the groups'
-ids: the same run gives the same samples. The module is pure. Invariant: a session counts once.
+Results are added group by group, in any order of time. No result is kept, so the memory does not grow with the run. The
+groups of the trends and the sessions whose turns are read are samples, drawn by digests of the groups' ids: the same
+run gives the same samples. The module is pure. Invariant: a session counts once.
 """
 
 from __future__ import annotations

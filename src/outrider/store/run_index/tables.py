@@ -129,7 +129,7 @@ VIEWS = (
     ),
     View(
         "sessions",
-        "one row for each session, also of those that wait or run; their results are NULL",
+        "one row for each session; the columns of the result are NULL while the session waits or runs",
         (
             *_columns(
                 "s",
