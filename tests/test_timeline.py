@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import cast
 
@@ -97,6 +98,7 @@ class Store:
     async def add_timeline(self, parts: Sequence[TimelinePart]) -> None:
         if self.failing:
             raise ServiceError("the store is gone")
+        await asyncio.sleep(0)
         self.batches.append(list(parts))
 
 
@@ -140,3 +142,13 @@ async def test_while_the_store_fails_the_newest_parts_are_kept(monkeypatch: pyte
     kept = [part.session_id for batch in store.batches for part in batch]
     assert 0 < len(kept) < 20
     assert kept == [f"s-{number}" for number in range(20)][-len(kept) :]
+
+
+async def test_a_node_that_ends_while_entries_are_stored_stores_each_once() -> None:
+    store = Store()
+    timelines = Timelines(cast(AttemptStore, store))
+    for number in range(10):
+        with timelines.keeping(a_large_timeline(f"s-{number}")):
+            pass
+    await asyncio.gather(timelines.store(), timelines.store())
+    assert [part.session_id for batch in store.batches for part in batch] == [f"s-{number}" for number in range(10)]

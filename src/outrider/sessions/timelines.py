@@ -40,6 +40,8 @@ class Timelines:
         """Timelines of attempts that have ended, with entries to store."""
         self._unstored: deque[TimelinePart] = deque()
         """Parts that are not stored yet."""
+        self._storing = asyncio.Lock()
+        """Held by the caller of `store` that stores: the chore, or the node that ends."""
         self._sandboxes: dict[Runtime, SandboxTimeline] = {}
         """The sandboxes that list their processes."""
 
@@ -56,16 +58,20 @@ class Timelines:
     async def store(self) -> None:
         """Store all new entries. Raises the store's error; the entries are then stored by a later call, except the
         oldest ones that exceed MOST_UNSTORED."""
+        async with self._storing:
+            self._take_all()
+            while batch := self._next_batch():
+                await self._store.add_timeline(batch)
+                for _ in batch:
+                    self._unstored.popleft()
+
+    def _take_all(self) -> None:
         ended, self._ended = self._ended, []
         taken = [timeline.take() for timeline in (*self._running, *ended)]
         self._unstored += [part for part in taken if part is not None]
         size = sum(len(part.entries) for part in self._unstored)
         while size > MOST_UNSTORED:
             size -= len(self._unstored.popleft().entries)
-        while batch := self._next_batch():
-            await self._store.add_timeline(batch)
-            for _ in batch:
-                self._unstored.popleft()
 
     def _next_batch(self) -> list[TimelinePart]:
         """Return the oldest parts, of BATCH_BYTES in all or one larger part, because a node on another machine sends
