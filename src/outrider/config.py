@@ -494,7 +494,7 @@ service."""
 
 
 WILDCARDS = frozenset({"0.0.0.0", "::"})
-"""Addresses to listen on, at which nobody can be reached."""
+"""Addresses that a server can listen on, but that no client can connect to."""
 
 
 def advertised(text: str) -> tuple[str, str]:
@@ -651,8 +651,9 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], *, added: bool = False, above: str = "") -> None:
-    """Put `values` over those of `into`. If `added` is true, lists of the settings in ADDED are put behind the others,
-    or behind the default. A value that is not a list stays, and is refused later."""
+    """Merge `values` into `into`, where they replace earlier values. If `added` is true, the list of a setting in ADDED
+    is appended to the earlier list, or to the setting's default. A value that is not a list is kept as it is, and the
+    validation of the settings refuses it."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             if not isinstance(into.get(name), dict):

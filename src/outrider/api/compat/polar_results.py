@@ -269,7 +269,7 @@ def _merged_trace(sample: Sample, path: Sequence[Turn]) -> PolarObject:
         "response_messages": response,
         "tools": list(path[0].tool_specs) or None,
         "finish_reason": finish_reason(path[-1]),
-        # One missing log-probability makes all of a trace's useless.
+        # A trace in which any log-probability is missing has none.
         "response_logprobs": None if sample.logprob_kind is LogprobKind.NONE else sample.logprobs[start:],
         "reward": sample.reward,
         "metadata": {

@@ -23,7 +23,7 @@ FILES = {"uid": Path("/etc/subuid"), "gid": Path("/etc/subgid")}
 
 
 class UserIds(msgspec.Struct, frozen=True):
-    """Id maps and their programs, for the fields of `Plan` with the same names."""
+    """The maps of user ids and group ids, and the programs that set them: fields of `Plan` with the same names."""
 
     uids: tuple[Ids, ...]
     gids: tuple[Ids, ...]
