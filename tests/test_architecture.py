@@ -36,6 +36,7 @@ LAYERS = (
         "printable",
         "logs",
         "counts",
+        "computer_tools",
         "concurrency",
     ),
     ("tokens", "dialects", "wire", "sandbox"),

@@ -561,14 +561,17 @@ def test_anthropics_own_client_tools_are_told_by_what_is_documented_of_them() ->
     tools = [
         {"type": "bash_20250124", "name": "bash"},
         {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
-        {"type": "computer_20250124", "name": "computer", "display_width_px": 9},
+        {"type": "computer_20251124", "name": "computer", "display_width_px": 9, "display_height_px": 8},
+        {"type": "memory_20250818", "name": "memory"},
     ]
     request = read("messages", tools=tools)
     told = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in request.tools}
-    assert told.keys() == {"bash", "str_replace_based_edit_tool"}
+    assert told.keys() == {"bash", "str_replace_based_edit_tool", "computer"}
+    assert {"action", "coordinate", "text", "scroll_direction"} < told["computer"].keys()
+    assert request.tools[2]["function"]["description"].endswith("The screen has 9x8 pixels.")
     assert told["bash"].keys() == {"command", "restart"}
     assert {"command", "path", "old_str", "new_str"} < told["str_replace_based_edit_tool"].keys()
-    assert request.ignored == ("tools.computer_20250124",)
+    assert request.ignored == ("tools.memory_20250818",)
 
 
 def said(request: ModelRequest) -> list[tuple[str, str]]:

@@ -47,6 +47,7 @@ KINDS += [
     "additional_tools",
     "agent_message",
     "computer_call",
+    "computer_call_output",
 ]
 
 

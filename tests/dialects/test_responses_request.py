@@ -76,7 +76,7 @@ FIELDS = [
     ("input", {"input": [{"type": "additional_tools", "tools": []}]}),
     ("input", {"input": {}}),
     ("input[1]", {"input": [USER, "hi"]}),
-    ("input[1].type", {"input": [USER, {"type": "computer_call"}]}),
+    ("input[1].type", {"input": [USER, {"type": "shell_call"}]}),
     ("input[0].type", {"input": [{"type": 5}]}),
     ("input[1].role", {"input": [USER, {"role": "tool", "content": "x"}]}),
     ("input[0].id", {"input": [{"type": "item_reference"}]}),

@@ -63,9 +63,7 @@ def test_a_tool_that_is_told_again_counts_the_last_time() -> None:
     assert tool["description"] == "Better."
 
 
-@pytest.mark.parametrize(
-    "kind", ["web_search", "mcp", "code_interpreter", "computer_use_preview", "local_shell", "new"]
-)
+@pytest.mark.parametrize("kind", ["web_search", "mcp", "code_interpreter", "local_shell", "new"])
 def test_a_tool_that_openai_would_run_is_not_told_and_not_in_force(kind: str) -> None:
     request = parse(tools=[FUNCTION, {"type": kind}])
     assert request.tools == parse(tools=[FUNCTION]).tools
@@ -120,6 +118,7 @@ WRONG = [
     ("tools[0].name", {"type": "namespace", "tools": []}),
     ("tools[0].tools[0]", {"type": "namespace", "name": "n", "tools": [5]}),
     ("tools[0].tools[0].type", {"type": "namespace", "name": "n", "tools": [NAMESPACE]}),
+    ("tools[0].display_width", {"type": "computer_use_preview", "display_width": "9"}),
     ("tools[0]", {"type": "function", "name": "f", "parameters": nested(MAX_DEPTH)}),
 ]
 

@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.errors import HarnessError
-from outrider.harnesses.desktop import ACTIONS, PNG, Desktop, DesktopOptions
+from outrider.harnesses.desktop import PNG, Desktop, DesktopOptions
+from outrider.harnesses.desktop_actions import ACTIONS
 from outrider.harnesses.tool_agent import ToolAgent, ToolOptions
 from outrider.messages import Image, Role, Text
 from outrider.sandbox.runtimes.base import ExecResult, Runtime

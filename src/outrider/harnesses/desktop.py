@@ -9,12 +9,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated
 
 import msgspec
 from pydantic import Field
 
 from outrider.errors import HarnessError
+from outrider.harnesses import computer_calls
+from outrider.harnesses.computer_calls import Vendor
+from outrider.harnesses.desktop_actions import (
+    ACTIONS,
+    Action,
+    Position,
+    Screenshot,
+    Type,
+    Wait,
+    Zoom,
+    action_tool,
+    pixels,
+    xdotool_arguments,
+)
 from outrider.messages import Part, Text, ToolSpec, image_from_bytes
 from outrider.sandbox.runtimes.base import ExecResult, Runtime
 from outrider.spec import Spec
@@ -65,60 +79,15 @@ ready xdotool get_num_desktops
 
 
 class DesktopOptions(Spec):
-    """The size of the screen in pixels, and a shell command that opens the programs and ends when they are visible."""
+    """The size of the screen in pixels, and a shell command that opens the programs and ends when they are visible.
+    `actions` names the vendor whose computer tool the model has instead of the tools in ACTIONS."""
 
     width: Annotated[int, Field(ge=64, le=4096)] = 1024
     height: Annotated[int, Field(ge=64, le=4096)] = 768
     run: LongText | None = None
+    actions: Vendor | None = None
 
 
-Pixel = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class Screenshot(msgspec.Struct, forbid_unknown_fields=True):
-    """Look at the screen."""
-
-
-class Click(msgspec.Struct, forbid_unknown_fields=True):
-    """Move the mouse to a pixel, counted from the top left corner of the screen, and click there."""
-
-    x: Pixel
-    y: Pixel
-    button: Literal["left", "middle", "right"] = "left"
-    count: Annotated[int, msgspec.Meta(ge=1, le=3)] = 1
-
-
-class Type(msgspec.Struct, forbid_unknown_fields=True):
-    """Type text at the keyboard."""
-
-    text: Annotated[str, msgspec.Meta(max_length=4096)]
-
-
-class Key(msgspec.Struct, forbid_unknown_fields=True):
-    """Press a key, or several at once, by their X names: Return, Tab, ctrl+a."""
-
-    keys: Annotated[str, msgspec.Meta(pattern=r"^\w+(\+\w+)*$", max_length=100)]
-
-
-class Scroll(msgspec.Struct, forbid_unknown_fields=True):
-    """Move the mouse to a pixel and turn its wheel by a number of notches."""
-
-    x: Pixel
-    y: Pixel
-    direction: Literal["up", "down", "left", "right"]
-    amount: Annotated[int, msgspec.Meta(ge=1, le=50)] = 3
-
-
-class Wait(msgspec.Struct, forbid_unknown_fields=True):
-    """Wait for a number of seconds."""
-
-    seconds: Annotated[float, msgspec.Meta(gt=0, le=60)]
-
-
-Action = Screenshot | Click | Type | Key | Scroll | Wait
-ACTIONS: dict[str, type[Action]] = {kind.__name__.lower(): kind for kind in get_args(Action)}
-BUTTONS = {"left": "1", "middle": "2", "right": "3"}
-WHEEL = {"up": "4", "down": "5", "left": "6", "right": "7"}
 DONE = "done"
 
 
@@ -133,10 +102,17 @@ class Desktop:
 
     def tools(self) -> list[ToolSpec]:
         """Return the descriptions of the tools for a model."""
-        specs = [_tool(name, action) for name, action in ACTIONS.items()]
+        options = self._options
+        if options.actions is not None:
+            return computer_calls.tools(options.actions, options.width, options.height)
+        specs = [action_tool(name) for name in ACTIONS]
         # Models and their servers scale images, so the description states the size to which pixels refer.
-        specs[0]["function"]["description"] += f" It has {self._options.width}x{self._options.height} pixels."
+        specs[0]["function"]["description"] += f" It has {options.width}x{options.height} pixels."
         return specs
+
+    def names(self) -> frozenset[str]:
+        """Return the names of the tools."""
+        return tool_names(self._options)
 
     async def open(self) -> None:
         """Start the screen, its window manager and the programs. Raises HarnessError, with the output, if one of these
@@ -162,32 +138,44 @@ class Desktop:
                 )
 
     async def call(self, name: str, arguments: str) -> Part:
-        """Run a call in `ACTIONS` and return the result. Raises RuntimeFailure if the sandbox is broken."""
-        try:
-            action = msgspec.json.decode(arguments or "{}", type=ACTIONS[name])
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            return Text(f"malformed arguments: {error}")
+        """Run a call of one of the tools and return the result. Raises RuntimeFailure if the sandbox is broken."""
         options = self._options
-        if isinstance(action, Click | Scroll) and not (action.x < options.width and action.y < options.height):
-            return Text(f"({action.x}, {action.y}) is not on the screen, which has {options.width}x{options.height}")
+        try:
+            if options.actions is None:
+                actions = [msgspec.json.decode(arguments or "{}", type=ACTIONS[name])]
+            else:
+                actions = computer_calls.actions(
+                    options.actions, name, arguments or "{}", options.width, options.height
+                )
+        except (ValueError, RecursionError) as error:
+            return Text(f"{'malformed arguments' if options.actions is None else 'nothing was done'}: {error}")
+        for x, y in [pixel for action in actions for pixel in pixels(action)]:
+            if not (x < options.width and y < options.height):
+                return Text(f"({x}, {y}) is not on the screen, which has {options.width}x{options.height}")
+        result: Part = Text(DONE)
+        for action in actions:
+            result = await self._act(action)
+            if result != Text(DONE):
+                return result
+        # The vendors' models are trained to see the screen after each call.
+        return result if options.actions is None else await self._screenshot()
+
+    async def _act(self, action: Action) -> Part:
         match action:
             case Screenshot():
                 return await self._screenshot()
+            case Zoom():
+                return await self._screenshot(action)
+            case Position():
+                place = await self._xdotool(*xdotool_arguments(action))
+                return Text(" ".join(place.text.split(" ")[:2])) if isinstance(place, Text) else place
             case Wait():
                 await asyncio.sleep(min(action.seconds, self._seconds))
                 return Text(DONE)
-            case Click():
-                clicks = ["click", "--repeat", str(action.count), "--delay", "50", BUTTONS[action.button]]
-                return await self._xdotool("mousemove", str(action.x), str(action.y), *clicks)
-            case Scroll():
-                turns = ["click", "--repeat", str(action.amount), "--delay", "20", WHEEL[action.direction]]
-                return await self._xdotool("mousemove", str(action.x), str(action.y), *turns)
             case Type() if "\0" in action.text:  # a program's argument cannot contain NUL
                 return Text("malformed arguments: the text has a NUL")
-            case Type():
-                return await self._xdotool("type", "--delay", "10", "--", action.text)
-            case Key():
-                return await self._xdotool("key", "--", action.keys)
+            case _:
+                return await self._xdotool(*xdotool_arguments(action))
 
     async def _xdotool(self, *arguments: str) -> Part:
         done = await self._execute(["xdotool", *arguments], self._seconds)
@@ -196,9 +184,14 @@ class Desktop:
         # xdotool exits with 0 even for an unknown key, so any output of xdotool becomes the result.
         return Text(done.log_tail().strip() or (DONE if done.exit_code == 0 else f"[exit code {done.exit_code}]"))
 
-    async def _screenshot(self) -> Part:
+    async def _screenshot(self, part: Zoom | None = None) -> Part:
+        """Return an image of the screen or of its part."""
         file = f"{self._folder}/screen.png"
-        done = await self._execute(f"scrot --overwrite {file} && cat {file}", self._seconds)
+        area = ""
+        if part is not None:
+            (left, top), (right, bottom) = part.start, part.end
+            area = f" --autoselect {left},{top},{right - left + 1},{bottom - top + 1}"
+        done = await self._execute(f"scrot --overwrite{area} {file} && cat {file}", self._seconds)
         if done.exit_code != 0 or not done.stdout.startswith(PNG):
             return Text(f"[the screen cannot be read: {done.stderr.decode(errors='replace').strip()[-200:]}]")
         return image_from_bytes("image/png", done.stdout)
@@ -207,11 +200,6 @@ class Desktop:
         return await self._runtime.exec(command, env={"DISPLAY": DISPLAY}, seconds=seconds)
 
 
-def _tool(name: str, action: type[Action]) -> ToolSpec:
-    (_,), schemas = msgspec.json.schema_components([action])
-    schema: dict[str, Any] = schemas[action.__name__]
-    parameters = {"type": "object", "properties": schema["properties"], "required": schema["required"]}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": action.__doc__, "parameters": parameters},
-    }
+def tool_names(options: DesktopOptions) -> frozenset[str]:
+    """Return the names of the tools that a desktop with these options has."""
+    return frozenset(ACTIONS) if options.actions is None else computer_calls.names(options.actions)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
-from outrider.harnesses.desktop import ACTIONS, Desktop, DesktopOptions
+from outrider.harnesses.desktop import Desktop, DesktopOptions, tool_names
 from outrider.harnesses.toolbox import TOOLS, Tool, Toolbox, ToolName
 from outrider.messages import Message, Role
 from outrider.sandbox.pythons.ipython import ipython_mounts
@@ -57,9 +57,8 @@ class ToolAgent:
         self._options = ToolOptions.model_validate(dict(options))
         self._own = tuple(own)
         self._desktop_open = False
-        if taken := [
-            tool.spec["function"]["name"] for tool in own if tool.spec["function"]["name"] in {*TOOLS, *ACTIONS}
-        ]:
+        built_in = {*TOOLS, *tool_names(self._options.desktop or DesktopOptions())}
+        if taken := [tool.spec["function"]["name"] for tool in own if tool.spec["function"]["name"] in built_in]:
             raise ValueError(f"{taken[0]!r} is a built-in tool")
 
     def mounts(self) -> tuple[Path, ...]:

@@ -17,7 +17,7 @@ import msgspec
 
 from outrider.errors import RuntimeFailure
 from outrider.harnesses.base import HarnessContext
-from outrider.harnesses.desktop import ACTIONS, Desktop
+from outrider.harnesses.desktop import Desktop
 from outrider.messages import Image, Message, Role, ToolCall, ToolSpec
 from outrider.sandbox.runtimes.base import Runtime, Shell, ShellKind
 
@@ -106,7 +106,7 @@ class Toolbox:
     async def result(self, call: ToolCall) -> Message:
         """Return the result of a call as a message for the model. Raises RuntimeFailure if the sandbox is broken or
         lacks the tool's interpreter."""
-        if self._desktop is not None and call.name in ACTIONS:
+        if self._desktop is not None and call.name in self._desktop.names():
             part = await self._desktop.call(call.name, call.arguments)
             if isinstance(part, Image):
                 return Message(role=Role.TOOL, parts=(part,), tool_call_id=call.id)
@@ -116,7 +116,7 @@ class Toolbox:
     async def call(self, call: ToolCall) -> str:
         """Return the text of a call's result, for all tools except the desktop's. Raises like `result`."""
         if call.name not in self._by_name:
-            known = [*self._by_name, *(ACTIONS if self._desktop is not None else ())]
+            known = [spec["function"]["name"] for spec in self.specs]
             return f"unknown tool {call.name!r}; known: {', '.join(known) or 'none'}"
         parameters = self._by_name[call.name]["function"].get("parameters", {})
         arguments = _arguments(call.arguments, parameters)

@@ -6,7 +6,8 @@ Invariant: the model sees the tools as the client declared them. `parametersJson
 (`propertyOrdering`, the format `enum`, unspecified types).
 
 Tools that Google's servers would run (search, code execution, URL context) are noted and not passed to the model,
-because nothing here can run them. The mode NONE hides all tools. The mode ANY and a list of allowed functions restrict
+because nothing here can run them. The tool `computerUse` becomes the functions that Google documents, because clients
+run their calls. The mode NONE hides all tools. The mode ANY and a list of allowed functions restrict
 the reply. The mode VALIDATED without such a list is noted as without effect.
 
 Source: Google AI API reference, "Tool", "FunctionDeclaration", "Schema", "FunctionCallingConfig".
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from outrider.computer_tools import google_tools
 from outrider.constraint import ToolChoice
 from outrider.dialects.base import Memory
 from outrider.dialects.field_policy import camel_case
@@ -37,6 +39,7 @@ from outrider.dialects.reading import (
 from outrider.messages import ToolSpec
 
 _DECLARATIONS = "functionDeclarations"
+_COMPUTER = "computerUse"
 _MODES = frozenset({"MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED"})
 
 _GOOGLE_ONLY = frozenset({"propertyOrdering", "nullable"})
@@ -59,7 +62,14 @@ class _Calling(msgspec.Struct, rename="camel"):
     allowed_function_names: list[str] | None = None
 
 
+class _ComputerUse(msgspec.Struct, rename="camel"):
+    """`environment` is not read: the functions of all environments are the same."""
+
+    excluded_predefined_functions: list[str] | None = None
+
+
 _DECLARATION = msgspec.json.Decoder(_Declaration)
+_COMPUTER_USE = msgspec.json.Decoder(_ComputerUse)
 _CALLING_FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(_Calling))
 _CALLING = msgspec.json.Decoder(_Calling)
 
@@ -108,7 +118,10 @@ def _read_tools(raw: bytes) -> DeclaredTools:
     hosted: list[str] = []
     for index, item in enumerate(items(raw, "tools")):
         entry, at = fields(item, f"tools[{index}]"), f"tools[{index}].{_DECLARATIONS}"
-        hosted += [name for name in entry if name != _DECLARATIONS]
+        hosted += [name for name in entry if name not in (_DECLARATIONS, _COMPUTER)]
+        if not is_absent(computer := entry.get(_COMPUTER, Raw())):
+            wire_computer = decode_object(_COMPUTER_USE, computer, f"tools[{index}].{_COMPUTER}")
+            specs += google_tools(wire_computer.excluded_predefined_functions or ())
         for number, declaration in enumerate(items(entry.get(_DECLARATIONS, Raw()), at)):
             where = f"{at}[{number}]"
             wire = decode_object(_DECLARATION, declaration, where)

@@ -5,8 +5,8 @@ message and the fields of each message. Only `MessagesHistory.parse` decodes mes
 
 Tools that Anthropic's servers run are noted and not passed to the model. Some tools that the client runs are declared
 by their type only, because Anthropic's models were trained on the tools' schemas. If such a tool is in `CLIENT_TOOLS`,
-it is passed to the model with the parameters from Anthropic's documentation. All other tools that are declared by type
-are noted and left out.
+or is a computer, the model is shown a function with the parameters from Anthropic's documentation. All other tools that
+are declared by type are noted and left out.
 
 Source: Anthropic API reference, "Create a Message" and "Count tokens in a Message".
 """
@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from outrider.computer_tools import anthropic_tool
 from outrider.constraint import ToolChoice
 from outrider.dialects.base import Caller, Memory, ModelRequest, WireCall, opencode_caller
 from outrider.dialects.field_policy import MESSAGES
@@ -84,6 +85,8 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {
 """Tools that clients of Anthropic run and declare by type. A key is the type without its date: `bash_20250124` is
 listed as `bash`. All versions of a tool get these parameters, although older text editors also have the command
 `undo_edit`. Source: Anthropic documentation, "Bash tool" and "Text editor tool"."""
+_COMPUTER = "computer"
+"""The type, without its date, of the tool whose function depends on its declaration (`computer_tools.py`)."""
 
 
 class _ToolChoice(msgspec.Struct):
@@ -111,6 +114,9 @@ class _Tool(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    display_width_px: int | None = None
+    display_height_px: int | None = None
+    enable_zoom: bool | None = None
 
 
 _BODY = BodyReader(_Body, MESSAGES)
@@ -169,11 +175,15 @@ def _read_tools(raw: bytes) -> DeclaredTools:
     for index, tool in enumerate(read or []):
         where, family = f"tools[{index}]", (tool.type or "").rpartition("_")[0]
         documented = CLIENT_TOOLS.get(family)
-        if documented is None and tool.type not in (None, "custom"):
+        if documented is None and family != _COMPUTER and tool.type not in (None, "custom"):
             hosted.append(tool.type or "")
             continue
         if not tool.name:
             refuse(f"{where}.name", "must be a non-empty string")
+        if family == _COMPUTER:
+            zoom = bool(tool.enable_zoom)
+            specs.append(anthropic_tool(tool.name, tool.display_width_px, tool.display_height_px, zoom=zoom))
+            continue
         if documented is not None:
             specs.append({"type": "function", "function": {"name": tool.name, **documented}})
             continue

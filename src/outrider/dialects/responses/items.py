@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from outrider.computer_tools import OPENAI_NAME
 from outrider.dialects.reading import (
     arguments_from_text,
     decode,
@@ -31,6 +32,7 @@ from outrider.dialects.reading import (
 )
 from outrider.dialects.responses.round_trip import (
     CustomCall,
+    arguments_of_action,
     arguments_of_custom_call,
     flat_name,
     id_of_custom_call,
@@ -44,7 +46,7 @@ STORED = -1
 
 _ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
-_ASSISTANT_ITEMS = frozenset({"reasoning", "function_call", "custom_tool_call", "local_shell_call"})
+_ASSISTANT_ITEMS = frozenset({"reasoning", "function_call", "custom_tool_call", "computer_call", "local_shell_call"})
 _SHELL = "local_shell"
 HOSTED_ITEMS = frozenset(
     {
@@ -80,6 +82,7 @@ class Item(msgspec.Struct, gc=False):
     input: Raw = Raw()
     output: Raw = Raw()
     action: Raw = Raw()
+    actions: Raw = Raw()
     tools: Raw = Raw()
 
     def kind(self) -> str:
@@ -105,9 +108,11 @@ _BYTES_OF: dict[str, Callable[[Item], tuple[bytes | Raw, ...]]] = {
     "reasoning": lambda item: (b'"reasoning"', item.content, item.summary, item.encrypted_content),
     "function_call": lambda item: (b'"function_call"', item.call_id, item.namespace, item.name, item.arguments),
     "custom_tool_call": lambda item: (b'"custom_tool_call"', item.call_id, item.namespace, item.name, item.input),
+    "computer_call": lambda item: (b'"computer_call"', item.call_id, item.action, item.actions),
     "local_shell_call": lambda item: (b'"local_shell_call"', item.call_id, item.id, item.action),
     "function_call_output": lambda item: (b'"function_call_output"', item.call_id, item.output),
     "custom_tool_call_output": lambda item: (b'"custom_tool_call_output"', item.call_id, item.output),
+    "computer_call_output": lambda item: (b'"computer_call_output"', item.call_id, item.output),
     "local_shell_call_output": lambda item: (b'"local_shell_call_output"', item.call_id, item.id, item.output),
     "additional_tools": lambda item: (b'"additional_tools"', item.tools),
 }
@@ -149,6 +154,10 @@ class _Text(msgspec.Struct):
     text: str
 
 
+class _Screenshot(msgspec.Struct):
+    image_url: str | None = None
+
+
 class _ShellAction(msgspec.Struct):
     """The action of a shell call. The model does not see fields that are not declared here."""
 
@@ -170,6 +179,9 @@ class _Span(msgspec.Struct, gc=False):
 _NULLABLE = msgspec.json.Decoder(str | None)
 _CONTENT: msgspec.json.Decoder[str | list[_Part] | None] = msgspec.json.Decoder(str | list[_Part] | None)
 _TEXTS: msgspec.json.Decoder[list[_Text] | None] = msgspec.json.Decoder(list[_Text] | None)
+_OUTPUT = msgspec.json.Decoder(_Screenshot)
+_MAYBE_OBJECT: msgspec.json.Decoder[dict[str, Any] | None] = msgspec.json.Decoder(dict[str, Any] | None)
+_OBJECTS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _SHELL_ACTION = msgspec.json.Decoder(_ShellAction)
 
 
@@ -301,6 +313,8 @@ def _tool_call(at: PlacedItem) -> ToolCall:
         asked = {name: value for name, value in msgspec.structs.asdict(action).items() if value is not None}
         return ToolCall(_shell_call_id(at), _SHELL, msgspec.json.encode(asked).decode())
     call_id = string(item.call_id, f"{where}.call_id")
+    if at.kind == "computer_call":
+        return ToolCall(call_id, OPENAI_NAME, arguments_of_action(_computer_action(at)))
     namespace = optional(_NULLABLE, item.namespace, f"{where}.namespace")
     name = flat_name(namespace, string(item.name, f"{where}.name"))
     if at.kind == "function_call":
@@ -314,11 +328,39 @@ def _tool_message(at: PlacedItem) -> Message:
     match at.kind:
         case "local_shell_call_output":
             call_id = _shell_call_id(at)
+        case "computer_call_output":
+            call_id = string(item.call_id, f"{where}.call_id")
+            return message_of_parts(Role.TOOL, [_screenshot(item.output, f"{where}.output")], tool_call_id=call_id)
         case "custom_tool_call_output":
             call_id = id_of_custom_call(string(item.call_id, f"{where}.call_id"))
         case _:
             call_id = string(item.call_id, f"{where}.call_id")
     return message_of_parts(Role.TOOL, _parts(item.output, f"{where}.output"), tool_call_id=call_id)
+
+
+def _computer_action(at: PlacedItem) -> dict[str, Any]:
+    """Return the action of a `computer_call`, which has it as `action`, or as the only one of `actions`. Raises
+    RequestError."""
+    item, where = at.item, at.where
+    single: dict[str, Any] | None = optional(_MAYBE_OBJECT, item.action, f"{where}.action")
+    if single is not None:
+        return single
+    several: list[dict[str, Any]] | None = optional(_OBJECTS, item.actions, f"{where}.actions")
+    if several is None:
+        refuse(f"{where}.action", "is missing")
+    if len(several) != 1:
+        refuse(f"{where}.actions", "must have one action: each call here has one")
+    return several[0]
+
+
+def _screenshot(raw: Raw, where: str) -> Part:
+    """Return the image of a computer's output. Raises RequestError."""
+    if not raw:
+        refuse(where, "is missing")
+    output = decode(_OUTPUT, raw, where)
+    if output.image_url is None:
+        refuse(f"{where}.image_url", "is missing: send images by URL or as data; uploaded files are not supported")
+    return image_from_address(output.image_url, f"{where}.image_url")
 
 
 def _shell_call_id(at: PlacedItem) -> str:

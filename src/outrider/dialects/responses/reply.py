@@ -21,7 +21,7 @@ import msgspec
 
 from outrider.dialects.base import COMMENT, EVENT_STREAM, Completion, ModelRequest, Opening, event, line
 from outrider.dialects.openai_errors import openai_error
-from outrider.dialects.responses.round_trip import custom_call, seal
+from outrider.dialects.responses.round_trip import computer_action, custom_call, seal
 from outrider.dialects.responses.tools import ResponsesTool
 from outrider.errors import ContextOverflow, OutriderError
 from outrider.messages import Delta, ToolCall
@@ -136,17 +136,26 @@ def text_part(text: str) -> dict[str, Any]:
 
 def call_item(context: ResponsesContext, completion_id: str, index: int, call: ToolCall) -> dict[str, Any]:
     """Return the item of a tool call. The item has the client's name of the tool, or the name that the model wrote if
-    the tool is unknown."""
+    the tool is unknown. A call of the computer whose arguments are not an action is a `function_call`."""
     tool = context.table.get(call.name)
     if tool is not None and tool.custom:
         sent = custom_call(call)
-        item = {
+        item: dict[str, Any] = {
             "id": item_id("ctc", completion_id, index),
             "type": "custom_tool_call",
             "status": "completed",
             "call_id": sent.call_id,
             "name": tool.name,
             "input": sent.input,
+        }
+    elif tool is not None and tool.action_field and (action := computer_action(call)) is not None:
+        item = {
+            "id": item_id("cu", completion_id, index),
+            "type": "computer_call",
+            "status": "completed",
+            "call_id": call.id,
+            tool.action_field: [action] if tool.action_field == "actions" else action,
+            "pending_safety_checks": [],
         }
     else:
         item = {
@@ -330,6 +339,10 @@ class ResponsesStream:
         index = len(self._items)
         item = call_item(self._context, self._about.id, index, call)
         self._items.append(item)
+        if item["type"] == "computer_call":
+            begun = {**item, "status": "in_progress"}
+            written = self._event("response.output_item.added", {"output_index": index, "item": begun})
+            return written + self._event("response.output_item.done", {"output_index": index, "item": item})
         key, name = ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
         begun = {**item, key: "", "status": "in_progress"}
         place = {"item_id": item["id"], "output_index": index}

@@ -1,5 +1,5 @@
-"""Encodes the reasoning, the custom calls and the tool names of a Responses reply, and decodes them when the client
-sends the reply back.
+"""Encodes the reasoning, the custom calls, a computer's actions and the tool names of a Responses reply, and decodes
+all of these when the client sends the reply back.
 
 Each function is followed by its inverse, except `flat_name`, whose inverse is the table of `tools.py`. Invariant: a
 reply in a client's history is parsed exactly as the model wrote it, character by character. Items that another service
@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from outrider.computer_tools import OPENAI_ACTION
 from outrider.messages import ToolCall
 
 INPUT = "input"
@@ -90,6 +91,23 @@ def arguments_of_custom_call(sent: CustomCall) -> str:
     if sent.call_id.endswith(_AS_JSON):
         return sent.input
     return msgspec.json.encode({INPUT: sent.input}).decode()
+
+
+def computer_action(call: ToolCall) -> dict[str, Any] | None:
+    """Return the action of the model's call of the computer; None if the arguments are not an action. Clients add null
+    for fields that an action lacks. Arguments in which the model wrote null are therefore no action: the null could not
+    be told from a client's."""
+    try:
+        OPENAI_ACTION.decode(call.arguments)
+        action: dict[str, Any] = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return None
+    return None if None in action.values() else action
+
+
+def arguments_of_action(action: dict[str, Any]) -> str:
+    """Return the model's arguments of a call of the computer: the inverse of `computer_action`."""
+    return msgspec.json.encode({name: value for name, value in action.items() if value is not None}).decode()
 
 
 def id_of_custom_call(sent: str) -> str:

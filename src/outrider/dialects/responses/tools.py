@@ -9,8 +9,10 @@ the model.
   `input`. If the tool has a grammar, the grammar is put into the parameter's description; nothing enforces the grammar.
 - The model's name for a tool of a namespace is the namespace's name followed by the tool's name. The namespace's
   description is put before the description of the namespace's first tool.
+- A computer (`computer_use_preview`, `computer`) is passed as a function with the parameters that OpenAI documents for
+  an action of a `computer_call`.
 - All other tools are hosted: OpenAI's servers would run them, or only OpenAI's models were trained on their form (a
-  shell, a computer, patches without a schema). Hosted tools are not passed to the model, and their kinds are added to
+  shell, patches without a schema). Hosted tools are not passed to the model, and their kinds are added to
   the request's notes. The reply's field `tools`, which lists the tools in force, does not contain hosted tools. A
   request that chooses a hosted tool is refused with status 400.
 
@@ -24,13 +26,16 @@ from typing import Any
 
 import msgspec
 
+from outrider.computer_tools import OPENAI_NAME, openai_tool
 from outrider.constraint import ToolChoice
 from outrider.dialects.base import Memory
 from outrider.dialects.reading import cached_tools, check_depth, check_function, decode, quoted, refuse, tool_choice
 from outrider.dialects.responses.round_trip import INPUT, flat_name
 from outrider.messages import ToolSpec
 
-_SUPPORTED = frozenset({"function", "custom", "namespace"})
+_COMPUTERS = {"computer_use_preview": "action", "computer": "actions"}
+"""The types of computer tools, and the field of a `computer_call` that has the action, or the list of actions."""
+_SUPPORTED = frozenset({"function", "custom", "namespace", *_COMPUTERS})
 _CHOICES = frozenset({"none", "auto", "required"})
 _NOT_TOLD = frozenset({"type", "defer_loading", "strict"})
 """Keys of a function that only servers use; the model does not see these keys. (`strict` would guarantee that arguments
@@ -41,12 +46,17 @@ _TOOLS: msgspec.json.Decoder[list[dict[str, Any]] | None] = msgspec.json.Decoder
 
 class ResponsesTool(msgspec.Struct, frozen=True):
     """One tool: the specification for the model, and the client's name and namespace. `custom` is True for a custom
-    tool."""
+    tool. `action_field` is the field of a `computer_call` for the action, for a computer."""
 
     spec: ToolSpec
     name: str
     namespace: str | None
     custom: bool
+    action_field: str | None = None
+
+    def identity(self) -> tuple[str, str | None, str | None]:
+        """Return the values that differ between two tools of the client."""
+        return self.name, self.namespace, self.action_field
 
 
 class Tools(msgspec.Struct, frozen=True):
@@ -90,6 +100,8 @@ def read_tool_choice(choice: str | dict[str, Any] | None, tools: Tools, *, singl
     kind = (choice or {}).get("type")
     if kind == "allowed_tools":
         return _read_allowed_tools(choice or {}, tools, single=single)
+    if kind in _COMPUTERS and OPENAI_NAME in tools.table:
+        return tool_choice([OPENAI_NAME], tools.specs(), required=True, single=True, field="tool_choice")
     if kind not in ("function", "custom"):
         refuse("tool_choice.type", f"{quoted(str(kind))} cannot be chosen: only function, custom and allowed_tools can")
     named = _names_in_table((choice or {}).get("name"), tools)
@@ -116,6 +128,8 @@ def _read_allowed_tools(choice: dict[str, Any], tools: Tools, *, single: bool) -
             if not named:
                 refuse(f"{at}.name", "must be the name of one of the tools")
             names += named
+        elif entry.get("type") in _COMPUTERS and OPENAI_NAME in tools.table:
+            names.append(OPENAI_NAME)
         elif entry.get("type") not in tools.hosted:
             refuse(f"{at}.type", "must be the type of one of the tools")
     return tool_choice(names, tools.specs(), required=mode == "required", single=single, field="tool_choice")
@@ -147,7 +161,7 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
             for tool in _tools_of(spec, where):
                 flat = tool.spec["function"]["name"]
                 known = table.get(flat)
-                if known is not None and (known.name, known.namespace) != (tool.name, tool.namespace):
+                if known is not None and known.identity() != tool.identity():
                     refuse(where, f"two tools would have the same name for the model: {quoted(flat)}")
                 table[flat] = tool
     if not table:
@@ -158,6 +172,13 @@ def _read(lists: list[ToolList], raw: bytes) -> Tools:
 def _tools_of(spec: dict[str, Any], where: str) -> Iterator[ResponsesTool]:
     """Yield the tools of one entry: the entry itself, or the tools of the namespace that it declares. Raises
     RequestError."""
+    if (kind := spec.get("type")) in _COMPUTERS:
+        for key in ("display_width", "display_height"):
+            if not isinstance(spec.get(key), int | None):
+                refuse(f"{where}.{key}", "must be an integer")
+        function = openai_tool(spec.get("display_width"), spec.get("display_height"))
+        yield ResponsesTool(function, OPENAI_NAME, None, custom=False, action_field=_COMPUTERS[kind])
+        return
     if spec.get("type") != "namespace":
         yield _tool(spec, None, where)
         return
