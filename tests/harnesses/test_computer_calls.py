@@ -110,7 +110,8 @@ CASES: list[tuple[Vendor, str, dict[str, Any], list[str]]] = [
 
 
 def desktop(screen: Screen, vendor: Vendor) -> Desktop:
-    return Desktop(cast(Runtime, screen), DesktopOptions(width=200, height=100, actions=vendor), seconds=5)
+    options = DesktopOptions(width=200, height=100, actions=vendor)
+    return Desktop(cast(Runtime, screen), options, seconds=5, settle_seconds=0)
 
 
 class Shown(Screen):

@@ -28,10 +28,21 @@ from .eval_programs import evaluated, serving
 
 pytestmark = pytest.mark.real
 
-PAGES = ("click-test", "click-button", "click-checkboxes", "enter-text", "login-user")
+PAGES = ("click-test", "click-button", "click-checkboxes", "drag-box", "enter-text", "login-user")
 MODELS = {"/v1/models": {"data": [{"id": "m", "max_model_len": 65_536}]}}
 BUTTON = '{"x": 60, "y": 283}'
 """Where click-test has it for seed 0, whatever the fonts."""
+VENDORS_CALLS = {
+    "anthropic": [
+        ("computer", '{"action": "screenshot"}'),
+        ("computer", '{"action": "left_click", "coordinate": [60, 283]}'),
+    ],
+    "openai": [
+        ("computer", '{"type": "screenshot"}'),
+        ("computer", '{"type": "click", "button": "left", "x": 60, "y": 283}'),
+    ],
+    "google": [("open_web_browser", "{}"), ("click_at", '{"x": 91, "y": 662}')],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +141,33 @@ async def test_a_scripted_model_sees_the_screen_and_uses_it(
         "done",
         "image",
     ]
+
+
+@pytest.mark.usefixtures("_needs_pages")
+@pytest.mark.parametrize("vendor", list(VENDORS_CALLS))
+async def test_a_scripted_model_uses_a_vendors_computer_tool(tmp_path: Path, vendor: str) -> None:
+    [example] = miniwob_examples("click-test")
+    (look, nothing), (click, arguments) = VENDORS_CALLS[vendor]
+    answers = (
+        calls([1, 2], [3], look, nothing),
+        calls([1, 2, 3, 4], [5], click, arguments),
+        says([1, 2, 3, 4, 5, 6], [7], content="Done."),
+    )
+    harness = example.task["harness"]
+    desktop = {**harness["options"]["desktop"], "actions": vendor}
+    task = {**example.task, "harness": {**harness, "options": {**harness["options"], "desktop": desktop}}}
+    async with upstream(*answers, pages=MODELS) as (server_url, server):
+        engine = EngineSpec(kind="openai", name="sees", url=server_url, options={"ids": True})
+        async with running_service(tmp_path=tmp_path, engines=(engine,)) as (_, url), AsyncClient(url) as client:
+            [done] = await client.wait([(await client.submit({"task": {**task, "max_attempts": 1}})).id])
+            result = done.sessions[0].result
+            assert result is not None
+            assert (result.error, result.verdict.reward) == (None, 1.0)
+            [sample] = await client.samples(done.sessions[0].id)
+            assert [image.turn for image in sample.images] == [1, 2], "each call is answered with the screen"
+    offered = [tool["function"]["name"] for tool in server.posts[0][1]["tools"]]
+    assert click in offered
+    assert "screenshot" not in offered
 
 
 @pytest.mark.usefixtures("_needs_pages")

@@ -38,6 +38,8 @@ DISPLAY = ":1"
 """The name of the screen, for programs in the sandbox."""
 PROGRAMS = ("Xvfb", "openbox", "xdotool", "scrot")
 OPEN_SECONDS = 120.0
+SETTLE_SECONDS = 0.5
+"""The pause between a vendor's action and the screenshot that is its result."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 # The configuration has no keys, mouse bindings or menus that would let an agent close or move the windows that the
@@ -94,10 +96,13 @@ DONE = "done"
 class Desktop:
     """The screen of a sandbox. The screen stays open until the sandbox stops, so that a grader can inspect it."""
 
-    def __init__(self, runtime: Runtime, options: DesktopOptions, *, seconds: float) -> None:
+    def __init__(
+        self, runtime: Runtime, options: DesktopOptions, *, seconds: float, settle_seconds: float = SETTLE_SECONDS
+    ) -> None:
         self._runtime = runtime
         self._options = options
         self._seconds = seconds
+        self._settle_seconds = settle_seconds
         self._folder = f"{runtime.scratch}/outrider-desktop"
 
     def tools(self) -> list[ToolSpec]:
@@ -157,8 +162,11 @@ class Desktop:
             result = await self._act(action)
             if result != Text(DONE):
                 return result
-        # The vendors' models are trained to see the screen after each call.
-        return result if options.actions is None else await self._screenshot()
+        if options.actions is None:
+            return result
+        # The vendors' models are trained to see the screen after each call. Programs need a moment to show the effect.
+        await asyncio.sleep(self._settle_seconds)
+        return await self._screenshot()
 
     async def _act(self, action: Action) -> Part:
         match action:

@@ -107,6 +107,8 @@ plan=${{title#miniwob-gold }}
 printf '%s\\n' "${{plan% - Chromium}}" | tr ';' '\\n' | while read -r action rest; do
     case $action in
         click) xdotool mousemove $rest click 1 ;;
+        drag) set -- $rest
+            xdotool mousemove "$1" "$2" mousedown 1 sleep 0.05 mousemove "$3" "$4" sleep 0.05 mouseup 1 ;;
         type) xdotool type --delay 20 -- "$rest" ;;
     esac
     sleep 0.3
