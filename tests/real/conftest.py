@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -17,11 +15,9 @@ import outrider
 from outrider.harnesses.install import install
 from support.later import safetensors
 
-from .vllm_cpu import CONTEXT_TOKENS, SharedVllm, VllmServer
+from .vllm_cpu import CONTEXT_TOKENS, SharedVllm, VllmServer, vllm_environment
 
 FOLDER = Path(__file__).parent
-INSTALLER = FOLDER.parent.parent / "scripts" / "install_vllm_cpu.py"
-EXIT_CANNOT = 3
 SYNONYMS = {"<think>": "It", "</think>": " in"}
 LAST = "test_vllm_policy.py"
 """The file whose tests come last: they change the weights of the server that all tests share, and then end it."""
@@ -50,13 +46,7 @@ def policy_folder() -> Path:
 @pytest.fixture(scope="session")
 def vllm_prefix() -> Path:
     """An environment with vLLM for CPU, made now if need be; skips with the reason where that cannot be."""
-    done = subprocess.run(
-        [sys.executable, str(INSTALLER)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    if done.returncode == EXIT_CANNOT:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, f"{INSTALLER.name} broke:\n{done.stdout}\n{done.stderr}"
-    return Path(done.stdout.splitlines()[-1])
+    return vllm_environment(install=True)
 
 
 @pytest.fixture(scope="session")

@@ -148,7 +148,12 @@ def a_task(preset: str, **task: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def a_world(
-    folder: Path, policy: Path, replies: Sequence[str | dict[str, Any]], *, allow: Sequence[Path] = ()
+    folder: Path,
+    policy: Path,
+    replies: Sequence[str | dict[str, Any]],
+    *,
+    allow: Sequence[Path] = (),
+    traces_to: str | None = None,
 ) -> AsyncIterator[World]:
     """A service whose model says `replies`; `policy` is a folder with a tokenizer, `allow` what tasks may mount."""
     engine = RecordingEngine(
@@ -164,6 +169,7 @@ async def a_world(
         model=ModelConfig(tokenizer=str(policy), renderer="qwen3"),
         engines=(),
         sandboxes=SandboxesConfig(allow=tuple(allow)),
+        traces_to=traces_to,
     )
     async with (
         open_service(config) as (service, node),

