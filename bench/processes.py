@@ -7,9 +7,10 @@
     python -m bench.processes relay    UPSTREAM_URL
     python -m bench.processes service  TOKENIZER DATA RUN_LANE STORE_URL PAUSES
     python -m bench.processes echo
+    python -m bench.processes pages    SERVICE_URL GROUP SESSION
 
-Each program prints its URLs, one per line, and ends when its standard input ends, so that no program outlives its
-parent.
+Each program prints its URLs, one per line (`pages` prints that of the service), and ends when its standard input ends,
+so that no program outlives its parent.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import uvicorn
 import uvloop
@@ -30,6 +32,7 @@ import uvloop
 from bench.batch_engine import BatchEngine
 from bench.corpus import Corpus
 from bench.floors import Proxy, Receive, RoundTrip, Scope, Send, relay, round_trips
+from bench.page_readers import PageReader, five_pages
 from bench.parked import CONTEXT_TOKENS, parked
 from bench.processor_time import descendants_of, ticks_of
 from outrider.api import server
@@ -157,6 +160,13 @@ async def a_round_trip() -> AsyncIterator[RoundTrip]:
 
 
 @asynccontextmanager
+async def open_pages(service: str, group: str, session: str) -> AsyncIterator[Process]:
+    """Run the readers of five pages of a service, of which one shows a group and one a session."""
+    async with _process(1, "pages", service, group, session) as process:
+        yield process
+
+
+@asynccontextmanager
 async def _process(urls: int, *arguments: str) -> AsyncIterator[Process]:
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(
@@ -267,6 +277,20 @@ async def _serve_echo() -> None:
     await _serve_bare(answer)
 
 
+async def _open_pages(url: str, group: str, session: str) -> None:
+    async with AsyncExitStack() as stack:
+        https = [await stack.enter_async_context(aiohttp.ClientSession()) for _ in range(5)]
+        pages = five_pages(group, session)
+        readers = [PageReader(http, url, reads) for http, reads in zip(https, pages, strict=True)]
+        async with asyncio.TaskGroup() as tasks:
+            reading = [tasks.create_task(reader.run()) for reader in readers]
+            for reader in readers:
+                await reader.opened.wait()
+            await _until_told([url])
+            for task in reading:
+                task.cancel()
+
+
 async def _serve_bare(app: Any) -> None:
     """Serve the application with unmodified uvicorn."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -298,6 +322,7 @@ ROLES: dict[str, Callable[..., Awaitable[None]]] = {
     "proxy": _serve_proxy,
     "relay": _serve_relay,
     "echo": _serve_echo,
+    "pages": _open_pages,
 }
 
 

@@ -95,7 +95,7 @@ async def _stalls(corpus: Corpus, data: Path, pauses: str, live: int, beside: in
         await _start_live(client, live)
         before = process.memory_mib()
         for _ in range(beside // GROUP_SIZE):
-            group = await client.submit(_group(GROUP_SIZE, wait=False))
+            group = await client.submit(one_call(GROUP_SIZE, wait=False))
             await client.wait([group.id])
         stalls = (await client.status()).nodes[0].stalls
         return {
@@ -127,10 +127,10 @@ async def _measured(plan: Plan, corpus: Corpus, data: Path, url: str) -> dict[st
         return service_process(corpus.folder, data, plan.live, url)
 
     async with serving() as process:
-        copied = await _run_one(process)
+        copied = await one_finished(process)
         empty = process.memory_mib()
     async with postgresql_store(url, key=KeyFile(data / KEY_FILE)) if url else sqlite_store(data / DATABASE) as store:
-        filling = await _fill(store, plan.finished, copied)
+        filling = await copies(store, plan.finished, copied)
     begun = time.perf_counter()
     async with serving() as process, AsyncClient(process.urls[0]) as client:
         ready = time.perf_counter() - begun
@@ -160,10 +160,10 @@ async def _measured(plan: Plan, corpus: Corpus, data: Path, url: str) -> dict[st
     }
 
 
-async def _run_one(process: Process) -> SessionResult:
+async def one_finished(process: Process) -> SessionResult:
     """Run a real session and return its result."""
     async with AsyncClient(process.urls[0]) as client:
-        group = await client.submit(_group(1, wait=False))
+        group = await client.submit(one_call(1, wait=False))
         [done] = await client.wait([group.id])
     result = done.sessions[0].result
     if result is None or result.error is not None or result.turns != 1:
@@ -171,7 +171,7 @@ async def _run_one(process: Process) -> SessionResult:
     return result
 
 
-async def _fill(store: Store, sessions: int, copied: SessionResult) -> float:
+async def copies(store: Store, sessions: int, copied: SessionResult) -> float:
     """Store copies of a finished session, in groups. Returns sessions per second."""
     spec = await store.spec(copied.group_id)
     (turn,) = await store.turns(copied.session_id)
@@ -213,7 +213,7 @@ async def _read_results(client: AsyncClient, pages: int, *, samples: bool) -> fl
 
 async def _start_live(client: AsyncClient, sessions: int) -> None:
     for _ in range(sessions // GROUP_SIZE):
-        await client.submit(_group(GROUP_SIZE, wait=True))
+        await client.submit(one_call(GROUP_SIZE, wait=True))
     await _under_way(client, sessions)
 
 
@@ -233,14 +233,15 @@ async def _submit(client: AsyncClient, groups: int) -> float:
 
     async def submit() -> None:
         for _ in numbers:
-            await client.submit(_group(GROUP_SIZE, wait=True))
+            await client.submit(one_call(GROUP_SIZE, wait=True))
 
     begun = time.perf_counter()
     await asyncio.gather(*(submit() for _ in range(CLIENTS)))
     return groups / (time.perf_counter() - begun)
 
 
-def _group(n: int, *, wait: bool) -> GroupSpec:
+def one_call(n: int, *, wait: bool) -> GroupSpec:
+    """Return a group of `n` sessions of `OneCall`."""
     task = {
         "instruction": "Answer once.",
         "harness": {"agent": "bench.service:OneCall", "options": {"wait": wait}},

@@ -360,6 +360,24 @@ def _service(found: Any) -> list[Sheet]:
     return sheets
 
 
+def _pages(found: Any) -> list[Sheet]:
+    latency, cpu = found["latency_ms"], found["cpu_ms_per_second"]
+    sides = (("no page", "closed"), (f"{found['pages']} pages", "open"))
+    ratio, same = (
+        f"{number(one['median'])} ({number(one['low'])} to {number(one['high'])})"
+        for one in (found["ratio"], found["same"])
+    )
+    return [
+        Sheet(
+            title=f"Pages: a model call while {found['pages']} pages are open, {found['finished']:,} sessions stored",
+            columns=("open", *(f"call {cut}, ms" for cut in CUTS), "CPU of the service, ms a second"),
+            rows=[(what, *(number(latency[side][cut]) for cut in CUTS), number(cpu[side])) for what, side in sides],
+            note=f"Medians of {found['pairs']} pairs of blocks, in turn. Ratio of the p50 of a pair, and the middle"
+            f" half of the pairs: {ratio}. The same of two blocks without pages, which is the noise: {same}.",
+        )
+    ]
+
+
 def _history(found: Any) -> list[Sheet]:
     rows = [
         (name, number(figures["empty_p50_ms"]), number(figures["full_p50_ms"]))
@@ -606,6 +624,7 @@ SHEETS: dict[str, Callable[[Any], list[Sheet]]] = {
     "tools": _tools,
     "store": _store,
     "service": _service,
+    "pages": _pages,
     "scaling": _scaling,
     "history": _history,
     "graders": _graders,

@@ -25,6 +25,7 @@ from bench import (
     graders,
     history,
     memory,
+    pages,
     processor_time,
     rate,
     report,
@@ -379,3 +380,45 @@ def test_a_floor_too_short_for_the_processors_clock_is_not_measured() -> None:
         name="a call", bench="gateway", most=1.7, unit="ms", of=lambda found: 1.0, floor=lambda found: 0.0
     )
     assert targets._row(target, {})[:2] == ("a call", "not measured")
+
+
+@pytest.mark.deep
+async def test_open_pages_are_measured() -> None:
+    found = await pages.measure(pages.Plan(finished=8, pairs=3, calls=10))
+    assert found["ratio"]["low"] <= found["ratio"]["median"] <= found["ratio"]["high"]
+    assert found["cpu_ms_per_second"]["open"] > 0
+    check_shown("pages", found)
+
+
+PAGE_READS = {
+    "overview": (
+        'useGet<Status>("/v1/status", 2000)',
+        'useGet<Rates>("/v1/rates", 5000)',
+        'withQuery("/v1/sessions", { state: "running", limit: 12 }), 5000)',
+        'withQuery("/v1/sessions", { limit: NEWEST }), 20000)',
+        'withQuery("/v1/groups", { limit: 200 }), 20000)',
+        "const NEWEST = 300",
+        '(event) => event.kind.startsWith("session."), () => { status.again(); running.again() }, 1000)',
+        'event.kind === "group.done" || event.kind === "session.done", () => { newest.again(); groups.again() }, 5000)',
+    ),
+    "lists": (
+        "after, limit: 500,",
+        'event.kind.startsWith("group.") || event.kind === "session.done", list.again, 1500)',
+        "after, limit: 200,",
+        'event.kind.startsWith("session.") || event.kind === "group.created", list.again, 1500)',
+    ),
+    "group": ("event.group_id === id, group.again, 400)",),
+    "session": (
+        "useGet<{ turns: Turn[] }>(url, live ? 1500 : 0)",
+        'withQuery(path("sessions", id, "timeline"), { attempt }), live ? 1500 : 0)',
+        "event.session_id === id, again, 250)",
+    ),
+}
+"""The parts of the page's sources that `page_readers.py` follows."""
+
+
+def test_the_readers_of_pages_keep_the_rhythm_of_the_page() -> None:
+    for view, parts in PAGE_READS.items():
+        source = (ROOT / "page/src" / f"{view}.tsx").read_text()
+        for part in parts:
+            assert part in source, f"page/src/{view}.tsx has changed: change bench/page_readers.py and this table"

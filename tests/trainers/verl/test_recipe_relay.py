@@ -35,6 +35,7 @@ from outrider.harnesses.toolbox import TOOLS
 from outrider.lab.demo.dialogue import POLICY, RENDERER
 from outrider.lab.demo.task import ITEMS
 from outrider.service.service import Service
+from outrider.spec import EngineSpec
 from outrider.tokens.rendering.renderer import make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
 from outrider.trainers.verl_worker import RecipeWorker
@@ -53,9 +54,6 @@ CONTEXT = 1024
 class SeededVllm(VLLMEngine):
     """A vLLM whose reply depends on the prompt's ids alone, because the protocol of the workers has no seed."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(EngineOptions(name="vllm", url=url, model=SERVED))
-
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         sampling = msgspec.structs.replace(request.sampling, seed=zlib.crc32(request.input_ids.tobytes()))
         return super().generate(msgspec.structs.replace(request, sampling=sampling))
@@ -70,7 +68,7 @@ class Server:
         if url is None:
             self._engine = EmbeddedEngine(EngineOptions(name="embedded", model=str(POLICY)))
         else:
-            self._engine = SeededVllm(url)
+            self._engine = SeededVllm(EngineOptions(name="vllm", url=url, model=SERVED))
         self._served: list[list[int]] = []
 
     async def start(self) -> None:
@@ -367,11 +365,11 @@ async def test_an_epoch_over_a_real_vllm_has_the_rows_of_our_own_api(
             loop = AgentLoop(epoch.http, epoch.url)
             theirs = await asyncio.gather(*(loop.run(f"swe-{item}", item) for item in items))
             served = await epoch.served()
+        engine = EngineSpec(kind=f"{__name__}:SeededVllm", name="vllm", url=vllm.url, model=SERVED)
         async with (
-            running_service(tmp_path=tmp_path_factory.mktemp("own"), model=model, engines=()) as (service, url),
+            running_service(tmp_path=tmp_path_factory.mktemp("own"), model=model, engines=(engine,)) as (_, url),
             AsyncClient(url) as client,
         ):
-            await service.pool.add_engine(SeededVllm(vllm.url))
 
             async def own(item: str) -> Rows:
                 async with client.external_session() as session:
