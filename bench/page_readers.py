@@ -41,7 +41,6 @@ def five_pages(group: str, session: str) -> list[list[Read]]:
     runs."""
     ended = ("group.done", "session.done")
     mine = f"/v1/sessions/{session}"
-    about = {"after": ("",), "of": session, "pause": 0.25}
     return [
         [
             Read(path="/v1/status", every=2, after=("session.",), pause=1),
@@ -54,9 +53,9 @@ def five_pages(group: str, session: str) -> list[list[Read]]:
         [Read(path="/v1/sessions?limit=200", after=("session.", "group.created"), pause=1.5)],
         [Read(path=f"/v1/groups/{group}", after=("",), of=group, pause=0.4)],
         [
-            Read(path=mine, **about),
-            Read(path=f"{mine}/turns?tokens=true&pieces=true", every=1.5, **about),
-            Read(path=f"{mine}/timeline", every=1.5, **about),
+            Read(path=mine, after=("",), of=session, pause=0.25),
+            Read(path=f"{mine}/turns?tokens=true&pieces=true", every=1.5, after=("",), of=session, pause=0.25),
+            Read(path=f"{mine}/timeline", every=1.5, after=("",), of=session, pause=0.25),
         ],
     ]
 

@@ -85,8 +85,9 @@ async def measure(plan: Plan) -> dict[str, Any]:
             await client.sessions(limit=1)  # which waits for the index of the finished sessions
             load = Load(corpus, process, client, calls)
             await load.calls_of(shown, TURNS)
-            await load.block(plan.calls)  # the first calls are slower
             others = tasks.create_task(_others(client))
+            async with open_pages(load.process.urls[0], shown.group_id, shown.id):
+                await load.block(plan.calls)  # the first calls and reads are slower
             closed, opened = await _pairs(plan, load, shown)
             others.cancel()
             await shown.complete(reward=1.0)

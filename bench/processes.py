@@ -58,7 +58,12 @@ class Process:
         self.urls = urls
         self.control = ""
         self.kill = child.kill
+        self._child = child
         self._pid = child.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._child.returncode is not None
 
     def cpu_seconds(self) -> float:
         """Return the processor time used so far by all threads of the process, in seconds (proc(5), fields utime and
@@ -164,6 +169,8 @@ async def open_pages(service: str, group: str, session: str) -> AsyncIterator[Pr
     """Run the readers of five pages of a service, of which one shows a group and one a session."""
     async with _process(1, "pages", service, group, session) as process:
         yield process
+        if process.ended:
+            raise RuntimeError("the readers of pages have failed: see their error above")
 
 
 @asynccontextmanager

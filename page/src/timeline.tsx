@@ -5,7 +5,7 @@ import type { Session, Span, Turn } from "./model"
 import { clock, count, line, seconds } from "./text"
 import { noTip, tip } from "./ui"
 
-const TITLES: [string, string][] = [["stage", "Stages"], ["sandbox", "Sandbox"], ["call", "Model calls"], ["command", "Commands"], ["process", "Processes"], ["error", "Errors"]]
+const TITLES: [string, string][] = [["stage", "Stages"], ["sandbox", "Sandbox"], ["call", "Model calls"], ["failed_call", "Failed calls"], ["command", "Commands"], ["process", "Processes"], ["error", "Errors"]]
 
 /** Spans of a service without timelines: the stages' seconds in their order, and the model calls. */
 export function fromTurns(session: Session, turns: Turn[]): Span[] {
@@ -49,7 +49,7 @@ const STEPS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10
 function toneOf(span: Span): string {
     if (span.kind === "stage") return `stage-${span.name}`
     if (span.kind === "call") return ({ subagent: "k-sub", compaction: "k-comp", auxiliary: "k-aux", unsure: "k-aux", retry: "k-retry", aborted: "k-retry", frozen: "k-frozen" } as Record<string, string>)[span.data.branch] ?? "k-main"
-    if (span.kind === "error") return "bad"
+    if (span.kind === "error" || span.kind === "failed_call") return "bad"
     if (span.data.exit_code) return `${span.kind} failed-span`
     return span.kind
 }

@@ -640,7 +640,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of the service. `model` is the policy's name, `frozen` the names of the models beside it. `sessions`
     counts the sessions of the caller's tenant by state, or of all tenants for an admin; `cursor` is the cursor of the
     newest result of the same tenants, from which later results can be followed. `failing` is the background work of the
-    service and of its nodes that fails now."""
+    service and of its nodes that fails now. `may` has the roles that the caller may act in."""
 
     version: str
     model: str
@@ -651,6 +651,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineStatus, ...]
     policy: PolicyStatus = PolicyStatus(version=0, paused=None, engines=())
     failing: tuple[FailingChore, ...] = ()
+    may: tuple[Role, ...] = ()
 
 
 class RunFinding(msgspec.Struct, frozen=True, kw_only=True):

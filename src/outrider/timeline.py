@@ -1,4 +1,4 @@
-"""The timeline of an attempt: what happened when, besides the model calls, whose times are in the turns.
+"""The timeline of an attempt: what happened when, besides the model calls that have a turn, which has their times.
 
 An attempt notes entries in a `Timeline`, and its node stores the new entries from time to time. All times are seconds
 since the epoch by the node's wall clock, like those of the turns. Invariants: a timeline has a bounded number of
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from outrider.errors import storable
+from outrider.errors import OutriderError, storable
 from outrider.redaction import redacted
 
 MOST_ENTRIES = 1000
@@ -34,6 +34,7 @@ class EntryKind(StrEnum):
     SANDBOX = "sandbox"  # from the request for a sandbox until it is ready, its prepare steps included
     COMMAND = "command"  # a command, or the input of a live shell, that the tool server ran
     PROCESS = "process"  # a process in the sandbox
+    FAILED_CALL = "failed_call"  # a model call whose client got an error
     STORED = "stored"  # the times at which turns were stored
     LEFT_OUT = "left_out"  # the numbers of entries that were left out, by kind
 
@@ -61,18 +62,24 @@ class TimelinePart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline:
-    """Notes the entries of one attempt. `secrets` are texts that no entry may have."""
+    """Notes the entries of one attempt. `secrets` are texts that no entry may have. `first` is the number of the first
+    entry and of the first part: two timelines of one attempt need different numbers."""
 
     def __init__(
-        self, session_id: str, attempt: int, *, secrets: Collection[str] = (), clock: Callable[[], float] = time.time
+        self,
+        session_id: str,
+        attempt: int,
+        *,
+        secrets: Collection[str] = (),
+        clock: Callable[[], float] = time.time,
+        first: int = 0,
     ) -> None:
         self._session_id = session_id
         self._attempt = attempt
         self._secrets = secrets
         self._clock = clock
         self._counts: Counter[EntryKind] = Counter()
-        self._entries = 0
-        self._parts = 0
+        self._entries = self._parts = first
         self._open: dict[int, Entry] = {}
         """Entries without an end, by number."""
         self._changed: dict[int, Entry] = {}
@@ -111,6 +118,12 @@ class Timeline:
             self._open[number] = entry
         self._changed[number] = entry
         return number
+
+    def note_failed_call(self, error: OutriderError, began: float, *, action: str, dialect: str, status: int) -> None:
+        """Note a model call that began at a time and has failed now. `action` is what the client asked for, `status`
+        the HTTP status of the reply."""
+        about = {"action": action, "dialect": dialect, "status": status, "message": self._clean(error.message)}
+        self.add(EntryKind.FAILED_CALL, error.code, began, self._clock(), **about)
 
     def note_stored(self, index: int, model: str | None) -> None:
         """Note that a turn was stored now. `model` is the frozen model that sampled it, None for the policy."""

@@ -10,6 +10,7 @@ the engine.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Protocol, Self
@@ -87,6 +88,7 @@ class Gateway:
         call = _wire_call(scope, path)
         reply = _ClientReply(send)
         routed = self._routes.find(call)
+        models, began = None, time.time()
         try:
             if routed is None or routed.action is None:
                 raise NotFound(f"{call.method} {call.path} is not served here{routed.hint if routed else ''}")
@@ -107,11 +109,21 @@ class Gateway:
             finally:
                 models.under_way -= 1
             if reply.failure is not None:
-                self._failures.note(routed.dialect.name, reply.failure.code)
+                self._note(reply.failure, routed, models, began, status=200)
         except OutriderError as error:
             dialect = routed.dialect if routed else UNKNOWN_ROUTES
-            self._failures.note(dialect.name, error.code)
+            self._note(error, routed, models, began, status=error.http_status)
             await reply.whole(error.http_status, msgspec.json.encode(dialect.error(error)))
+
+    def _note(
+        self, error: OutriderError, routed: Routed | None, models: SessionModels | None, began: float, *, status: int
+    ) -> None:
+        """Count a failed call, and note it in the timeline of its session."""
+        dialect = routed.dialect if routed else UNKNOWN_ROUTES
+        self._failures.note(dialect.name, error.code)
+        if models is not None and models.timeline is not None and routed is not None and routed.action is not None:
+            action = routed.action.name.lower()
+            models.timeline.note_failed_call(error, began, action=action, dialect=dialect.name, status=status)
 
     async def _serve(
         self,

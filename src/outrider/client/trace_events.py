@@ -15,6 +15,7 @@ ROWS = {
     "stage": "stages",
     "sandbox": "sandboxes",
     "call": "model calls",
+    "failed_call": "failed calls",
     "command": "commands",
     "process": "processes",
     "error": "errors",

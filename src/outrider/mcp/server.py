@@ -7,6 +7,7 @@ the service is a result that names the error, the field and the hint, never a tr
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import mcp_types as types
@@ -33,20 +34,21 @@ INSTRUCTIONS = (
 )
 
 
-def mcp_server(client: AsyncClient, may: Callable[[Role], bool] = lambda role: True) -> Server[Any]:
+def mcp_server(client: AsyncClient, may: Callable[[Role], bool] | None = None) -> Server[Any]:
     """Return a server whose tools call the service through `client`. Tools for whose role `may` is false are not
-    listed, and are refused."""
+    listed, and are refused. Without `may` the service is asked for the caller's roles, and refuses calls itself."""
     tools = {tool.name: tool for tool in TOOLS}
 
     async def list_tools(context: Any, asked: Any) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=[_described(tool) for tool in TOOLS if may(tool.role)])
+        allowed = may or (await _roles(client)).__contains__
+        return types.ListToolsResult(tools=[_described(tool) for tool in TOOLS if allowed(tool.role)])
 
     async def call_tool(context: Any, asked: types.CallToolRequestParams) -> types.CallToolResult:
         try:
             tool = tools.get(asked.name)
             if tool is None:
                 raise NotFound(f"there is no tool {asked.name!r}", hint=f"tools: {', '.join(tools)}")
-            if not may(tool.role):
+            if may is not None and not may(tool.role):
                 raise Forbidden(
                     f"the tool {tool.name} needs a token with the role {tool.role!r}",
                     hint=f"the operator makes one: outrider token create --role {tool.role}",
@@ -87,6 +89,15 @@ def mcp_server(client: AsyncClient, may: Callable[[Role], bool] = lambda role: T
         on_list_resources=list_resources,
         on_read_resource=read_resource,
     )
+
+
+async def _roles(client: AsyncClient) -> frozenset[Role]:
+    """Return the roles that the caller of the service may act in. If they are unknown, because the service is away, old
+    or refuses the token, the tools that read are listed: a call of one gives the error with its hint."""
+    reading: frozenset[Role] = frozenset({"read"})
+    with suppress(OutriderError):
+        return reading | frozenset((await client.status()).may)
+    return reading
 
 
 async def serve_http(

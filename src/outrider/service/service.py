@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import msgspec
 
@@ -47,6 +47,7 @@ from outrider.schemas import (
     PolicyStatus,
     PulledImage,
     PulledImages,
+    Role,
     ServiceStatus,
     SessionView,
 )
@@ -75,6 +76,7 @@ from outrider.sessions.calls.call import FrozenModel, ModelBackend
 from outrider.sessions.calls.limits import LARGE, MAX_VALUES, BodyCapacity
 from outrider.sessions.external import ExternalSessions
 from outrider.sessions.resources import session_needs
+from outrider.sessions.timelines import STORE_EVERY_SECONDS
 from outrider.spec import (
     EngineSpec,
     GroupSpec,
@@ -245,6 +247,7 @@ class Service:
             if self._traces is not None:
                 stack.callback(tasks.create_task(self._traces.run(), name="traces").cancel)
             chores = await stack.enter_async_context(Chores(self.failures))
+            chores.begin("external timelines", self.external.timelines.store, every=STORE_EVERY_SECONDS)
             chores.begin("index of runs", self._index.chore, every=CHORE_SECONDS, at_once=False)
             stack.callback(tasks.create_task(self.rates.run(), name="rates").cancel)
             yield
@@ -506,6 +509,7 @@ class Service:
             engines=self.engines(),
             policy=self.pool.policy.status(),
             failing=self.failing(),
+            may=tuple(role for role in get_args(Role) if caller.may(role)),
         )
 
     def failing(self) -> tuple[FailingChore, ...]:

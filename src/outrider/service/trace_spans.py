@@ -129,6 +129,8 @@ class _Trace:
                             yield made
                         parent = subagents[label].span_id
                     yield self._call(name, span, parent)
+                case "failed_call":
+                    yield self._failed_call(name, span, parent)
                 case "command":
                     yield self._command(name, span, parent)
                 case "sandbox":
@@ -178,6 +180,18 @@ class _Trace:
         if (version := data.get("version")) is not None:
             about["outrider.policy_version"] = version
         return self._span(key, parent, f"chat {model}", span.start, span.end, about)
+
+    def _failed_call(self, key: str, span: SpanView, parent: str) -> TraceSpan:
+        about = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": self._model,
+            "gen_ai.conversation.id": self._session.id,
+            "http.response.status_code": span.data.get("status", 0),
+            "outrider.action": span.data.get("action", ""),
+            "outrider.dialect": span.data.get("dialect", ""),
+        }
+        return self._span(key, parent, f"chat {self._model}", span.start, span.end, about, span.name)
 
     def _command(self, key: str, span: SpanView, parent: str) -> TraceSpan:
         code = span.data.get("exit_code")

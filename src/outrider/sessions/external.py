@@ -53,8 +53,10 @@ from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.models import SessionModels
 from outrider.sessions.remote_runs import archive_of
 from outrider.sessions.reports import check_report, verdict_of
+from outrider.sessions.timelines import Timelines
 from outrider.spec import REPORTED, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
 from outrider.store.rows import SessionRow
+from outrider.timeline import Timeline
 from outrider.trajectory import BranchPolicy, SessionResult, StageSeconds, Turn, Verdict
 
 log = logging.getLogger("outrider.session")
@@ -65,6 +67,10 @@ LEASE_EXPIRED = "lease_expired"
 """Code of a session's error after the loss of its service."""
 MOST_SESSIONS = 10_000
 """Maximum number of external sessions at once. Further sessions wait in the queue."""
+
+
+FIRST_ENTRY = 1 << 20
+"""Number of the first entry of such a session's timeline. The node that grades the session numbers from 0."""
 
 
 class SessionNotRunning(ServiceError):
@@ -129,11 +135,14 @@ class ExternalSessions:
         self._capacity = capacity
         self._live: dict[str, _LiveSession] = {}
         self._begun = Broadcast()
+        self.timelines = Timelines(store)
+        """The failed calls of the sessions. The owner stores them from time to time, the last when the block ends."""
         self._held = AsyncExitStack()
         self._watchdog: Watchdog
 
     async def __aenter__(self) -> Self:
         self._watchdog = await self._held.enter_async_context(Watchdog())
+        self._held.push_async_callback(self.timelines.store_rest)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -224,6 +233,11 @@ class ExternalSessions:
                 await live.resume()
             else:
                 await store.drop_earlier_turns(session.id, session.attempt)
+        with self.timelines.keeping(live.timeline):
+            return await self._run_live(live)
+
+    async def _run_live(self, live: _LiveSession) -> SessionResult:
+        session, store = live.attempt.session, self._store
         self._live[session.id] = live
         try:
             await store.set_state(session.id, session.attempt, SessionState.READY)
@@ -343,6 +357,8 @@ class _LiveSession:
         self._failure: OutriderError | None = None
         self._resetting = asyncio.Lock()
         self._stopwatch = Stopwatch()
+        logged, session = attempt.logged, attempt.session
+        self.timeline = Timeline(session.id, session.attempt, secrets=logged.secrets, first=FIRST_ENTRY)
         self._new_models()
 
     def _new_models(self) -> None:
@@ -367,7 +383,7 @@ class _LiveSession:
 
         self._policy = conversation(self._backend, None)
         others = {each.backend.model: conversation(each.backend, each) for each in self._frozen}
-        self._all = SessionModels(self._policy, others, logged=self.attempt.logged)
+        self._all = SessionModels(self._policy, others, logged=self.attempt.logged, timeline=self.timeline)
         self.models: SessionModels | None = self._all
 
     async def resume(self) -> None:

@@ -5,6 +5,7 @@ Invariant: calls of a frozen model are not in the policy's conversation, and do 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING
@@ -17,9 +18,16 @@ from outrider.harnesses.base import ModelRefused
 from outrider.logs import LoggedSession
 from outrider.messages import Message, ParsedMessages, ToolSpec
 from outrider.sessions.calls.limits import Bodies, LimitReached
+from outrider.timeline import Timeline
 
 if TYPE_CHECKING:
     from outrider.sessions.conversation import Conversation
+
+
+GENERATE = "generate"
+"""The action of a call for a reply, as a timeline names it."""
+INPROCESS = "inprocess"
+"""The dialect of an agent in this process, which sends messages without HTTP."""
 
 
 class SessionModels:
@@ -28,13 +36,19 @@ class SessionModels:
     the gateway."""
 
     def __init__(
-        self, policy: Conversation, frozen: Mapping[str, Conversation] = {}, *, logged: LoggedSession | None = None
+        self,
+        policy: Conversation,
+        frozen: Mapping[str, Conversation] = {},
+        *,
+        logged: LoggedSession | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
-        """`logged`: the session that is named in the log's lines about calls."""
+        """`logged`: the session that is named in the log's lines about calls. Failed calls are noted in `timeline`."""
         self.policy = policy
         self.logged = logged
         self.bodies = Bodies(policy.backend.intake)
         self.under_way = 0
+        self.timeline = timeline
         self.frozen = frozen
         self._all = (policy, *frozen.values())
 
@@ -109,10 +123,15 @@ class InProcessClient:
         model: str | None = None,
     ) -> Message:
         conversation = self._models.named(model)
+        began = time.time()
         try:
             completion = await completed(conversation, messages, tools=tools, max_tokens=max_tokens, stop=stop)
-        except (LimitReached, ContextOverflow) as error:
-            if conversation is self._models.policy:
+        except OutriderError as error:
+            if self._models.timeline is not None:
+                self._models.timeline.note_failed_call(
+                    error, began, action=GENERATE, dialect=INPROCESS, status=error.http_status
+                )
+            if conversation is self._models.policy or not isinstance(error, LimitReached | ContextOverflow):
                 raise
             raise ModelRefused(error.message, hint=error.hint) from error
         return completion.reply
@@ -136,7 +155,7 @@ async def completed(
         sampling=RequestedSampling(max_tokens=max_tokens, stop=tuple(stop)),
         needs_images=True,  # an agent in this process sends images only of a desktop that it controls by sight
     )
-    async with aclosing(conversation.call(request, dialect="inprocess")) as batches:
+    async with aclosing(conversation.call(request, dialect=INPROCESS)) as batches:
         async for steps in batches:
             if isinstance(steps[-1], Completion):
                 return steps[-1]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -53,7 +53,6 @@ log = logging.getLogger("outrider.session")
 WRITE_CHECK = "node folder"
 """The name of the chore that writes to the node's folder every WRITE_CHECK_SECONDS."""
 WRITE_CHECK_SECONDS = 2.0
-LAST_STORE_SECONDS = 5.0
 
 
 class LocalNode:
@@ -115,7 +114,7 @@ class LocalNode:
             held.callback(sandboxes.pulls.cancel)
             warm = WarmLimits(each=settings.warm, memory_mb=settings.warm_memory_mb)
             timelines = Timelines(self._store)
-            held.push_async_callback(_store_rest, timelines)
+            held.push_async_callback(timelines.store_rest)
             warm_pool = await held.enter_async_context(WarmPool(sandboxes, warm))
             self._services = NodeServices(
                 model=self.backend,
@@ -214,10 +213,3 @@ class LocalNode:
             return session_result(attempt.session, StopReason.ERROR, [], task=attempt.task, error=record_of(error))
         finally:
             self._models.pop(key, None)
-
-
-async def _store_rest(timelines: Timelines) -> None:
-    """Store the last entries of a node that ends. If the store fails, they are lost with the node."""
-    with suppress(OutriderError, TimeoutError):
-        async with asyncio.timeout(LAST_STORE_SECONDS):
-            await timelines.store()

@@ -192,6 +192,7 @@ class Rollout:
                 for model in node.frozen
             },
             logged=logged,
+            timeline=self._timeline,
         )
 
     async def run(self) -> SessionResult:

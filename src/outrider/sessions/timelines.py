@@ -21,6 +21,7 @@ from outrider.timeline import MOST_PARTS, EntryKind, Timeline, TimelinePart
 from outrider.trajectory import Turn
 
 STORE_EVERY_SECONDS = 1.0
+LAST_STORE_SECONDS = 5.0
 BATCH_BYTES = 1 << 20
 """Maximum bytes of entries that are stored at once."""
 MOST_UNSTORED = 64 << 20
@@ -64,6 +65,12 @@ class Timelines:
                 await self._store.add_timeline(batch)
                 for _ in batch:
                     self._unstored.popleft()
+
+    async def store_rest(self) -> None:
+        """Store the last entries when the node or service ends. If the store fails, they are lost."""
+        with suppress(OutriderError, TimeoutError):
+            async with asyncio.timeout(LAST_STORE_SECONDS):
+                await self.store()
 
     def _take_all(self) -> None:
         ended, self._ended = self._ended, []
