@@ -152,3 +152,20 @@ async def test_a_node_that_ends_while_entries_are_stored_stores_each_once() -> N
             pass
     await asyncio.gather(timelines.store(), timelines.store())
     assert [part.session_id for batch in store.batches for part in batch] == [f"s-{number}" for number in range(10)]
+
+
+def test_failed_calls_are_bounded_and_have_no_secret() -> None:
+    timeline = Timeline("s-1", 1, secrets=["s3cret-of-the-task"], clock=Clock(), first=7)
+    for _ in range(MOST_ENTRIES + 5):
+        error = ServiceError("no s3cret-of-the-task" + "x" * MOST_CHARACTERS)
+        timeline.note_failed_call(error, 90.0, action="generate", dialect="chat", status=500)
+    part = timeline.take()
+    assert part is not None
+    assert part.part == 7
+    *found, left = entries(part)
+    assert (found[0].number, found[0].kind, found[0].name) == (7, EntryKind.FAILED_CALL, "service_error")
+    assert (found[0].start, found[0].end) == (90.0, 101.0)
+    assert len(found) == MOST_ENTRIES
+    assert left.data == {"failed_call": 5}
+    assert "s3cret" not in found[0].data["message"]
+    assert len(found[0].data["message"]) == MOST_CHARACTERS

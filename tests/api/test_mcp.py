@@ -192,10 +192,15 @@ async def test_over_stdio_the_service_refuses_what_the_role_does_not_allow(tmp_p
     async with a_service(tmp_path, token=ADMIN) as (_, url), AsyncClient(url, token=ADMIN) as api:
         read = (await api.create_token("reader", "read", tenant="operator")).text
         async with over_stdio(url, read) as client:
+            assert await names(client) == READING
             assert '"version"' in await text(client, "status")
             refused = await refusal(client, "cancel_sessions", all=True)
             assert "POST /v1/sessions/cancel needs a token with the role 'submit'" in refused
+        submit = (await api.create_token("writer", "submit", tenant="operator")).text
+        async with over_stdio(url, submit) as client:
+            assert await names(client) == [tool.name for tool in TOOLS if tool.role != "admin"]
         async with over_stdio(url) as client:
+            assert await names(client) == READING
             assert "error unauthorized" in await refusal(client, "status")
 
 

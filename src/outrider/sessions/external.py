@@ -53,7 +53,7 @@ from outrider.sessions.filters import EndedRun, filtered
 from outrider.sessions.models import SessionModels
 from outrider.sessions.remote_runs import archive_of
 from outrider.sessions.reports import check_report, verdict_of
-from outrider.sessions.timelines import Timelines
+from outrider.sessions.timelines import Timelines, noting_stored
 from outrider.spec import REPORTED, ReportSpec, RuntimeSpec, SamplingSpec, TaskSpec
 from outrider.store.rows import SessionRow
 from outrider.timeline import Timeline
@@ -136,7 +136,8 @@ class ExternalSessions:
         self._live: dict[str, _LiveSession] = {}
         self._begun = Broadcast()
         self.timelines = Timelines(store)
-        """The failed calls of the sessions. The owner stores them from time to time, the last when the block ends."""
+        """The timelines of the sessions. The owner stores them from time to time; the end of the block stores the last
+        entries."""
         self._held = AsyncExitStack()
         self._watchdog: Watchdog
 
@@ -356,9 +357,9 @@ class _LiveSession:
         self._stalled_seconds = stalled_seconds
         self._failure: OutriderError | None = None
         self._resetting = asyncio.Lock()
-        self._stopwatch = Stopwatch()
-        logged, session = attempt.logged, attempt.session
-        self.timeline = Timeline(session.id, session.attempt, secrets=logged.secrets, first=FIRST_ENTRY)
+        session = attempt.session
+        self.timeline = Timeline(session.id, session.attempt, secrets=attempt.logged.secrets, first=FIRST_ENTRY)
+        self._stopwatch = Stopwatch(self.timeline)
         self._new_models()
 
     def _new_models(self) -> None:
@@ -374,7 +375,9 @@ class _LiveSession:
                 limits=task.limits if frozen is None else frozen.limits,
                 sampling=task.sampling if frozen is None else SamplingSpec(),
                 history=task.history,
-                record=partial(self._store.add_turn, session.id, session.attempt, model=model),
+                record=noting_stored(
+                    self.timeline, partial(self._store.add_turn, session.id, session.attempt, model=model), model
+                ),
                 keep_failed=partial(self._keep_failed, model),
                 frozen=model,
                 on_broken=self.ended.set,
