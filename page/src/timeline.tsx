@@ -92,7 +92,8 @@ export function Timeline({ spans, now, live, choose, note, left }: {
                 now.set(now.a + by, now.b + by)
             }
         }
-        const area = box.current!
+        const area = box.current
+        if (!area) return // the table is shown
         area.addEventListener("wheel", wheel, { passive: false })
         return () => area.removeEventListener("wheel", wheel)
     }, [table])

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from api.test_timeline import task as timeline_task
+from api.test_timeline import timeline_with
 from cli.world import PROGRAM
 from external.world import Agent, Owner
 from outrider.api.finished_runs import serving_run
@@ -27,7 +29,7 @@ from support.many_sessions import multiply
 from support.page_world import HOSTILE, LOOKS_LIKE_UI, PageWorld, page_world, task
 from support.painting import painting_task
 from support.pictures import picture_service
-from support.service import running_service, say
+from support.service import call, running_service, say
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 
@@ -94,6 +96,24 @@ async def test_an_error_is_found_from_the_overview(tmp_path: Path) -> None:
         await tab.page.keyboard.press("Enter")
         await shown(tab, "command exited with code 1")
         assert tab.faults == []
+
+
+async def test_a_failed_model_call_is_in_the_timeline(tmp_path: Path) -> None:
+    running = running_service(tmp_path=tmp_path, replies=[call("echo hi"), say("done")])
+    async with running as (_, url), AsyncClient(url) as client:
+        spec = timeline_task(limits={"turns": 1}, evaluator={"kind": "command", "run": "true"})
+        [done] = await client.wait([(await client.submit({"task": spec})).id])
+        session = done.sessions[0].id
+        await timeline_with(client, session, "failed_call", "")
+        async with browser_tab(url) as tab:
+            await tab.open(f"sessions/{session}")
+            await shown(tab, "Failed calls")
+            await tab.page.locator(".lanes .span.bad").first.wait_for()
+            await tab.page.get_by_role("button", name="table").click()
+            await shown(tab, "limit_reached", ".timeline")
+            await shown(tab, re.compile("action generate.*dialect inprocess.*status 429"), ".timeline")
+            assert await tab.violations() == []
+            assert tab.faults == []
 
 
 async def test_the_tokens_of_a_session_are_read(tmp_path: Path) -> None:
