@@ -63,7 +63,7 @@ def main() -> int:
             if is_complete(prefix):
                 say(f"vLLM {VLLM} for CPU is installed")
             elif arguments.check:
-                print(f"vLLM {VLLM} for CPU is not installed in {prefix}: leave out --check", file=sys.stderr)
+                print(f"vLLM {VLLM} for CPU is not installed in {prefix}: run {Path(__file__).name}", file=sys.stderr)
                 return EXIT_CANNOT
             else:
                 install(prefix)
