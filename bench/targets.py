@@ -195,6 +195,15 @@ TARGETS = (
         of=lambda found: found["memory_mib"],
     ),
     Target(
+        name="p50 of a model call while five pages are open",
+        bench="pages",
+        most=1.2,
+        unit="ms",
+        of=lambda found: found["latency_ms"]["open"]["p50"],
+        floor=lambda found: found["latency_ms"]["closed"]["p50"],
+        beside="while no page is open",
+    ),
+    Target(
         name="longest block of the event loop with 5,000 live sessions, on the processor",
         bench="service",
         most=50,
