@@ -33,10 +33,12 @@ import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
+from outrider.destinations import Phase
 from outrider.errors import LOG_TAIL, EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
 from outrider.evaluators.base import DecidesEarly, Evaluator, NothingKept, OffTheClock, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
+from outrider.sandbox.network.door import Door
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.runtimes.base import NoShell, Runtime, SavesLayers, ShellKind, TellsCause
 from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
@@ -156,6 +158,8 @@ class Grading:
         """The session's GPUs, set once the agent's sandbox has stopped. Later sandboxes use these GPUs one after
         another."""
         self._numbers = numbers
+        self._doors: list[Door] = []
+        """The networks of the sandboxes in which the outcome is graded."""
         self._undo = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -211,7 +215,12 @@ class Grading:
                     await self._stop(sandbox)
                     self._gpus = gpus
                 place = self._agents if failure else self._graders
-            verdict = await self._verdict(outcome)
+            if self._carry is not None:
+                verdict = await self._verdict(outcome)
+            else:
+                self._doors += [sandbox.door] if sandbox.door is not None else []
+                async with sandbox.network(Phase.VERIFIER):
+                    verdict = await self._verdict(outcome)
         except OutriderError as error:
             facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=model_replied)
             if decide(facts).blame is not Blame.AGENT:
@@ -331,6 +340,8 @@ class Grading:
         tries = 0
         while tries < self._task.max_attempts or (failure.inside and tries < TRIES_BEFORE_BLAME):
             tries += 1
+            for door in self._doors:
+                door.forget_failures()
             try:
                 async with self._place(outcome.runtime) as runtime:
                     if self._patch is not None and (decided := self._decide(outcome, self._patch)) is not None:
@@ -440,7 +451,7 @@ class Grading:
         name = f"{session.id}-g{next(self._numbers)}"
 
         async def make() -> Sandbox:
-            return await self._sandboxes.make(
+            made = await self._sandboxes.make(
                 place.runtime,
                 name,
                 session.attempt,
@@ -449,6 +460,8 @@ class Grading:
                 gpus=gpus,
                 field=place.field,
             )
+            self._doors += [made.door] if made.door is not None else []
+            return made
 
         sandbox = GraderSandbox(
             make,
@@ -482,7 +495,14 @@ class Grading:
             if isinstance(error, TimeoutError) and timeout.block.expired():
                 raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
             raise _raised(error) from error
-        return _read_verdict(verdict, outcome)
+        read = _read_verdict(verdict, outcome)
+        failures = [failure for door in self._doors if (failure := door.broken(Phase.VERIFIER)) is not None]
+        if failures and read.reward <= 0:
+            raise EvaluatorError(
+                f"the network failed while the outcome was graded, and the reward is not positive: {failures[0]}",
+                hint="see the spans of kind network in the session's timeline, and docs/network.md",
+            )
+        return read
 
 
 def _raised(error: Exception) -> EvaluatorError:
@@ -582,8 +602,10 @@ class GraderSandbox:
             async with await starts.take(*line), limit:
                 began = time.time()
                 sandbox = await make()
-                self._noted.enter_context(self._timelines.sandbox(self._timeline, sandbox.runtime, GRADING))
+                self._noted.enter_context(self._timelines.sandbox(self._timeline, sandbox, GRADING))
                 await sandbox.ready()
+                if sandbox.door is not None:
+                    await sandbox.door.enter(Phase.VERIFIER)
                 self._timeline.add(
                     EntryKind.SANDBOX, sandbox.kind or "", began, time.time(), sandbox=GRADING, warm=False
                 )

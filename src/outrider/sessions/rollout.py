@@ -28,6 +28,7 @@ from typing import cast
 import msgspec
 
 from outrider.concurrency.watchdog import Watchdog
+from outrider.destinations import Phase
 from outrider.engines.pool.waits import Overdue
 from outrider.errors import (
     ContextOverflow,
@@ -264,7 +265,7 @@ class Rollout:
                     started = self._timeline.begin(EntryKind.SANDBOX, self._task.runtime.kind or "", sandbox=AGENT)
                     sandbox = await self._sandbox(mounts)
                     held.push_async_callback(sandbox.stop)
-                    held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox.runtime, AGENT))
+                    held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox, AGENT))
                     held.push_async_callback(self.models.close)  # so that no call outlives the agent's sandbox
                     warm = sandbox.started
                     await sandbox.ready()
@@ -364,7 +365,8 @@ class Rollout:
         prepared, paths = self._task.then[before].prepare, self._node.sandboxes.paths
         try:
             async with self._budget.spend():
-                await prepare(sandbox.runtime, prepared, paths=paths, field=f"task.then.{before}.prepare")
+                async with sandbox.network(Phase.PREPARE):
+                    await prepare(sandbox.runtime, prepared, paths=paths, field=f"task.then.{before}.prepare")
                 await harness.install(msgspec.structs.replace(context, task=self._step))
         except TimeoutError:
             return self._timed_out(Stage.NEXT_STEP)
@@ -507,7 +509,7 @@ class Rollout:
         the exception that was raised, if any, and the outcome."""
         clock = Budget(self._step.limits.agent_seconds, self._stalled_seconds)
         try:
-            async with self._budget.spend(), clock.spend(), self._cutoff.block():
+            async with self._budget.spend(), clock.spend(), self._cutoff.block(), sandbox.network(Phase.AGENT):
                 outcome = await harness.run(msgspec.structs.replace(context, task=self._step))
         except TimeoutError as timeout:
             if clock.exhausted:
@@ -574,7 +576,19 @@ class Rollout:
             model_replied=self.conversation.replies > 0,
             gpus=self._gpus,
         )
+        if grade.verdict.reward <= 0 and not grade.excess:
+            self._check_network(sandbox, ended)
         return _graded(ended, grade)
+
+    def _check_network(self, sandbox: Sandbox, ended: AgentRun) -> None:
+        """Raise RuntimeFailure if a server that the task names could not be reached while the agent ran. The cause of a
+        bad reward may then be the network."""
+        if sandbox.door is not None and (failure := sandbox.door.broken(Phase.AGENT)) is not None:
+            raise RuntimeFailure(
+                f"the network failed while the agent ran, and the reward is not positive: {failure}",
+                hint="see the spans of kind network in the session's timeline, and docs/network.md",
+                log_tail=ended.outcome.log_tail,
+            )
 
     async def _grade_again(self, grading: Grading, stored: SessionResult) -> Ending:
         """Grade an earlier session's run again, once resources and an eval slot are free. A stored verdict that blames
