@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,7 @@ async def test_a_mirror_has_a_name_of_its_own(tmp_path: Path) -> None:
             )
 
     async with a_server(answer=index) as server:
-        settings = {"mirrors": {"pip": f"http://index.test:{server.port}/simple/"}}
+        settings: dict[str, Any] = {"mirrors": {"pip": f"http://index.test:{server.port}/simple/"}}
         async with a_door(tmp_path, "mirror:pip", names={"index.test": [["127.0.0.1"]]}, **settings) as (door, _):
             got = await said(tmp_path, get("http://pip.mirror.internal/simple/x/", "Accept-Encoding: gzip"))
             body = '<a href="https://files.test/x.whl">x</a> <a href="http://pip.mirror.internal/y.whl">y</a>'
@@ -132,7 +133,7 @@ async def test_a_mirror_has_a_name_of_its_own(tmp_path: Path) -> None:
 
 async def test_apt_goes_through_the_operators_cache(tmp_path: Path) -> None:
     async with a_server() as server:
-        settings = {"mirrors": {"apt": f"http://127.0.0.1:{server.port}"}}
+        settings: dict[str, Any] = {"mirrors": {"apt": f"http://127.0.0.1:{server.port}"}}
         async with a_door(tmp_path, "mirror:apt", **settings):
             assert (await said(tmp_path, get("http://deb.debian.org/debian/dists/x"))).endswith("hi")
             assert (await said(tmp_path, get("http://evil.test/debian/"))).startswith("HTTP/1.1 403")

@@ -33,7 +33,10 @@ APT_HOSTS = frozenset(
 """The hosts of `mirror:apt`, at port 80."""
 INSIDE = "{}.mirror.internal"
 """The name of a mirror's server inside a sandbox. The proxy, and nothing else, knows the name."""
-HINT = "the operator allows destinations with the setting network.allow, or network.tenants for one tenant"
+HINT = (
+    "the operator allows destinations with the setting network.allow, or network.tenants for one tenant; Harbor tasks"
+    " run without their network with --offline, and with another one in place of a public network with --network"
+)
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
