@@ -365,11 +365,8 @@ def test_a_separate_verifier_has_the_network_of_its_environment(tmp_path: Path) 
     task = only(tmp_path, offline=False).task
     assert "network" not in task["runtime"]
     assert task["evaluator"]["runtime"]["network"] == PUBLIC
-    harbor_task(
-        tmp_path / "a",
-        f"{NONE}[verifier]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org']\n"
-        "environment = {network_mode = 'no-network'}",
-    )
+    toml = "[verifier]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org']\n[verifier.environment]\n"
+    (tmp_path / "a" / "task.toml").write_text(f"{NONE}{toml}network_mode = 'no-network'\ncpus = 1\n")
     own = only(tmp_path, offline=False).task["evaluator"]["runtime"]
     assert own["network"] == {"allow": [], "verifier": ["a.org"]}
 

@@ -158,7 +158,7 @@ async def test_a_record_is_replayed(tmp_path: Path) -> None:
         async with a_door(tmp_path, spec=spec, names=names, internal=[place]) as (door, _):
             said_first = [await said(tmp_path, request) for _ in range(2)]
             assert door.record is not None
-            (tmp_path / "record").write_bytes(record_file(door.record.replies))
+            (tmp_path / "record").write_bytes(record_file([door.record]))
     spec = {"allow": [place], "replay": "record"}
     async with a_door(tmp_path, spec=spec) as (door, fake):  # neither the server nor its name exists any more
         assert [await said(tmp_path, request) for _ in range(3)] == [*said_first, said_first[1]]

@@ -23,6 +23,7 @@ from outrider.sandbox.gpu_locks import lock_gpus
 from outrider.sandbox.host_paths import HostPaths, names_paths
 from outrider.sandbox.network.dialer import Dialer, Names
 from outrider.sandbox.network.door import Door, limits_of
+from outrider.sandbox.network.record import Record
 from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.network.variables import APT_CONFIG, APT_SETTINGS, proxy_variables
 from outrider.sandbox.node_folder import remove_tree
@@ -78,6 +79,11 @@ class Sandbox:
     def started(self) -> bool:
         """True once the sandbox has been started and prepared."""
         return self._ready
+
+    @property
+    def records(self) -> list[Record]:
+        """The record of the sandbox's network, if the task asks for one."""
+        return [] if self.door is None or self.door.record is None else [self.door.record]
 
     async def ready(self) -> None:
         """Start and prepare the sandbox, unless already done. Raises RuntimeFailure.

@@ -39,6 +39,7 @@ from outrider.evaluators.base import DecidesEarly, Evaluator, NothingKept, OffTh
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
 from outrider.sandbox.network.door import Door
+from outrider.sandbox.network.record import Record
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.runtimes.base import NoShell, Runtime, SavesLayers, ShellKind, TellsCause
 from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
@@ -95,9 +96,10 @@ class Grading:
     that the grading has started and not yet stopped.
 
     `keep` stores a file of carried data as an artifact of the given name. `log` takes the output of the evaluator.
-    `numbers` yields a new number for each of the session's sandboxes for grading. `field` is the evaluator's field in
-    the task. `goes_on`: another step follows in the agent's sandbox. Then this sandbox is stopped only if the agent is
-    to be blamed, and the session's resources are enough for a second sandbox beside the agent's.
+    The records of the networks of new sandboxes are added to `records`. `numbers` yields a new number for each of
+    the session's sandboxes for grading. `field` is the evaluator's field in the task. `goes_on`: another step
+    follows in the agent's sandbox. Then this sandbox is stopped only if the agent is to be blamed, and the
+    session's resources are enough for a second sandbox beside the agent's.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Grading:
         numbers: Iterator[int],
         field: str,
         goes_on: bool,
+        records: list[Record],
     ) -> None:
         self._attempt = attempt
         self._task = attempt.task
@@ -158,6 +161,7 @@ class Grading:
         """The session's GPUs, set once the agent's sandbox has stopped. Later sandboxes use these GPUs one after
         another."""
         self._numbers = numbers
+        self._records = records
         self._doors: list[Door] = []
         """The networks of the sandboxes in which the outcome is graded."""
         self._undo = AsyncExitStack()
@@ -461,6 +465,7 @@ class Grading:
                 field=place.field,
             )
             self._doors += [made.door] if made.door is not None else []
+            self._records += made.records
             return made
 
         sandbox = GraderSandbox(

@@ -50,6 +50,7 @@ from outrider.harnesses.venv import FIELD as VENV
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code
+from outrider.sandbox.network.record import Record, record_file
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandbox.warm_pool import WarmPool
@@ -163,6 +164,8 @@ class Rollout:
         """Names of the GPUs set aside for the session."""
         self._gradings = count()
         self._grading_sandboxes = count()
+        self._records: list[Record] = []
+        """The records of the networks of the session's sandboxes."""
         self._steps = steps_of(attempt.task)
         self._step = self._steps[0]
         """The current step, in the form of a task with one step."""
@@ -211,7 +214,11 @@ class Rollout:
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
             if (run := self._graded) is not None and run.failure is None:
                 ending = msgspec.structs.replace(ending, run_reason=run.reason, harness_exit=run.failed_exit)
-        self._artifacts = await self._node.artifacts.keep_log(self._grading_log, self._artifacts)
+        keeper = self._node.artifacts
+        self._artifacts = await keeper.keep_log(self._grading_log, self._artifacts)
+        if self._records:  # encoding megabytes takes a while
+            record = await asyncio.to_thread(record_file, self._records)
+            self._artifacts = await keeper.keep_record(record, self._artifacts)
         self._stopwatch.lap("stop")
         session, store, stored = self._session, self._node.store, self._attempt.stored
         turns, verdict, at_most = await self._turns(), ending.verdict, BranchPolicy.TRAIN
@@ -265,6 +272,7 @@ class Rollout:
                     started = self._timeline.begin(EntryKind.SANDBOX, self._task.runtime.kind or "", sandbox=AGENT)
                     sandbox = await self._sandbox(mounts)
                     held.push_async_callback(sandbox.stop)
+                    self._records += sandbox.records
                     held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox, AGENT))
                     held.push_async_callback(self.models.close)  # so that no call outlives the agent's sandbox
                     warm = sandbox.started
@@ -328,6 +336,7 @@ class Rollout:
             numbers=self._grading_sandboxes,
             field=f"{step_field(number)}.evaluator",
             goes_on=number + 1 < len(self._steps),
+            records=self._records,
         )
 
     async def _run_step(

@@ -7,7 +7,7 @@ proxy cannot read them. Invariant: a replay reaches no server.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -117,8 +117,16 @@ class Missing(Refused):
         self.status = "504 Gateway Timeout"
 
 
-def record_file(replies: list[RecordedReply]) -> bytes:
-    return b"".join(msgspec.json.encode(one) + b"\n" for one in replies)
+def record_file(records: Iterable[Record]) -> bytes:
+    """Return the file of the records of a session's sandboxes, within MAX_BYTES of replies."""
+    lines, left = [], MAX_BYTES
+    for one in (reply for record in records for reply in record.replies):
+        left -= len(one.reply or b"")
+        if left < 0:
+            lines.append(msgspec.json.encode(RecordedReply(one.phase)))
+            break
+        lines.append(msgspec.json.encode(one))
+    return b"".join(line + b"\n" for line in lines)
 
 
 def _url(request: Request) -> str:
