@@ -179,23 +179,6 @@ def plain_http(value: str | None) -> str | None:
     return value
 
 
-class MirrorsConfig(Section):
-    """Package mirrors, for tasks that ask for `mirror:NAME`."""
-
-    pip: Annotated[str | None, Setting(default="`https://pypi.org/simple/`")] = None
-    """URL of the index of Python packages behind `mirror:pip`."""
-    npm: Annotated[str | None, Setting(default="`https://registry.npmjs.org/`")] = None
-    """URL of the registry behind `mirror:npm`."""
-    apt: Annotated[str | None, Setting(default="the servers of Debian and Ubuntu")] = None
-    """URL of a caching HTTP proxy for packages of Debian and Ubuntu, such as `http://cache.lan:3142`, behind
-    `mirror:apt`."""
-
-    @field_validator("pip", "npm", "apt")
-    @classmethod
-    def _addresses(cls, value: str | None) -> str | None:
-        return plain_http(value)
-
-
 class NetworkConfig(Section):
     """The [network](network.md) of tasks that ask for one."""
 
@@ -205,13 +188,31 @@ class NetworkConfig(Section):
     """Further destinations for [tasks of one tenant](network.md#what-the-operator-allows)."""
     internal: tuple[PlaceText, ...] = ()
     """Servers, each as `HOST:PORT`, that may have a [private address](network.md#addresses)."""
-    mirrors: MirrorsConfig = MirrorsConfig()
+    pip_index: Annotated[str | None, Setting(default="`https://pypi.org/simple/`")] = None
+    """URL of the index of Python packages behind [`mirror:pip`](network.md#mirrors)."""
+    npm_registry: Annotated[str | None, Setting(default="`https://registry.npmjs.org/`")] = None
+    """URL of the registry behind `mirror:npm`."""
+    apt_cache: Annotated[str | None, Setting(default="the servers of Debian and Ubuntu")] = None
+    """URL of a caching HTTP proxy for packages of Debian and Ubuntu behind `mirror:apt`, such as
+    `http://cache.lan:3142`."""
     download_mb: Annotated[int, Field(ge=1)] = 2048
     """MiB that one sandbox may receive."""
     upload_mb: Annotated[int, Field(ge=1)] = 64
     """MiB that one sandbox may send."""
     requests: Annotated[int, Field(ge=1)] = 10_000
     """Requests that one sandbox may make; a tunnel (HTTPS) is one."""
+
+    @field_validator("pip_index", "npm_registry", "apt_cache")
+    @classmethod
+    def _plain_addresses(cls, value: str | None) -> str | None:
+        return plain_http(value)
+
+    @field_validator("apt_cache")
+    @classmethod
+    def _plain_proxy(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("http://"):
+            raise ValueError(f"{value!r} is no http:// address of a proxy")
+        return value
 
 
 class ModelConfig(Section):

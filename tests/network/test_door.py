@@ -11,7 +11,7 @@ import pytest
 from network.world import ENDPOINT, HELLO, a_door, a_server, connect, get, said
 from outrider.destinations import Phase
 from outrider.errors import RuntimeUnavailable
-from outrider.sandbox.network.door import NetworkUse
+from outrider.sandbox.network.door import ServerUse
 from outrider.sandbox.network.record import record_file
 
 
@@ -23,7 +23,7 @@ async def test_a_request_and_a_tunnel_are_carried_and_counted(tmp_path: Path) ->
     async with a_server(answer=echo) as server:
         place = f"files.test:{server.port}"
         async with a_door(tmp_path, place, names={"files.test": [["127.0.0.1"]]}, internal=[place]) as (door, _):
-            seen: list[NetworkUse] = []
+            seen: list[ServerUse] = []
             unfollow = door.follow(seen.append)
             assert (await said(tmp_path, get(f"http://{place}/simple/x?a=1#b", "A: b"))).endswith("\r\n\r\nhi")
             assert server.heard == [
@@ -110,7 +110,7 @@ async def test_a_mirror_has_a_name_of_its_own(tmp_path: Path) -> None:
             )
 
     async with a_server(answer=index) as server:
-        settings: dict[str, Any] = {"mirrors": {"pip": f"http://index.test:{server.port}/simple/"}}
+        settings: dict[str, Any] = {"pip_index": f"http://index.test:{server.port}/simple/"}
         async with a_door(tmp_path, "mirror:pip", names={"index.test": [["127.0.0.1"]]}, **settings) as (door, _):
             got = await said(tmp_path, get("http://pip.mirror.internal/simple/x/", "Accept-Encoding: gzip"))
             body = '<a href="https://files.test/x.whl">x</a> <a href="http://pip.mirror.internal/y.whl">y</a>'
@@ -133,7 +133,7 @@ async def test_a_mirror_has_a_name_of_its_own(tmp_path: Path) -> None:
 
 async def test_apt_goes_through_the_operators_cache(tmp_path: Path) -> None:
     async with a_server() as server:
-        settings: dict[str, Any] = {"mirrors": {"apt": f"http://127.0.0.1:{server.port}"}}
+        settings: dict[str, Any] = {"apt_cache": f"http://127.0.0.1:{server.port}"}
         async with a_door(tmp_path, "mirror:apt", **settings):
             assert (await said(tmp_path, get("http://deb.debian.org/debian/dists/x"))).endswith("hi")
             assert (await said(tmp_path, get("http://evil.test/debian/"))).startswith("HTTP/1.1 403")

@@ -155,8 +155,8 @@ async def test_a_verifier_that_installs_its_runner_gives_its_true_reward(
     tmp_path: Path, answer: str, reward: float
 ) -> None:
     async with an_index() as index:
-        mirrors = {"pip": f"http://127.0.0.1:{index.port}/simple/"}
-        async with a_service(tmp_path, allow=["mirror:pip"], mirrors=mirrors) as (_, url):
+        index_url = f"http://127.0.0.1:{index.port}/simple/"
+        async with a_service(tmp_path, allow=["mirror:pip"], pip_index=index_url) as (_, url):
             then = f"python3 -m pip download tinytest 2> answer.log; echo {answer} > answer"
             session = await run(url, task(then, {"verifier": ["mirror:pip"]}))
             assert session.result is not None
@@ -175,8 +175,8 @@ async def test_a_verifier_that_installs_its_runner_gives_its_true_reward(
 
 async def test_the_same_in_a_sandbox_of_the_graders(tmp_path: Path) -> None:
     async with an_index() as index:
-        mirrors = {"pip": f"http://127.0.0.1:{index.port}/simple/"}
-        async with a_service(tmp_path, allow=["mirror:pip"], mirrors=mirrors) as (_, url):
+        index_url = f"http://127.0.0.1:{index.port}/simple/"
+        async with a_service(tmp_path, allow=["mirror:pip"], pip_index=index_url) as (_, url):
             made = task("echo 42 > answer", {"verifier": ["mirror:pip"]})
             made["evaluator"]["carry"] = ["answer"]
             session = await run(url, made)
@@ -192,8 +192,8 @@ async def test_a_network_that_fails_is_never_a_zero_reward(tmp_path: Path) -> No
     zero = TEST.replace("|| exit 1", "|| { echo 0 > /logs/verifier/reward.txt; exit 0; }")
     async with an_index() as index:
         index.down = True
-        mirrors = {"pip": f"http://127.0.0.1:{index.port}/simple/"}
-        async with a_service(tmp_path, allow=["mirror:pip"], mirrors=mirrors) as (_, url):
+        index_url = f"http://127.0.0.1:{index.port}/simple/"
+        async with a_service(tmp_path, allow=["mirror:pip"], pip_index=index_url) as (_, url):
             made = task("echo 42 > answer", {"verifier": ["mirror:pip"]})
             made["runtime"]["env"] = {"PIP_RETRIES": "0"}
             made["evaluator"]["options"]["tests"][0]["write"] = zero
@@ -325,8 +325,8 @@ async def test_kinds_that_cannot_filter_are_refused_by_name(tmp_path: Path) -> N
 
 async def test_a_reply_of_the_index_is_recorded_and_replayed(tmp_path: Path) -> None:
     async with an_index() as index:
-        mirrors = {"pip": f"http://127.0.0.1:{index.port}/simple/"}
-        async with a_service(tmp_path, allow=["mirror:pip"], mirrors=mirrors) as (_, url):
+        index_url = f"http://127.0.0.1:{index.port}/simple/"
+        async with a_service(tmp_path, allow=["mirror:pip"], pip_index=index_url) as (_, url):
             made = task("echo 42 > answer", {"verifier": ["mirror:pip"], "record": True})
             first = await run(url, made)
             async with AsyncClient(url) as client:

@@ -19,9 +19,9 @@ from outrider.destinations import PORTS, Destination
 from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.sandbox.network.addresses import Address
-from outrider.sandbox.network.dialer import Dialer, Server
-from outrider.sandbox.network.proxy import Proxy, ProxyServer, Route
-from outrider.sandbox.network.requests import Refused, Request
+from outrider.sandbox.network.dialer import Dialer, ProxiedServer
+from outrider.sandbox.network.proxy import Proxy, ProxyRoute, ProxyServer
+from outrider.sandbox.network.requests import NotAllowed, RequestHead
 
 MAX_CONNECTIONS = 256
 MAX_REFUSED = 32
@@ -91,24 +91,24 @@ class BuildProxy:
         async with ProxyServer(self._proxy.serve, most=MAX_CONNECTIONS).at(path):
             yield
 
-    def admit(self, request: Request) -> BuildPassage:
-        """See `Gate`."""
+    def admit(self, request: RequestHead) -> BuildPassage:
+        """See `ProxyGate`."""
         if not allowed(self._hosts, request.host, request.port):
             shown = request.host if request.port in PORTS else request.place
             if HOST.fullmatch(shown) and len(self._refused) < MAX_REFUSED:
                 self._refused.add(shown)
-            raise Refused(f"no --allow-host names {shown}")
+            raise NotAllowed(f"no --allow-host names {shown}")
         # The operator names each host of a build, so all their addresses are the operator's choice.
-        return BuildPassage(Route(server=Server(host=request.host, port=request.port, internal=True)))
+        return BuildPassage(ProxyRoute(server=ProxiedServer(host=request.host, port=request.port, internal=True)))
 
-    def refuse(self, request: Request, reason: str) -> None:
-        """See `Gate`. A build keeps only hosts that no option names."""
+    def refuse(self, request: RequestHead, reason: str) -> None:
+        """See `ProxyGate`. A build keeps only hosts that no option names."""
 
 
 class BuildPassage:
     """A `Passage` without limits."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: ProxyRoute) -> None:
         self.route = route
 
     def sent(self, number: int) -> None: ...

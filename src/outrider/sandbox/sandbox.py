@@ -23,7 +23,7 @@ from outrider.sandbox.gpu_locks import lock_gpus
 from outrider.sandbox.host_paths import HostPaths, names_paths
 from outrider.sandbox.network.dialer import Dialer, Names
 from outrider.sandbox.network.door import Door, limits_of
-from outrider.sandbox.network.record import Record
+from outrider.sandbox.network.record import NetworkRecord
 from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.network.variables import APT_CONFIG, APT_SETTINGS, proxy_variables
 from outrider.sandbox.node_folder import remove_tree
@@ -81,7 +81,7 @@ class Sandbox:
         return self._ready
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[NetworkRecord]:
         """The record of the sandbox's network, if the task asks for one."""
         return [] if self.door is None or self.door.record is None else [self.door.record]
 

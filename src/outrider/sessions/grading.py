@@ -39,7 +39,7 @@ from outrider.evaluators.base import DecidesEarly, Evaluator, NothingKept, OffTh
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
 from outrider.sandbox.network.door import Door
-from outrider.sandbox.network.record import Record
+from outrider.sandbox.network.record import NetworkRecord
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.runtimes.base import NoShell, Runtime, SavesLayers, ShellKind, TellsCause
 from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
@@ -119,7 +119,7 @@ class Grading:
         numbers: Iterator[int],
         field: str,
         goes_on: bool,
-        records: list[Record],
+        records: list[NetworkRecord],
     ) -> None:
         self._attempt = attempt
         self._task = attempt.task

@@ -50,7 +50,7 @@ from outrider.harnesses.venv import FIELD as VENV
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code
-from outrider.sandbox.network.record import Record, record_file
+from outrider.sandbox.network.record import NetworkRecord, record_file
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandbox.warm_pool import WarmPool
@@ -164,7 +164,7 @@ class Rollout:
         """Names of the GPUs set aside for the session."""
         self._gradings = count()
         self._grading_sandboxes = count()
-        self._records: list[Record] = []
+        self._records: list[NetworkRecord] = []
         """The records of the networks of the session's sandboxes."""
         self._steps = steps_of(attempt.task)
         self._step = self._steps[0]

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.sandbox.network.door import NetworkUse
+from outrider.sandbox.network.door import ServerUse
 from outrider.sandbox.runtimes.base import ListsProcesses, ReportsCommands, Runtime, SandboxProcess
 from outrider.sandbox.runtimes.command_feed import CommandRun
 from outrider.sandbox.sandbox import Sandbox
@@ -130,7 +130,7 @@ class SandboxTimeline:
         """The entries of running commands, by the numbers of the commands."""
         self._processes: dict[int, int] = {}
         """The entries of living processes, by their ids."""
-        self._network: dict[tuple[str, str], tuple[int, NetworkUse]] = {}
+        self._network: dict[tuple[str, str], tuple[int, ServerUse]] = {}
         """The entries of used servers, by phase and server, with the newest state."""
 
     def note_command(self, command: CommandRun) -> None:
@@ -140,7 +140,7 @@ class SandboxTimeline:
         elif (entry := self._commands.pop(command.number, -1)) >= 0:
             self._timeline.end(entry, at=command.end, exit_code=command.exit_code)
 
-    def note_network(self, use: NetworkUse) -> None:
+    def note_network(self, use: ServerUse) -> None:
         key = use.phase.value, use.server
         about: dict[str, Any] = {"phase": use.phase.value, "requests": use.requests, "sent": use.sent}
         about |= {"received": use.received, "refused": use.refused, "failed": use.failed}

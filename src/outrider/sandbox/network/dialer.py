@@ -21,7 +21,7 @@ import msgspec
 from outrider.destinations import is_address
 from outrider.environment import variables
 from outrider.sandbox.network.addresses import Address, is_own, is_public, is_sensitive, meanings, plain
-from outrider.sandbox.network.requests import MAX_HEAD, Refused, Unreachable, place_of
+from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable, place_of
 from outrider.sandbox.runtimes.node_host import Host
 
 CONNECT_SECONDS = 30.0
@@ -34,7 +34,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
 """Returns the addresses of a name. Raises OSError."""
 
 
-class Server(msgspec.Struct, frozen=True, kw_only=True):
+class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server to connect to. `internal`: the operator has named exactly this host and port, so the server may have a
     private address. `proxy` is the URL of the HTTP proxy that leads to the server; None: the operator's variables say
     which, "": none."""
@@ -50,7 +50,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         return place_of(self.host, self.port)
 
 
-class Connection(msgspec.Struct, frozen=True):
+class ServerConnection(msgspec.Struct, frozen=True):
     """An open connection. `absolute`: the connection leads to a proxy, which needs whole URLs in requests, and the
     header lines `header`."""
 
@@ -99,8 +99,8 @@ class Dialer:
         self._own = frozenset(own)
         self._lookups = asyncio.Semaphore(LOOKUPS)
 
-    async def connect(self, server: Server, *, tunnel: bool) -> Connection:
-        """Connect to a server. Raises Refused for an address that is not allowed, and Unreachable."""
+    async def connect(self, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
+        """Connect to a server. Raises NotAllowed for an address that is not allowed, and Unreachable."""
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 proxy = self._proxy(server, tunnel=tunnel)
@@ -112,7 +112,7 @@ class Dialer:
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise Unreachable(f"cannot reach {server.place}: {_reason(error)}") from error
 
-    async def _direct(self, server: Server) -> Connection:
+    async def _direct(self, server: ProxiedServer) -> ServerConnection:
         failure: OSError = OSError("the name has no address")
         for address in await self._checked(server):
             try:
@@ -121,8 +121,8 @@ class Dialer:
                 failure = error
         raise failure
 
-    async def _checked(self, server: Server) -> Sequence[Address]:
-        """Return the addresses of a server. Raises Refused if one of them is not allowed, and OSError."""
+    async def _checked(self, server: ProxiedServer) -> Sequence[Address]:
+        """Return the addresses of a server. Raises NotAllowed if one of them is not allowed, and OSError."""
         if is_address(server.host):
             found: Sequence[Address] = [ip_address(server.host)]
         else:
@@ -130,10 +130,10 @@ class Dialer:
                 found = await self._resolve(server.host, server.port)
         for address in found:
             if not self._may_reach(address, server):
-                raise Refused(f"{server.host} has an address that is private or this machine's own")
+                raise NotAllowed(f"{server.host} has an address that is private or this machine's own")
         return found
 
-    def _may_reach(self, address: Address, server: Server) -> bool:
+    def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
         """Return whether a connection to an address of the server is allowed. Names may lead anywhere, so a name never
         leads to a sensitive address, not even if the operator has named the host."""
         at = plain(address)
@@ -145,7 +145,7 @@ class Dialer:
             return is_address(server.host) or not is_sensitive(at)
         return is_public(at)
 
-    async def _through(self, proxy: str, server: Server, *, tunnel: bool) -> Connection:
+    async def _through(self, proxy: str, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
         """Connect through an HTTP proxy. The proxy resolves the name, so only an address that this machine knows is
         checked."""
         with suppress(OSError):  # behind a proxy many machines cannot resolve names
@@ -156,7 +156,7 @@ class Dialer:
         assert url.hostname is not None
         connection = await self._open(url.hostname, url.port or 80, None)
         if not tunnel and not server.tls:
-            return Connection(connection.reader, connection.writer, absolute=True, header=header)
+            return ServerConnection(connection.reader, connection.writer, absolute=True, header=header)
         reader, writer = connection.reader, connection.writer
         try:
             lines = [f"CONNECT {server.place} HTTP/1.1", f"Host: {server.place}", *header]
@@ -170,14 +170,14 @@ class Dialer:
         except BaseException:
             writer.close()
             raise
-        return Connection(reader, writer)
+        return ServerConnection(reader, writer)
 
-    async def _open(self, host: str, port: int, tls_name: str | None) -> Connection:
+    async def _open(self, host: str, port: int, tls_name: str | None) -> ServerConnection:
         secure = None if tls_name is None else await asyncio.to_thread(ssl.create_default_context)
         reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD, ssl=secure, server_hostname=tls_name)
-        return Connection(reader, writer)
+        return ServerConnection(reader, writer)
 
-    def _proxy(self, server: Server, *, tunnel: bool) -> str | None:
+    def _proxy(self, server: ProxiedServer, *, tunnel: bool) -> str | None:
         """Return the URL of the HTTP proxy that leads to a server, or None for a direct connection. Raises Unreachable
         for the address of a proxy that is not an HTTP proxy."""
         if server.proxy is not None:

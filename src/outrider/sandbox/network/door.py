@@ -23,11 +23,11 @@ from outrider.sandbox.network.proxy import (
     CHUNK,
     LimitExceeded,
     Proxy,
+    ProxyRoute,
     ProxyServer,
-    Route,
 )
-from outrider.sandbox.network.record import Record, Replay
-from outrider.sandbox.network.requests import MAX_HEAD, NotPassedOn, Refused, Request
+from outrider.sandbox.network.record import NetworkRecord, NetworkReplay
+from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, NotPassedOn, RequestHead
 from outrider.sandbox.network.rules import Allowed, NetworkRules
 from outrider.spec import MEBIBYTE
 
@@ -42,7 +42,7 @@ NOTE_SECONDS = 5.0
 """Seconds between two notes about a server that is in use."""
 
 
-class NetworkUse(msgspec.Struct, kw_only=True):
+class ServerUse(msgspec.Struct, kw_only=True):
     """The use of one server in one phase. `server` is `host:port`. Times are seconds since the epoch. `sent` and
     `received` are bytes. `refusal` and `failure` are the last reasons. `broken`: the last request failed although the
     task names the server."""
@@ -91,8 +91,8 @@ class Door:
         self._endpoint = endpoint
         self._limits = limits
         self._clock = clock
-        self.record = Record(lambda: self._phase) if record else None
-        archive = self.record if replay is None else Replay.read(replay, lambda: self._phase)
+        self.record = NetworkRecord(lambda: self._phase) if record else None
+        archive = self.record if replay is None else NetworkReplay.read(replay, lambda: self._phase)
         self._proxy = Proxy(self, dialer, archive=archive)
         self._server = ProxyServer(self._serve, most=MAX_CLIENTS)
         self._path: Path | None = None
@@ -101,9 +101,9 @@ class Door:
         self._open: set[asyncio.Task[None]] = set()
         """The tasks of connections to other machines."""
         self._totals = {"received": 0, "sent": 0, "requests": 0}
-        self.uses: dict[tuple[Phase, str], NetworkUse] = {}
+        self.uses: dict[tuple[Phase, str], ServerUse] = {}
         self._noted: dict[tuple[Phase, str], float] = {}
-        self._note: Callable[[NetworkUse], None] = lambda use: None
+        self._note: Callable[[ServerUse], None] = lambda use: None
 
     async def open(self, path: Path) -> None:
         """Serve at a Unix socket."""
@@ -135,7 +135,7 @@ class Door:
         if tasks:
             await asyncio.wait(tasks)
 
-    def follow(self, note: Callable[[NetworkUse], None]) -> Callable[[], None]:
+    def follow(self, note: Callable[[ServerUse], None]) -> Callable[[], None]:
         """Call `note` with each use of a server, those so far first, and again when it changes. Returns a function that
         ends this, after a last note of each."""
         for use in self.uses.values():
@@ -190,11 +190,11 @@ class Door:
         finally:
             server_writer.close()
 
-    def admit(self, request: Request) -> DoorPassage:
-        """See `Gate`."""
+    def admit(self, request: RequestHead) -> DoorPassage:
+        """See `ProxyGate`."""
         phase = self._phase
         if phase is None:
-            raise Refused("the sandbox has no network now: it has one only while it is prepared, runs or grades")
+            raise NotAllowed("the sandbox has no network now: it has one only while it is prepared, runs or grades")
         use = self._use(phase, request.place)
         use.end = self._clock()
         try:
@@ -213,12 +213,12 @@ class Door:
         self._changed(use)
         return passage
 
-    def refuse(self, request: Request, reason: str) -> None:
-        """See `Gate`."""
+    def refuse(self, request: RequestHead, reason: str) -> None:
+        """See `ProxyGate`."""
         if self._phase is not None:
             self._refused(self._use(self._phase, request.place), reason)
 
-    def count(self, use: NetworkUse, name: str, number: int) -> None:
+    def count(self, use: ServerUse, name: str, number: int) -> None:
         """Count bytes. Raises LimitExceeded."""
         self._totals[name] += number
         setattr(use, name, getattr(use, name) + number)
@@ -229,7 +229,7 @@ class Door:
         if use.end - self._noted.get((use.phase, use.server), 0.0) > NOTE_SECONDS:
             self._changed(use)
 
-    def ended(self, use: NetworkUse) -> None:
+    def ended(self, use: ServerUse) -> None:
         use.end = self._clock()
         self._changed(use, soon=False)
 
@@ -240,21 +240,21 @@ class Door:
         setting = "download_mb" if name == "received" else "upload_mb"
         return f"the sandbox has {name} its {most // MEBIBYTE} MiB: the operator's setting is network.{setting}"
 
-    def _refused(self, use: NetworkUse, reason: str) -> None:
+    def _refused(self, use: ServerUse, reason: str) -> None:
         use.refused += 1
         use.refusal = reason
         self._changed(use, soon=use.refused == 1)
 
-    def _use(self, phase: Phase, server: str) -> NetworkUse:
+    def _use(self, phase: Phase, server: str) -> ServerUse:
         key = phase, server
         if key not in self.uses and sum(one is phase for one, _ in self.uses) >= MAX_PLACES:
             key = phase, OTHERS
         if key not in self.uses:
             now = self._clock()
-            self.uses[key] = NetworkUse(phase=phase, server=key[1], start=now, end=now)
+            self.uses[key] = ServerUse(phase=phase, server=key[1], start=now, end=now)
         return self.uses[key]
 
-    def _changed(self, use: NetworkUse, *, soon: bool = True) -> None:
+    def _changed(self, use: ServerUse, *, soon: bool = True) -> None:
         """Note a use, but not again within NOTE_SECONDS unless this is `soon` after its first note."""
         key = use.phase, use.server
         now = self._clock()
@@ -267,7 +267,7 @@ class Door:
 class DoorPassage:
     """See `Passage`."""
 
-    def __init__(self, door: Door, use: NetworkUse, route: Route, exact: bool) -> None:
+    def __init__(self, door: Door, use: ServerUse, route: ProxyRoute, exact: bool) -> None:
         self.route = route
         self._door = door
         self._use = use

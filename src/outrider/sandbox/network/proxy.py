@@ -14,13 +14,13 @@ from typing import Protocol
 
 import msgspec
 
-from outrider.sandbox.network.dialer import Connection, Dialer, Server
+from outrider.sandbox.network.dialer import Dialer, ProxiedServer, ServerConnection
 from outrider.sandbox.network.requests import (
     MAX_HEAD,
+    NotAllowed,
     NotPassedOn,
-    Refused,
-    Reply,
-    Request,
+    ReplyHead,
+    RequestHead,
     Unreachable,
     place_of,
     read_request,
@@ -44,11 +44,11 @@ class LimitExceeded(Exception):
     """A limit of the sandbox's network is reached."""
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
+class ProxyRoute(msgspec.Struct, frozen=True, kw_only=True):
     """How an allowed request is carried. `replaced` are pairs of texts to replace in the pages and in the redirects of
     a package index. `methods` are the allowed methods, any if empty."""
 
-    server: Server
+    server: ProxiedServer
     replaced: Sequence[tuple[str, str]] = ()
     methods: frozenset[str] = frozenset()
 
@@ -56,7 +56,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 class Passage(Protocol):
     """One allowed request while it is carried. `sent` and `received` count bytes, and raise LimitExceeded."""
 
-    route: Route
+    route: ProxyRoute
 
     def sent(self, number: int) -> None: ...
     def received(self, number: int) -> None: ...
@@ -65,14 +65,14 @@ class Passage(Protocol):
     def close(self) -> None: ...
 
 
-class Gate(Protocol):
+class ProxyGate(Protocol):
     """The rules of a proxy."""
 
-    def admit(self, request: Request) -> Passage:
+    def admit(self, request: RequestHead) -> Passage:
         """Return the passage of an allowed request. Raises NotPassedOn."""
         ...
 
-    def refuse(self, request: Request, reason: str) -> None:
+    def refuse(self, request: RequestHead, reason: str) -> None:
         """Note that an admitted request was refused for the address of its server, or for its method."""
         ...
 
@@ -80,11 +80,11 @@ class Gate(Protocol):
 class Archive(Protocol):
     """Keeps or replays the replies to requests that are not tunnels."""
 
-    def replay(self, request: Request) -> bytes | None:
+    def replay(self, request: RequestHead) -> bytes | None:
         """Return the whole recorded reply, or None if requests are carried to servers. Raises NotPassedOn."""
         ...
 
-    def keep(self, request: Request, reply: bytes) -> None: ...
+    def keep(self, request: RequestHead, reply: bytes) -> None: ...
     def room(self) -> int:
         """Return the maximum number of bytes of a reply to keep; 0 if nothing is kept."""
         ...
@@ -97,7 +97,9 @@ class Archive(Protocol):
 class Proxy:
     """A forward proxy. `name` begins its own error texts."""
 
-    def __init__(self, gate: Gate, dialer: Dialer, *, name: str = "outrider", archive: Archive | None = None) -> None:
+    def __init__(
+        self, gate: ProxyGate, dialer: Dialer, *, name: str = "outrider", archive: Archive | None = None
+    ) -> None:
         self._gate = gate
         self._dialer = dialer
         self._name = name
@@ -117,19 +119,19 @@ class Proxy:
             passage.close()
 
     async def _carry(
-        self, request: Request, passage: Passage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, request: RequestHead, passage: Passage, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         route = passage.route
         try:
             if route.methods and request.method not in route.methods:
-                raise Refused(f"{request.place} takes only {' and '.join(sorted(route.methods))}")
+                raise NotAllowed(f"{request.place} takes only {' and '.join(sorted(route.methods))}")
             if self._archive is not None and (recorded := self._archive.replay(request)) is not None:
                 passage.received(len(recorded))
                 writer.write(recorded)
                 await writer.drain()
                 return
             connection = await self._dialer.connect(route.server, tunnel=request.tunnel)
-        except Refused as error:
+        except NotAllowed as error:
             self._gate.refuse(request, str(error))
             await self._say(writer, error)
             return
@@ -164,9 +166,9 @@ class Proxy:
 
     async def _exchange(
         self,
-        request: Request,
-        route: Route,
-        connection: Connection,
+        request: RequestHead,
+        route: ProxyRoute,
+        connection: ServerConnection,
         flow: Flow,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -195,7 +197,12 @@ class Proxy:
             raise failure
 
     async def _answer(
-        self, request: Request, route: Route, server: asyncio.StreamReader, flow: Flow, writer: asyncio.StreamWriter
+        self,
+        request: RequestHead,
+        route: ProxyRoute,
+        server: asyncio.StreamReader,
+        flow: Flow,
+        writer: asyncio.StreamWriter,
     ) -> None:
         while True:
             try:
@@ -205,7 +212,7 @@ class Proxy:
             except (asyncio.IncompleteReadError, OSError) as error:
                 raise Unreachable(f"{request.place} closed the connection without a reply") from error
             flow.passage.received(len(head))
-            reply = Reply.read(head)
+            reply = ReplyHead.read(head)
             if reply.status == 101:
                 raise Unreachable("the server changes the protocol")
             if reply.status >= 200:
@@ -228,7 +235,7 @@ class Proxy:
             raise OSError("the reply ended early")
         kept.store(reply, length)
 
-    def _kept(self, request: Request) -> KeptReply:
+    def _kept(self, request: RequestHead) -> KeptReply:
         return KeptReply(request, self._archive)
 
     async def _say(self, writer: asyncio.StreamWriter, error: NotPassedOn) -> None:
@@ -242,7 +249,7 @@ class Proxy:
 class KeptReply:
     """Collects a reply for the archive, as far as there is room."""
 
-    def __init__(self, request: Request, archive: Archive | None) -> None:
+    def __init__(self, request: RequestHead, archive: Archive | None) -> None:
         self._request = request
         self._archive = archive
         self._room = 0 if archive is None else archive.room()
@@ -257,7 +264,7 @@ class KeptReply:
         elif self._room:
             self._data += data
 
-    def store(self, reply: Reply, length: int | None) -> None:
+    def store(self, reply: ReplyHead, length: int | None) -> None:
         """Keep a reply that has come to its end. A chunked reply without its last chunk has not."""
         whole = length is not None or not reply.chunked or self._data.endswith(b"0\r\n\r\n")
         if self._archive is not None and self._room and self._data and whole:
@@ -326,7 +333,7 @@ class Flow:
 
 
 async def _write_replaced(
-    reply: Reply,
+    reply: ReplyHead,
     length: int | None,
     pairs: Sequence[tuple[str, str]],
     server: asyncio.StreamReader,
@@ -360,7 +367,7 @@ async def _write_replaced(
     kept.store(reply, len(body))
 
 
-async def _whole_body(reply: Reply, length: int | None, server: asyncio.StreamReader, flow: Flow) -> bytes:
+async def _whole_body(reply: ReplyHead, length: int | None, server: asyncio.StreamReader, flow: Flow) -> bytes:
     """Return a body, without the marks of chunks. Raises Unreachable for one that is cut off or too large."""
     body = bytearray()
 

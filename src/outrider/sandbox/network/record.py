@@ -14,7 +14,7 @@ import msgspec
 
 from outrider.destinations import Phase
 from outrider.errors import RuntimeUnavailable
-from outrider.sandbox.network.requests import Refused, Request
+from outrider.sandbox.network.requests import NotAllowed, RequestHead
 
 MAX_BYTES = 20 << 20
 """Maximum bytes of the replies of one record. Encoded, they fit into one artifact."""
@@ -31,7 +31,7 @@ class RecordedReply(msgspec.Struct, frozen=True, omit_defaults=True):
     reply: bytes | None = None
 
 
-class Record:
+class NetworkRecord:
     """Keeps the replies of one sandbox. `phase` returns the current phase."""
 
     def __init__(self, phase: Callable[[], Phase | None]) -> None:
@@ -40,13 +40,13 @@ class Record:
         self._full = False
         self.replies: list[RecordedReply] = []
 
-    def replay(self, request: Request) -> bytes | None:
+    def replay(self, request: RequestHead) -> bytes | None:
         return None
 
     def room(self) -> int:
         return self._left
 
-    def keep(self, request: Request, reply: bytes) -> None:
+    def keep(self, request: RequestHead, reply: bytes) -> None:
         if request.length or (phase := self._phase()) is None:
             return
         if len(reply) > self._left:
@@ -62,7 +62,7 @@ class Record:
             self.replies.append(RecordedReply(phase))
 
 
-class Replay:
+class NetworkReplay:
     """Answers requests from a record: the n-th request for a URL in a phase gets the n-th reply, and later requests the
     last one."""
 
@@ -75,7 +75,7 @@ class Replay:
                 self._replies[one.phase, one.method, one.url].append(one.reply)
 
     @classmethod
-    def read(cls, file: Path, phase: Callable[[], Phase | None]) -> Replay:
+    def read(cls, file: Path, phase: Callable[[], Phase | None]) -> NetworkReplay:
         """Read a record. Blocks. Raises RuntimeUnavailable."""
         try:
             with file.open("rb") as lines:
@@ -89,27 +89,27 @@ class Replay:
                 hint="a session with task.runtime.network.record keeps one as its artifact outrider:network.jsonl",
             ) from error
 
-    def replay(self, request: Request) -> bytes | None:
+    def replay(self, request: RequestHead) -> bytes | None:
         phase = self._phase()
         if request.tunnel:
-            raise Missing("a replay has no tunnels (HTTPS): use http:// addresses, or a mirror such as mirror:pip")
+            raise NotRecorded("a replay has no tunnels (HTTPS): use http:// addresses, or a mirror such as mirror:pip")
         found = None if phase is None else self._replies.get((phase, request.method, _url(request)))
         if request.length or not found:
             full = "; the record was full" if self._full else ""
-            raise Missing(f"the record has no reply to {request.method} {_url(request)[:300]}{full}")
+            raise NotRecorded(f"the record has no reply to {request.method} {_url(request)[:300]}{full}")
         return found.pop(0) if len(found) > 1 else found[0]
 
     def room(self) -> int:
         return 0
 
-    def keep(self, request: Request, reply: bytes) -> None:
+    def keep(self, request: RequestHead, reply: bytes) -> None:
         """Keep nothing."""
 
     def skip(self) -> None:
         """Note nothing."""
 
 
-class Missing(Refused):
+class NotRecorded(NotAllowed):
     """The record has no reply to a request."""
 
     def __init__(self, text: str) -> None:
@@ -117,7 +117,7 @@ class Missing(Refused):
         self.status = "504 Gateway Timeout"
 
 
-def record_file(records: Iterable[Record]) -> bytes:
+def record_file(records: Iterable[NetworkRecord]) -> bytes:
     """Return the file of the records of a session's sandboxes, within MAX_BYTES of replies."""
     lines, left = [], MAX_BYTES
     for one in (reply for record in records for reply in record.replies):
@@ -129,5 +129,5 @@ def record_file(records: Iterable[Record]) -> bytes:
     return b"".join(line + b"\n" for line in lines)
 
 
-def _url(request: Request) -> str:
+def _url(request: RequestHead) -> str:
     return f"http://{request.origin}{request.path}"

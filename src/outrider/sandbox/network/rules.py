@@ -13,9 +13,9 @@ import msgspec
 from outrider.config import Config, NetworkConfig
 from outrider.destinations import Destination, Phase, not_covered
 from outrider.errors import InvalidField
-from outrider.sandbox.network.dialer import Server
-from outrider.sandbox.network.proxy import Route
-from outrider.sandbox.network.requests import Refused, Request, place_of
+from outrider.sandbox.network.dialer import ProxiedServer
+from outrider.sandbox.network.proxy import ProxyRoute
+from outrider.sandbox.network.requests import NotAllowed, RequestHead, place_of
 from outrider.spec import RUNTIME, NetworkSpec
 
 READS = frozenset({"GET", "HEAD"})
@@ -43,12 +43,12 @@ class Mirror(msgspec.Struct, frozen=True, kw_only=True):
     """A package index. `servers` are the index's server and further ones, by their names inside a sandbox. `variables`
     point package managers at the mirror."""
 
-    servers: Mapping[str, Server]
+    servers: Mapping[str, ProxiedServer]
     replaced: tuple[tuple[str, str], ...]
     variables: Mapping[str, str]
 
-    def route(self, host: str) -> Route:
-        return Route(server=self.servers[host], replaced=self.replaced, methods=READS)
+    def route(self, host: str) -> ProxyRoute:
+        return ProxyRoute(server=self.servers[host], replaced=self.replaced, methods=READS)
 
 
 class Allowed(msgspec.Struct, frozen=True):
@@ -59,22 +59,22 @@ class Allowed(msgspec.Struct, frozen=True):
     apt: bool
     settings: NetworkConfig
 
-    def route(self, request: Request) -> tuple[Route, bool]:
-        """Return the route of a request, and whether a destination names its server exactly. Raises Refused."""
+    def route(self, request: RequestHead) -> tuple[ProxyRoute, bool]:
+        """Return the route of a request, and whether a destination names its server exactly. Raises NotAllowed."""
         host, port = request.host, request.port
         if not request.tunnel and port == 80:
             for _, mirror in self.mirrors:
                 if host in mirror.servers:
                     return mirror.route(host), True
             if self.apt and host in APT_HOSTS:
-                proxy = self.settings.mirrors.apt
-                return Route(server=Server(host=host, port=port, proxy=proxy), methods=READS), True
+                proxy = self.settings.apt_cache
+                return ProxyRoute(server=ProxiedServer(host=host, port=port, proxy=proxy), methods=READS), True
         matching = [one for one in self.destinations if one.matches(host, port)]
         if not matching:
-            raise Refused(f"task.runtime.network does not allow {request.place} in this phase")
+            raise NotAllowed(f"task.runtime.network does not allow {request.place} in this phase")
         internal = place_of(host, port) in {place.lower() for place in self.settings.internal}
-        server = Server(host=host, port=port, internal=internal)
-        return Route(server=server), any(one.exact for one in matching)
+        server = ProxiedServer(host=host, port=port, internal=internal)
+        return ProxyRoute(server=server), any(one.exact for one in matching)
 
 
 class NetworkRules:
@@ -121,7 +121,7 @@ class NetworkRules:
 
     def mirror(self, name: str) -> Mirror:
         """Return the mirror `pip` or `npm`."""
-        named: str | None = getattr(self.settings.mirrors, name)
+        named = {"pip": self.settings.pip_index, "npm": self.settings.npm_registry}[name]
         url = urlsplit(named or PUBLIC_INDEXES[name])
         inside = INSIDE.format(name)
         servers, replaced = {inside: server_of(url.geturl(), internal=named is not None)}, []
@@ -151,12 +151,12 @@ class NetworkRules:
         return found
 
 
-def server_of(url: str, *, internal: bool) -> Server:
+def server_of(url: str, *, internal: bool) -> ProxiedServer:
     """Return the server of an http:// or https:// address."""
     parts = urlsplit(url)
     tls = parts.scheme == "https"
     assert parts.hostname is not None
-    return Server(host=parts.hostname, port=parts.port or (443 if tls else 80), tls=tls, internal=internal)
+    return ProxiedServer(host=parts.hostname, port=parts.port or (443 if tls else 80), tls=tls, internal=internal)
 
 
 def own_places(config: Config) -> frozenset[str]:
