@@ -67,13 +67,12 @@ class Allowed(msgspec.Struct, frozen=True):
                 if host in mirror.servers:
                     return mirror.route(host), True
             if self.apt and host in APT_HOSTS:
-                proxy = self.settings.apt_cache
-                return ProxyRoute(server=ProxiedServer(host=host, port=port, proxy=proxy), methods=READS), True
+                server = server_of(f"http://{host}", self.settings, proxy=self.settings.apt_cache)
+                return ProxyRoute(server=server, methods=READS), True
         matching = [one for one in self.destinations if one.matches(host, port)]
         if not matching:
             raise NotAllowed(f"task.runtime.network does not allow {request.place} in this phase")
-        internal = place_of(host, port) in {place.lower() for place in self.settings.internal}
-        server = ProxiedServer(host=host, port=port, internal=internal)
+        server = ProxiedServer(host=host, port=port, internal=is_internal(host, port, self.settings))
         return ProxyRoute(server=server), any(one.exact for one in matching)
 
 
@@ -92,17 +91,21 @@ class NetworkRules:
                 found += one.allow
         return found
 
-    def check(self, spec: NetworkSpec | None, *, tenant: str | None, whose: str, field: str) -> None:
+    def check(self, spec: NetworkSpec | None, *, tenant: str | None, whose: str | None, field: str) -> None:
         """Raise InvalidField for a destination that a tenant's tasks may not ask for. `whose` is the tenant in the
-        message."""
+        message, None for a message without the allowed destinations."""
         if spec is None:
             return
         may = self.may_ask(tenant)
         for name, asked in spec.lists():
             if refused := not_covered(asked, may):
                 allowed = f"only {', '.join(may)}" if may else "nothing"
+                if whose is None:  # the reader may be of any tenant
+                    why = "is allowed to no task any more"
+                else:
+                    why = f"is not allowed: the operator allows {whose} {allowed}"
                 raise InvalidField(
-                    f"{asked[refused[0]]!r} is not allowed: the operator allows {whose} {allowed}",
+                    f"{asked[refused[0]]!r} {why}",
                     field=f"{field}.network.{name}.{refused[0]}",
                     hint=HINT,
                 )
@@ -110,7 +113,7 @@ class NetworkRules:
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
         """Return the destinations of each phase. Raises InvalidField for a destination that is allowed to no tenant:
         the settings may have changed since the task was submitted."""
-        self.check(spec, tenant=None, whose="tasks", field=RUNTIME)
+        self.check(spec, tenant=None, whose=None, field=RUNTIME)
         return {phase: self._allowed(spec.of(phase)) for phase in Phase}
 
     def _allowed(self, asked: Sequence[str]) -> Allowed:
@@ -124,11 +127,11 @@ class NetworkRules:
         named = {"pip": self.settings.pip_index, "npm": self.settings.npm_registry}[name]
         url = urlsplit(named or PUBLIC_INDEXES[name])
         inside = INSIDE.format(name)
-        servers, replaced = {inside: server_of(url.geturl(), internal=named is not None)}, []
+        servers, replaced = {inside: server_of(url.geturl(), self.settings, internal=named is not None)}, []
         origin = f"{url.scheme}://{url.netloc}"
         for number, other in enumerate((origin, *FILES_OF_INDEXES.get(origin, ()))):
             alias = inside if number == 0 else f"files.{inside}"
-            servers.setdefault(alias, server_of(other, internal=False))
+            servers.setdefault(alias, server_of(other, self.settings))
             replaced.append((other, f"http://{alias}"))
         at = f"http://{inside}{url.path or '/'}"
         hosts = " ".join(servers)
@@ -151,12 +154,18 @@ class NetworkRules:
         return found
 
 
-def server_of(url: str, *, internal: bool) -> ProxiedServer:
+def is_internal(host: str, port: int, settings: NetworkConfig) -> bool:
+    """Return whether the operator has named exactly this host and port as internal."""
+    return place_of(host, port) in {place.lower() for place in settings.internal}
+
+
+def server_of(url: str, settings: NetworkConfig, *, internal: bool = False, proxy: str | None = None) -> ProxiedServer:
     """Return the server of an http:// or https:// address."""
     parts = urlsplit(url)
     tls = parts.scheme == "https"
-    assert parts.hostname is not None
-    return ProxiedServer(host=parts.hostname, port=parts.port or (443 if tls else 80), tls=tls, internal=internal)
+    host, port = parts.hostname or "", parts.port or (443 if tls else 80)
+    internal = internal or is_internal(host, port, settings)
+    return ProxiedServer(host=host, port=port, tls=tls, internal=internal, proxy=proxy)
 
 
 def own_places(config: Config) -> frozenset[str]:
