@@ -34,8 +34,8 @@ APT_HOSTS = frozenset(
 INSIDE = "{}.mirror.internal"
 """The name of a mirror's server inside a sandbox. The proxy, and nothing else, knows the name."""
 HINT = (
-    "the operator allows destinations with the setting network.allow, or network.tenants for one tenant; Harbor tasks"
-    " run without their network with --offline, and with another one in place of a public network with --network"
+    "the operator allows destinations with the setting network.allow, or network.tenants for one tenant; a Harbor task"
+    " runs without its network with --offline, or environment_overrides network_mode no-network"
 )
 
 
