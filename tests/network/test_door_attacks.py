@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from network.world import HELLO, a_door, a_server, connect, get, said
 from outrider.destinations import Phase
@@ -400,3 +401,47 @@ async def test_another_sandbox_is_not_reached(tmp_path: Path) -> None:
             assert (await said(tmp_path, connect("127.0.0.1:61080"))).startswith("HTTP/1.1 403")
             assert [use.requests for use in one.uses.values()] == [1, 0]
             assert [use.requests for use in two.uses.values()] == [0]
+
+
+def test_clients_that_hang_up_leave_no_traceback(tmp_path: Path) -> None:
+    """On the event loop of a service, in the middle of a head, a body, a tunnel or a reply."""
+    faults: list[str] = []
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+
+    async def hang_up(text: str, taken: int) -> None:
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "door")
+        writer.write(text.encode())
+        if taken:
+            await reader.read(taken)
+        writer.transport.abort()
+
+    async def trial() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context)))
+        async with a_server(answer=flood) as server:
+            place = f"files.test:{server.port}"
+            names = {"files.test": [["127.0.0.1"]]}
+            async with a_door(tmp_path, place, names=names, internal=[place]) as (door, _):
+                url = f"http://{place}/"
+                post = f"POST {url} HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf"
+                texts = (
+                    "",
+                    "GET htt",
+                    get(url),
+                    connect(place),
+                    connect(place) + "x\r\n\r\n",
+                    post,
+                    get("/s/KEY/v1/x"),
+                )
+                for text in texts:
+                    for taken in (0, 10, 200_000):
+                        async with asyncio.timeout(10):
+                            await hang_up(text, taken if text.endswith("\r\n\r\n") else 0)
+                await door.enter(None)
+
+    uvloop.run(trial())
+    assert faults == []

@@ -21,10 +21,11 @@ from outrider.errors import InvalidField, RuntimeFailure, renamed_field
 from outrider.plugins import BUILTINS, resolve
 from outrider.sandbox.gpu_locks import lock_gpus
 from outrider.sandbox.host_paths import HostPaths, names_paths
-from outrider.sandbox.network.dialer import Dialer, Names
+from outrider.sandbox.network.dialer import Dialer
 from outrider.sandbox.network.door import Door, limits_of
 from outrider.sandbox.network.record import NetworkRecord
 from outrider.sandbox.network.rules import NetworkRules
+from outrider.sandbox.network.shared import SharedNetwork
 from outrider.sandbox.network.variables import APT_CONFIG, APT_SETTINGS, proxy_variables
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.rootfs.wanted import ImagePulls
@@ -230,15 +231,16 @@ class Sandboxes:
             return spec, None
         check_network(spec, kind)
         allowed = self._network.allowed(network)
-        names = await self.host.part(Names.open)
+        shared = await self.host.part(SharedNetwork.open)
         replay = network.replay and self.paths.upload(network.replay, field=f"{RUNTIME}.network.replay")
         make = partial(
             Door,
             allowed,
-            Dialer(names.resolve, own=self._network.own),
+            Dialer(shared.resolve, own=self._network.own),
             gateway=self.gateway_socket,
             endpoint=BRIDGE_URL,
             limits=limits_of(self._network),
+            pace=shared.pace,
             record=network.record,
             replay=replay or None,
         )

@@ -7,12 +7,10 @@ checked address; the address and the password of the operator's own proxy are no
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from urllib.parse import unquote, urlsplit
 
@@ -22,10 +20,8 @@ from outrider.destinations import is_address
 from outrider.environment import variables
 from outrider.sandbox.network.addresses import Address, is_own, is_public, is_sensitive, meanings, plain
 from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable, place_of
-from outrider.sandbox.runtimes.node_host import Host
 
 CONNECT_SECONDS = 30.0
-LOOKUP_THREADS = 16
 LOOKUPS = 2
 """Maximum number of names that one sandbox resolves at once. A name may be resolved by a hostile server that is slow to
 answer, and occupies a thread of the node meanwhile."""
@@ -58,32 +54,6 @@ class ServerConnection(msgspec.Struct, frozen=True):
     writer: asyncio.StreamWriter
     absolute: bool = False
     header: tuple[str, ...] = ()
-
-
-class Names:
-    """Resolves the names of all sandboxes of a node, in threads of its own: a slow look-up must not hold up the node's
-    other work in threads."""
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-
-    @classmethod
-    @asynccontextmanager
-    async def open(cls, host: Host) -> AsyncIterator[Names]:
-        pool = ThreadPoolExecutor(LOOKUP_THREADS, thread_name_prefix="outrider-names")
-        try:
-            yield cls(pool)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    async def resolve(self, host: str, port: int) -> Sequence[Address]:
-        found = await asyncio.get_running_loop().run_in_executor(self._pool, _addresses, host, port)
-        return [ip_address(address) for address in found]
-
-
-def _addresses(host: str, port: int) -> list[str]:
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))
 
 
 class Dialer:

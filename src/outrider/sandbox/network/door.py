@@ -25,10 +25,12 @@ from outrider.sandbox.network.proxy import (
     Proxy,
     ProxyRoute,
     ProxyServer,
+    put,
 )
 from outrider.sandbox.network.record import NetworkRecord, NetworkReplay
 from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, NotPassedOn, RequestHead
 from outrider.sandbox.network.rules import Allowed, NetworkRules
+from outrider.sandbox.network.shared import LEAST_PAUSE, SANDBOX_RATE, Pace
 from outrider.spec import MEBIBYTE
 
 CONNECTIONS = 32
@@ -80,11 +82,13 @@ class Door:
         gateway: Path,
         endpoint: str,
         limits: NetworkLimits,
+        pace: Pace | None = None,
         record: bool = False,
         replay: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`gateway` is the model gateway's socket. `endpoint` is its URL in the sandbox. With `record`, the door
+        """`gateway` is the model gateway's socket. `endpoint` is its URL in the sandbox. `pace` is that of the
+        node. With `record`, the door
         keeps replies; with `replay`, it answers from this file. Raises RuntimeUnavailable. Blocks to read the file."""
         self._allowed = allowed
         self._gateway = gateway
@@ -100,6 +104,7 @@ class Door:
         self._phase: Phase | None = None
         self._open: set[asyncio.Task[None]] = set()
         """The tasks of connections to other machines."""
+        self._paces = [Pace(SANDBOX_RATE), *([pace] if pace is not None else [])]
         self._totals = {"received": 0, "sent": 0, "requests": 0}
         self.uses: dict[tuple[Phase, str], ServerUse] = {}
         self._noted: dict[tuple[Phase, str], float] = {}
@@ -183,7 +188,7 @@ class Door:
         except OSError:
             return
         try:
-            server_writer.write(head)
+            await put(server_writer, head)
             async with asyncio.TaskGroup() as group:
                 group.create_task(relay(reader, server_writer))
                 group.create_task(relay(server_reader, writer))
@@ -228,6 +233,11 @@ class Door:
             raise LimitExceeded
         if use.end - self._noted.get((use.phase, use.server), 0.0) > NOTE_SECONDS:
             self._changed(use)
+
+    async def pause(self, number: int) -> None:
+        seconds = max(pace.pause(number) for pace in self._paces)
+        if seconds > LEAST_PAUSE:
+            await asyncio.sleep(seconds)
 
     def ended(self, use: ServerUse) -> None:
         use.end = self._clock()
@@ -279,6 +289,9 @@ class DoorPassage:
     def received(self, number: int) -> None:
         self._door.count(self._use, "received", number)
 
+    async def pause(self, number: int) -> None:
+        await self._door.pause(number)
+
     def failed(self, reason: str) -> None:
         self._use.failed += 1
         self._use.failure = reason[:300]
@@ -295,8 +308,7 @@ async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     """Copy the bytes of one direction to its end, and then end the other side's input."""
     with suppress(OSError):
         while data := await reader.read(CHUNK):
-            writer.write(data)
-            await writer.drain()
+            await put(writer, data)
     with suppress(OSError, RuntimeError):
         if writer.can_write_eof():
             writer.write_eof()

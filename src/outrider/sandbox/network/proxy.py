@@ -60,6 +60,10 @@ class Passage(Protocol):
 
     def sent(self, number: int) -> None: ...
     def received(self, number: int) -> None: ...
+    async def pause(self, number: int) -> None:
+        """Wait until more than these bytes may pass."""
+        ...
+
     def failed(self, reason: str) -> None: ...
     def reached(self) -> None: ...
     def close(self) -> None: ...
@@ -127,8 +131,7 @@ class Proxy:
                 raise NotAllowed(f"{request.place} takes only {' and '.join(sorted(route.methods))}")
             if self._archive is not None and (recorded := self._archive.replay(request)) is not None:
                 passage.received(len(recorded))
-                writer.write(recorded)
-                await writer.drain()
+                await put(writer, recorded)
                 return
             connection = await self._dialer.connect(route.server, tunnel=request.tunnel)
         except NotAllowed as error:
@@ -147,7 +150,7 @@ class Proxy:
             async with flow.watched():
                 if request.tunnel:
                     passage.reached()
-                    writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                    await put(writer, b"HTTP/1.1 200 Connection established\r\n\r\n")
                     async with asyncio.TaskGroup() as both:
                         both.create_task(flow.relay(reader, connection.writer, passage.sent))
                         both.create_task(flow.relay(connection.reader, writer, passage.received))
@@ -182,7 +185,7 @@ class Proxy:
         without = frozenset({"accept-encoding"}) if route.replaced else frozenset()
         head = request.head(target, origin, *connection.header, without=without)
         flow.passage.sent(len(head))
-        connection.writer.write(head)
+        await put(connection.writer, head)
         failure: Exception | None = None
         async with asyncio.TaskGroup() as both:
             sending = both.create_task(flow.relay(reader, connection.writer, flow.passage.sent, request.length))
@@ -229,7 +232,7 @@ class Proxy:
             return
         kept = self._kept(request)
         kept.add(first := reply.head())
-        writer.write(first)
+        await put(writer, first)
         taken = await flow.relay(server, writer, flow.passage.received, length, kept.add)
         if length is not None and taken < length:
             raise OSError("the reply ended early")
@@ -241,9 +244,17 @@ class Proxy:
     async def _say(self, writer: asyncio.StreamWriter, error: NotPassedOn) -> None:
         body = f"{self._name}: {error}\n".encode()
         lines = [f"HTTP/1.1 {error.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
-        writer.write(("\r\n".join([*lines, "Connection: close"]) + "\r\n\r\n").encode() + body)
         with suppress(OSError):
-            await writer.drain()
+            await put(writer, ("\r\n".join([*lines, "Connection: close"]) + "\r\n\r\n").encode() + body)
+
+
+async def put(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Write bytes, and wait until there is room for more. Raises OSError."""
+    try:
+        writer.write(data)
+    except RuntimeError as error:  # of uvloop, for a connection that is closed
+        raise ConnectionResetError(str(error)) from error
+    await writer.drain()
 
 
 class KeptReply:
@@ -322,9 +333,9 @@ class Flow:
                     return taken
                 if see is not None:
                     see(data)
-                writer.write(data)
-                await writer.drain()
+                await put(writer, data)
                 self.stir()
+                await self.passage.pause(len(data))
         if limit is None:
             with suppress(OSError, RuntimeError):
                 if writer.can_write_eof():
@@ -352,7 +363,7 @@ async def _write_replaced(
         fields.append(f"{name}:{_replaced(value, pairs)}" if name.lower() == "location" else field)
     if not page:
         kept.add(first := msgspec.structs.replace(reply, fields=fields).head())
-        writer.write(first)
+        await put(writer, first)
         taken = await flow.relay(server, writer, flow.passage.received, length, kept.add)
         if length is not None and taken < length:
             raise OSError("the reply ended early")
@@ -362,8 +373,7 @@ async def _write_replaced(
     body = _replaced(body.decode("utf-8", "surrogateescape"), pairs).encode("utf-8", "surrogateescape")
     fields.append(f"Content-Length: {len(body)}")
     kept.add(data := msgspec.structs.replace(reply, fields=fields).head() + body)
-    writer.write(data)
-    await writer.drain()
+    await put(writer, data)
     kept.store(reply, len(body))
 
 
