@@ -72,6 +72,9 @@ async def test_other_connections_go_to_the_model_gateway(tmp_path: Path) -> None
         odd = f"GET {ENDPOINT}/s/KEY/v1/models HTTP/1.1\r\n\r\n"  # a client that ignores NO_PROXY
         assert (await said(tmp_path, odd, then=call.encode())) == 2 * HELLO.decode()
         assert heard[2] == b"GET /s/KEY/v1/models HTTP/1.1\r\n\r\n"
+        got = await said(tmp_path, connect("127.0.0.1:61080"), then=2 * call.encode())
+        assert got.endswith(2 * HELLO.decode())
+        assert heard[4:] == 2 * [call.encode()]
         assert door.uses == {}
 
 

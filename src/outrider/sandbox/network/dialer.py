@@ -68,6 +68,7 @@ class Dialer:
         self._environ = variables() if environ is None else environ
         self._own = frozenset(own)
         self._lookups = asyncio.Semaphore(LOOKUPS)
+        self._tls: ssl.SSLContext | None = None
 
     async def connect(self, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
         """Connect to a server. Raises NotAllowed for an address that is not allowed, and Unreachable."""
@@ -136,16 +137,22 @@ class Dialer:
             if not status.startswith("200"):
                 raise Unreachable(f"this machine's proxy does not reach {server.place}: {status[:200]}")
             if server.tls:
-                await writer.start_tls(ssl.create_default_context(), server_hostname=server.host)
+                await writer.start_tls(await self._tls_context(), server_hostname=server.host)
         except BaseException:
             writer.close()
             raise
         return ServerConnection(reader, writer)
 
     async def _open(self, host: str, port: int, tls_name: str | None) -> ServerConnection:
-        secure = None if tls_name is None else await asyncio.to_thread(ssl.create_default_context)
+        secure = None if tls_name is None else await self._tls_context()
         reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD, ssl=secure, server_hostname=tls_name)
         return ServerConnection(reader, writer)
+
+    async def _tls_context(self) -> ssl.SSLContext:
+        """Return the context for servers' certificates. Reading those of all authorities takes some milliseconds."""
+        if self._tls is None:
+            self._tls = await asyncio.to_thread(ssl.create_default_context)
+        return self._tls
 
     def _proxy(self, server: ProxiedServer, *, tunnel: bool) -> str | None:
         """Return the URL of the HTTP proxy that leads to a server, or None for a direct connection. Raises Unreachable

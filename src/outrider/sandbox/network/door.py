@@ -166,13 +166,8 @@ class Door:
             use.broken = use.broken and use.phase is not Phase.VERIFIER
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-        method, _, rest = head.partition(b" ")
-        endpoint = f"{self._endpoint}/".encode()
-        if rest.startswith(endpoint) and method != b"CONNECT":  # from a client that ignores NO_PROXY
-            head = method + b" " + rest[len(endpoint) - 1 :]
-            rest = b"/"
-        if rest.startswith(b"/") and method != b"CONNECT":
-            await self._to_gateway(reader, writer, head)
+        if (own := self._gateways_head(head)) is not None:
+            await self._to_gateway(reader, writer, own)
             return
         task = asyncio.current_task()
         assert task is not None
@@ -182,13 +177,28 @@ class Door:
         finally:
             self._open.discard(task)
 
+    def _gateways_head(self, head: bytes) -> bytes | None:
+        """Return the head to send to the model gateway, or None for a request to another server. A client that ignores
+        NO_PROXY writes the gateway's whole address, or asks for a tunnel."""
+        method, _, rest = head.partition(b" ")
+        url = f"{self._endpoint}/".encode()
+        if method == b"CONNECT":
+            return b"" if rest.startswith(url.removeprefix(b"http://").removesuffix(b"/") + b" ") else None
+        if rest.startswith(url):
+            return method + b" " + rest[len(url) - 1 :]
+        return head if rest.startswith(b"/") else None
+
     async def _to_gateway(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        """Carry a connection to the model gateway, which gets `head` first; b"" stands for a tunnel."""
         try:
             server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
         except OSError:
             return
         try:
-            await put(server_writer, head)
+            if head:
+                await put(server_writer, head)
+            else:
+                await put(writer, b"HTTP/1.1 200 Connection established\r\n\r\n")
             async with asyncio.TaskGroup() as group:
                 group.create_task(relay(reader, server_writer))
                 group.create_task(relay(server_reader, writer))

@@ -11,4 +11,5 @@ LOCAL = "localhost,127.0.0.1,::1"
 def proxy_variables(endpoint: str) -> dict[str, str]:
     """Return the variables that make programs in a sandbox use the proxy at the sandbox's endpoint."""
     names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
-    return {**dict.fromkeys(names, endpoint), "no_proxy": LOCAL, "NO_PROXY": LOCAL, "APT_CONFIG": APT_CONFIG}
+    others = {"no_proxy": LOCAL, "NO_PROXY": LOCAL, "NODE_USE_ENV_PROXY": "1", "APT_CONFIG": APT_CONFIG}
+    return {**dict.fromkeys(names, endpoint), **others}
