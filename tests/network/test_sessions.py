@@ -18,13 +18,16 @@ import pytest
 
 from network.world import a_server
 from outrider.client.client import AsyncClient
+from outrider.config import Config
 from outrider.errors import InvalidField
+from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.schemas import SessionView, SpanView
 from outrider.service.assembly import Opened
 from outrider.service.principals import Principal
 from outrider.service.service import Service
 from outrider.spec import GroupSpec
+from outrider.tasks.datasets import harbor_examples
 from service.program import program
 from support.service import running_node
 
@@ -140,13 +143,14 @@ async def run(url: str, task: dict[str, Any]) -> SessionView:
         return await client.session(done.sessions[0].id)
 
 
-async def spans(url: str, session: str) -> list[SpanView]:
-    """The spans of the network, once the last ones are stored: a node stores them a moment after the session's end."""
+async def spans(url: str, session: str, count: int = 1) -> list[SpanView]:
+    """The spans of the network, once `count` of them are stored with their ends: a node stores the last ones a moment
+    after the session's end."""
     async with AsyncClient(url) as client, asyncio.timeout(20):
         while True:
-            found = [span for span in (await client.timeline(session)).spans if span.kind in ("network", "stage")]
-            if not any("cut_off" in span.data for span in found) and any(span.name == "stop" for span in found):
-                return [span for span in found if span.kind == "network"]
+            found = [span for span in (await client.timeline(session)).spans if span.kind == "network"]
+            if len(found) >= count and not any("cut_off" in span.data for span in found):
+                return found
             await asyncio.sleep(0.2)
 
 
@@ -163,7 +167,7 @@ async def test_a_verifier_that_installs_its_runner_gives_its_true_reward(
             assert session.result.verdict is not None, session.result.error
             assert session.result.verdict.reward == reward
             assert index.asked == ["/simple/tinytest/", "/files/tinytest-1.0-py3-none-any.whl"]
-            seen = {(span.data["phase"], span.name): span.data for span in await spans(url, session.id)}
+            seen = {(span.data["phase"], span.name): span.data for span in await spans(url, session.id, 2)}
     agent, verifier = seen["agent", "pip.mirror.internal:80"], seen["verifier", "pip.mirror.internal:80"]
     assert agent["requests"] == 0
     assert agent["refused"] > 0
@@ -270,7 +274,7 @@ async def test_without_a_network_nothing_is_reached_and_nothing_noted(tmp_path: 
         assert session.result is not None
         assert session.result.verdict is not None
         assert session.result.verdict.reward == 1.0
-        assert await spans(url, session.id) == []
+        assert await spans(url, session.id, 0) == []
 
 
 def asking(*allow: str, **more: Any) -> GroupSpec:
@@ -341,3 +345,40 @@ async def test_a_reply_of_the_index_is_recorded_and_replayed(tmp_path: Path) -> 
                 assert session.result.verdict is not None, session.result.error
                 assert session.result.verdict.reward == 1.0
             assert len(index.asked) == asked
+
+
+async def test_a_harbor_folder_with_a_public_network_is_graded_through_a_mirror(tmp_path: Path) -> None:
+    """Nothing in the folder says how its packages come: its test.sh is as for the public Internet."""
+    folder = tmp_path / "tasks" / "answer"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "task.toml").write_text("[agent]\ntimeout_sec = 60\n")
+    (folder / "instruction.md").write_text("Write the answer.\n")
+    (folder / "tests" / "test.sh").write_text(TEST)
+    (folder / "tests" / "test_answer.py").write_text(CHECK)
+    async with an_index() as index:
+        index_url = f"http://127.0.0.1:{index.port}/simple/"
+        async with a_service(tmp_path, allow=["mirror:pip"], pip_index=index_url) as (_, url):
+            [public] = harbor_examples(tmp_path / "tasks")
+            with pytest.raises(InvalidField, match=r"'\*' is not allowed") as refused:
+                await run(url, {**public.task, "harness": program("exit 0")})
+            assert refused.value.field == "task.runtime.network.allow.0"
+            assert "--offline" in str(refused.value.hint)
+            [mirrored] = harbor_examples(tmp_path / "tasks", network=["mirror:pip"])
+            assert mirrored.notes == ()
+            for answer, reward in (("42", 1.0), ("43", 0.0)):
+                session = await run(
+                    url, {**mirrored.task, "instruction": "x", "harness": program(f"echo {answer} > answer")}
+                )
+                assert session.result is not None
+                assert session.result.verdict is not None, session.result.error
+                assert session.result.verdict.reward == reward
+
+
+async def test_a_network_that_was_taken_away_ends_the_session_in_an_error(tmp_path: Path) -> None:
+    """A node checks the task again: the settings may have changed since the group was submitted."""
+    async with running_node(tmp_path=tmp_path, network={"allow": ["pypi.org"]}) as (opened, _):
+        sandboxes = opened.own_node._services.sandboxes
+        sandboxes._network = NetworkRules(Config())
+        with pytest.raises(InvalidField, match="is allowed to no task any more") as refused:
+            await sandboxes.make(asking("pypi.org").task.runtime, "session", 1)
+        assert refused.value.field == "task.runtime.network.allow.0"
