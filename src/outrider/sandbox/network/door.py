@@ -30,7 +30,7 @@ from outrider.sandbox.network.proxy import (
 from outrider.sandbox.network.record import NetworkRecord, NetworkReplay
 from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, NotPassedOn, RequestHead
 from outrider.sandbox.network.rules import Allowed, NetworkRules
-from outrider.sandbox.network.shared import LEAST_PAUSE, SANDBOX_RATE, Pace
+from outrider.sandbox.network.shared import LEAST_PAUSE, SANDBOX_RATE, BytePace
 from outrider.spec import MEBIBYTE
 
 CONNECTIONS = 32
@@ -82,7 +82,7 @@ class Door:
         gateway: Path,
         endpoint: str,
         limits: NetworkLimits,
-        pace: Pace | None = None,
+        pace: BytePace | None = None,
         record: bool = False,
         replay: Path | None = None,
         clock: Callable[[], float] = time.time,
@@ -104,7 +104,7 @@ class Door:
         self._phase: Phase | None = None
         self._open: set[asyncio.Task[None]] = set()
         """The tasks of connections to other machines."""
-        self._paces = [Pace(SANDBOX_RATE), *([pace] if pace is not None else [])]
+        self._paces = [BytePace(SANDBOX_RATE), *([pace] if pace is not None else [])]
         self._totals = {"received": 0, "sent": 0, "requests": 0}
         self.uses: dict[tuple[Phase, str], ServerUse] = {}
         self._noted: dict[tuple[Phase, str], float] = {}

@@ -24,7 +24,7 @@ SANDBOX_RATE = 64 << 20
 LEAST_PAUSE = 0.002
 
 
-class Pace:
+class BytePace:
     """Spreads bytes over time, at most `rate` per second."""
 
     def __init__(self, rate: int) -> None:
@@ -44,7 +44,7 @@ class SharedNetwork:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
-        self.pace = Pace(NODE_RATE)
+        self.pace = BytePace(NODE_RATE)
 
     @classmethod
     @asynccontextmanager
