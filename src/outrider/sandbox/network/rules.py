@@ -32,7 +32,7 @@ APT_HOSTS = frozenset(
 )
 """The hosts of `mirror:apt`, at port 80."""
 INSIDE = "{}.mirror.internal"
-"""The name of a mirror's server inside a sandbox. The proxy, and nothing else, knows the name."""
+"""The name of a mirror's server inside a sandbox. Only the proxy resolves the name."""
 HINT = (
     "the operator allows destinations with the setting network.allow, or network.tenants for one tenant; a Harbor task"
     " runs without its network with --offline, or environment_overrides network_mode no-network"
