@@ -32,8 +32,8 @@ Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
 
 class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
     """A server to connect to. `internal`: the operator has named exactly this host and port, so the server may have a
-    private address. `proxy` is the URL of the HTTP proxy that leads to the server; None: the operator's variables say
-    which, "": none."""
+    private address. `proxy` is the URL of the HTTP proxy that leads to the server. None: the proxy in this process's
+    variables. "": no proxy."""
 
     host: str
     port: int
