@@ -31,6 +31,7 @@ DEFINITIONS = {
     "EngineSpec": "engine",
     "FrozenConfig": "frozen",
     "GraderConfig": "grader",
+    "TenantNetwork": "tenantNetwork",
 }
 WIDTH = 120
 

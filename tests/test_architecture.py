@@ -19,6 +19,7 @@ LAYERS = (
         "redaction",
         "errors",
         "faults",
+        "destinations",
         "lifecycle",
         "messages",
         "media",

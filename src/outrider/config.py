@@ -29,6 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from outrider.callbacks import check_secret
+from outrider.destinations import DestinationText, PlaceText
 from outrider.environment import variables
 from outrider.errors import InvalidField
 from outrider.faults import fault_text
@@ -156,6 +157,61 @@ class SandboxesConfig(Section):
         plain = [name.removeprefix("nvidia.com/gpu=") for name in value or ()]
         if twice := [name for name in plain if plain.count(name) > 1]:
             raise ValueError(f"GPU {twice[0]} is named twice")
+        return value
+
+
+class TenantNetwork(Section):
+    """Destinations that tasks of one tenant may ask for, beside those of `network.allow`."""
+
+    tenant: Annotated[str, Field(min_length=1, max_length=256)]
+    allow: tuple[DestinationText, ...]
+
+
+def plain_http(value: str | None) -> str | None:
+    """Return the URL of a server. Raises ValueError for a URL with a password, a query or another scheme."""
+    if value is None:
+        return None
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{value!r} is no URL: write http://HOST:PORT/PATH or https://HOST/PATH")
+    if parts.username is not None:
+        raise ValueError("a mirror's URL must have no user name: sandboxes would use the password")
+    return value
+
+
+class NetworkConfig(Section):
+    """The [network](network.md) of tasks that ask for one."""
+
+    allow: Annotated[tuple[DestinationText, ...], Setting("--allow-network DESTINATION")] = ()
+    """Destinations that any task [may ask for](network.md#what-the-operator-allows)."""
+    tenants: tuple[TenantNetwork, ...] = ()
+    """Further destinations for [tasks of one tenant](network.md#what-the-operator-allows)."""
+    internal: tuple[PlaceText, ...] = ()
+    """Servers, each as `HOST:PORT`, that may have a [private address](network.md#addresses)."""
+    pip_index: Annotated[str | None, Setting(default="`https://pypi.org/simple/`")] = None
+    """URL of the index of Python packages behind [`mirror:pip`](network.md#mirrors)."""
+    npm_registry: Annotated[str | None, Setting(default="`https://registry.npmjs.org/`")] = None
+    """URL of the registry behind `mirror:npm`."""
+    apt_cache: Annotated[str | None, Setting(default="the servers of Debian and Ubuntu")] = None
+    """URL of a caching HTTP proxy for packages of Debian and Ubuntu behind `mirror:apt`, such as
+    `http://cache.lan:3142`."""
+    download_mb: Annotated[int, Field(ge=1)] = 2048
+    """MiB that one sandbox may receive."""
+    upload_mb: Annotated[int, Field(ge=1)] = 64
+    """MiB that one sandbox may send."""
+    requests: Annotated[int, Field(ge=1)] = 10_000
+    """Requests that one sandbox may make; a tunnel (HTTPS) is one."""
+
+    @field_validator("pip_index", "npm_registry", "apt_cache")
+    @classmethod
+    def _plain_addresses(cls, value: str | None) -> str | None:
+        return plain_http(value)
+
+    @field_validator("apt_cache")
+    @classmethod
+    def _plain_proxy(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("http://"):
+            raise ValueError(f"{value!r} is no http:// address of a proxy")
         return value
 
 
@@ -396,6 +452,7 @@ class Config(Section):
     lanes: LanesConfig = LanesConfig()
     queue: QueueConfig = QueueConfig()
     sandboxes: SandboxesConfig = SandboxesConfig()
+    network: NetworkConfig = NetworkConfig()
     plugins: PluginsConfig = PluginsConfig()
     engines: Annotated[tuple[EngineSpec, ...], Setting("--engine KIND=WHERE")] = ()
     """Engines to [attach](engines.md#attaching-one) at the start."""

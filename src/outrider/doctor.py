@@ -1,4 +1,4 @@
-"""Checks this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs.
+"""Checks this machine: runtimes, harnesses, engines, file formats, stores, the port, open files, GPUs, networks.
 
 The check starts a sandbox of each kind in TRIED that is available, runs commands in the sandbox as a session would, and
 leaves nothing running. A finding that is not ok has a hint, if there is a remedy.
@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import tempfile
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from outrider.config import Config
-from outrider.environment import install_command, installed_version
+from outrider.environment import environment, install_command, installed_version
 from outrider.errors import HarnessUnavailable, OutriderError, RuntimeFailure
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.presets import load_preset, preset_names
@@ -81,6 +82,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[Finding, ...]
     limits: tuple[Finding, ...]
     gpus: tuple[Finding, ...]
+    network: tuple[Finding, ...]
 
 
 def diagnose() -> Diagnosis:
@@ -108,6 +110,7 @@ def diagnose() -> Diagnosis:
         ports=(_port(Config().host, Config().port),),
         limits=(_open_files(),),
         gpus=_gpus(),
+        network=(_network(runtimes),),
     )
 
 
@@ -217,6 +220,18 @@ def _gpus() -> tuple[Finding, ...]:
     hint = "unset CUDA_VISIBLE_DEVICES, or name the GPUs that sandboxes may use: --sandbox-gpu 0"
     detail = f"{len(there)}, of which CUDA_VISIBLE_DEVICES leaves none"
     return (Finding(name="NVIDIA", ok=False, detail=detail, hint=hint),)
+
+
+def _network(runtimes: Iterable[Finding]) -> Finding:
+    """Return whether tasks could have a network, and by which way."""
+    kinds = [one.name for one in runtimes if one.ok and getattr(resolve("runtime", one.name), "filters_network", False)]
+    named = [name for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY") if environment(name)]
+    way = f"through the proxy of {named[0]}" if named else "by direct connections"
+    if not kinds:
+        hint = "a task's network needs a kind such as namespace or docker"
+        return Finding(name="network", ok=False, detail="no usable kind of sandbox filters a network", hint=hint)
+    detail = f"{way}, from sandboxes of kind {', '.join(kinds)}, as far as network.allow lists destinations"
+    return Finding(name="network", ok=True, detail=detail)
 
 
 def _port(host: str, port: int) -> Finding:

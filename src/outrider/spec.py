@@ -21,11 +21,11 @@ from pydantic import (
     HttpUrl,
     StringConstraints,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
 from outrider.concurrency.base64_pieces import decode_base64
+from outrider.destinations import Destination, DestinationText, Phase
 from outrider.errors import renamed_field
 from outrider.faults import complaints as complaints
 from outrider.faults import fault_text as fault_text
@@ -131,19 +131,22 @@ class Run(Spec):
     grace_pause_seconds: Pause | None = None
 
 
+def checked_upload(value: str) -> str:
+    """Return a relative path below the service's `files` folder. Raises ValueError for other paths."""
+    path = PurePosixPath(without_nul(value))
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError("must be a relative path that stays inside the service's files folder")
+    return value
+
+
+UploadName = Annotated[Name, AfterValidator(checked_upload)]
+
+
 class Upload(Spec):
     """Prepare step: a file or folder below the service's `files` folder, copied to `to` in the sandbox."""
 
-    upload: Name
+    upload: UploadName
     to: TargetPath
-
-    @field_validator("upload")
-    @classmethod
-    def _inside(cls, value: str) -> str:
-        path = PurePosixPath(without_nul(value))
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError("must be a relative path that stays inside the service's files folder")
-        return value
 
 
 class Write(Spec):
@@ -224,6 +227,49 @@ class Mount(Spec):
         return self
 
 
+Destinations = Annotated[list[DestinationText], Field(max_length=256, fail_fast=True)]
+
+
+class NetworkSpec(Spec):
+    """The network of a sandbox: an HTTP proxy that reaches the listed destinations (`HOST`, `HOST:PORT`, `*.HOST`, `*`,
+    `mirror:pip`) and nothing else. The operator must allow each.
+
+    `allow` applies to every phase that has no list of its own: `prepare` (the prepare steps), `agent` (the agent's
+    run) and `verifier` (the grading). An empty list is no network. `record` keeps the replies to plain HTTP requests
+    with the session. `replay` is such a record, a file below the service's `files` folder: requests are answered from
+    the record, and no server is reached.
+    """
+
+    allow: Destinations = []
+    prepare: Destinations | None = None
+    agent: Destinations | None = None
+    verifier: Destinations | None = None
+    record: bool = False
+    replay: UploadName | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.record and self.replay is not None:
+            raise ValueError("give record or replay, not both: a replay is recorded already")
+        return self
+
+    def of(self, phase: Phase) -> list[str]:
+        """Return the destinations of a phase."""
+        own: list[str] | None = getattr(self, phase.value)
+        return self.allow if own is None else own
+
+    def lists(self) -> list[tuple[str, list[str]]]:
+        """Return the lists that are given, each with its field."""
+        named = [(phase.value, getattr(self, phase.value)) for phase in Phase]
+        return [("allow", self.allow), *((name, given) for name, given in named if given is not None)]
+
+    @property
+    def mirrors(self) -> set[str]:
+        """The names of the mirrors of all phases."""
+        found = (Destination.read(text) for phase in Phase for text in self.of(phase))
+        return {one.mirror for one in found if one.mirror}
+
+
 DEFAULT_KIND = "namespace"
 """The kind of sandbox where neither a task nor a node's setting names one."""
 
@@ -232,8 +278,9 @@ class RuntimeSpec(Spec):
     """The sandbox.
 
     Its root file system is an `image` of the node, by name, or a folder on the node, `rootfs`. Without either, the
-    sandbox has the host's system folders, read-only. The operator must allow `rootfs` and `mounts`. `users`: the number
-    of user and group ids inside, from 0 up. After `lifetime_seconds` a sandbox ends by itself, even if its node is
+    sandbox has the host's system folders, read-only. The operator must allow `rootfs`, `mounts` and the destinations of
+    `network`; without `network`, the sandbox reaches its model endpoint only. `users`: the number of user and group ids
+    inside, from 0 up. After `lifetime_seconds` a sandbox ends by itself, even if its node is
     gone. Without a `kind`, the sandbox has the default kind of the node (`with_default_runtime`).
     """
 
@@ -246,6 +293,7 @@ class RuntimeSpec(Spec):
     resources: Resources = Resources()
     mounts: Annotated[list[Mount], Field(max_length=64, fail_fast=True)] = []
     env: Environment = {}
+    network: NetworkSpec | None = None
     prepare: Annotated[list[PrepareStep], Field(max_length=1024, fail_fast=True)] = []
 
     @property

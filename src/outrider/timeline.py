@@ -35,6 +35,7 @@ class EntryKind(StrEnum):
     COMMAND = "command"  # a command, or the input of a live shell, that the tool server ran
     PROCESS = "process"  # a process in the sandbox
     FAILED_CALL = "failed_call"  # a model call whose client got an error
+    NETWORK = "network"  # the requests of a sandbox to one server in one phase
     STORED = "stored"  # the times at which turns were stored
     LEFT_OUT = "left_out"  # the numbers of entries that were left out, by kind
 
@@ -98,6 +99,11 @@ class Timeline:
         if (entry := self._open.pop(number, None)) is not None:
             end = self._clock() if at is None else at
             self._changed[number] = msgspec.structs.replace(entry, end=end, data=entry.data | data)
+
+    def update(self, number: int, **data: Any) -> None:
+        """Change the data of an entry that goes on."""
+        if (entry := self._open.get(number)) is not None:
+            self._changed[number] = self._open[number] = msgspec.structs.replace(entry, data=entry.data | data)
 
     def rename(self, number: int, name: str) -> None:
         """Change the name of an entry that goes on."""

@@ -52,10 +52,9 @@ def test_what_needs_a_network_is_told_with_its_line(tmp_path: Path) -> None:
     folder = harbor_task(tmp_path / "a", "[environment]\ncpus = 1\n", "set -e\napt-get update\nuvx pytest\n")
     (folder / "solution").mkdir()
     (folder / "solution" / "solve.sh").write_text("pip install x\n")
-    with pytest.raises(InvalidField, match=r"task\.toml, line 1, has environment\.network_mode") as refused:
-        harbor_examples(tmp_path)
+    [example] = harbor_examples(tmp_path)
+    assert example.notes == ()
     where = re.escape(f"{folder}/tests/test.sh, line 2 (apt-get update), 3 (uvx): ")
-    assert re.match(f"{where}.*--offline", str(refused.value.hint))
     [example] = harbor_examples(tmp_path, offline=True)
     graded, solved = example.notes
     assert re.match(f"{where}this needs a network, .* may not be graded", graded)

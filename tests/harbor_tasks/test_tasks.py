@@ -324,39 +324,80 @@ def test_what_a_task_asks_for_in_vain_is_named(tmp_path: Path, toml: str, field:
 
 
 NONE = "[environment]\nnetwork_mode = 'no-network'\n"
-ASKS_FOR_A_NETWORK: dict[str, str] = {
-    "": "environment.network_mode",
-    "[environment]\nnetwork_mode = 'public'": "environment.network_mode",
-    "[environment]\nnetwork_mode = 'allowlist'": "environment.network_mode",
-    "[environment]\nallow_internet = true": "environment.network_mode",
+PUBLIC = {"allow": ["*"]}
+NETWORKS: dict[str, Any] = {
+    "": PUBLIC,
+    "[environment]\nnetwork_mode = 'public'": PUBLIC,
+    "[environment]\nnetwork_mode = 'allowlist'": None,
+    "[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org', '*.b.org:8443']": {
+        "allow": ["a.org", "*.b.org:8443"]
+    },
+    "[environment]\nallow_internet = true": PUBLIC,
     # Harbor's rule: the older field counts only where nothing newer is stated.
-    "[environment]\nallow_internet = false\nnetwork_mode = 'public'": "environment.network_mode",
-    "[environment]\nallow_internet = false\nallowed_hosts = []": "environment.network_mode",
-    f"{NONE}[agent]\nnetwork_mode = 'public'": "agent.network_mode",
-    f"{NONE}[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org']": "agent.network_mode",
-    f"{NONE}[verifier]\nnetwork_mode = 'public'": "verifier.network_mode",
-    f"{NONE}[verifier.environment]\ncpus = 1": "verifier.environment.network_mode",
-    f"{NONE}[[steps]]\nname = 'a'\nagent = {{network_mode = 'public'}}": "steps.0.agent.network_mode",
-    f"{NONE}[[steps]]\nname = 'a'\nverifier = {{environment = {{}}}}": "steps.0.verifier.environment.network_mode",
+    "[environment]\nallow_internet = false\nnetwork_mode = 'public'": PUBLIC,
+    "[environment]\nallow_internet = false\nallowed_hosts = []\nnetwork_mode = 'allowlist'": None,
+    f"{NONE}[agent]\nnetwork_mode = 'public'": {"allow": [], "agent": ["*"]},
+    f"{NONE}[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org']": {"allow": [], "agent": ["a.org"]},
+    f"{NONE}[verifier]\nnetwork_mode = 'public'": {"allow": [], "verifier": ["*"]},
+    "[agent]\nnetwork_mode = 'no-network'": {"allow": ["*"], "agent": []},
+    f"{NONE}[[steps]]\nname = 'a'\nagent = {{network_mode = 'public'}}": {"allow": [], "agent": ["*"]},
+    f"{NONE}[agent]\nnetwork_mode = 'public'\n[[steps]]\nname = 'a'\nagent = {{network_mode = 'no-network'}}": None,
 }
+"""The networks of tables of Harbor."""
 
 
-@pytest.mark.parametrize(("toml", "field"), ASKS_FOR_A_NETWORK.items())
-def test_a_network_that_no_sandbox_has_is_not_promised(tmp_path: Path, toml: str, field: str) -> None:
+@pytest.mark.parametrize(("toml", "network"), NETWORKS.items())
+def test_a_network_is_given_by_phase(tmp_path: Path, toml: str, network: Any) -> None:
     folder = harbor_task(tmp_path / "a", toml)
     (folder / "steps" / "a").mkdir(parents=True)
     (folder / "steps" / "a" / "instruction.md").write_text("a")
-    with pytest.raises(InvalidField, match=r"a network \(\w+\): sandboxes have none") as raised:
+    [example] = harbor_examples(tmp_path)
+    assert example.task["runtime"].get("network") == network
+    as_task(example.task)
+    assert "network" not in only(tmp_path, offline=True).task["runtime"]
+    [example] = harbor_examples(tmp_path, network=["mirror:pip"])
+    told = json.dumps(network).replace('"*"', '"mirror:pip"')
+    assert example.task["runtime"].get("network") == json.loads(told)
+
+
+def test_a_separate_verifier_has_the_network_of_its_environment(tmp_path: Path) -> None:
+    harbor_task(tmp_path / "a", f"{NONE}[verifier.environment]\ncpus = 1")
+    task = only(tmp_path, offline=False).task
+    assert "network" not in task["runtime"]
+    assert task["evaluator"]["runtime"]["network"] == PUBLIC
+    toml = "[verifier]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org']\n[verifier.environment]\n"
+    (tmp_path / "a" / "task.toml").write_text(f"{NONE}{toml}network_mode = 'no-network'\ncpus = 1\n")
+    own = only(tmp_path, offline=False).task["evaluator"]["runtime"]
+    assert own["network"] == {"allow": [], "verifier": ["a.org"]}
+
+
+@pytest.mark.parametrize(
+    ("toml", "field"),
+    [
+        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['https://a']", "environment.allowed_hosts.0"),
+        ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['mirror:pip']", "environment.allowed_hosts.0"),
+        (
+            f"{NONE}[[steps]]\nname = 'a'\n[[steps]]\nname = 'b'\nagent = {{network_mode = 'public'}}",
+            "steps.1.agent.network_mode",
+        ),
+    ],
+)
+def test_a_network_that_no_sandbox_has_is_not_promised(tmp_path: Path, toml: str, field: str) -> None:
+    folder = harbor_task(tmp_path / "a", toml)
+    for name in ("a", "b"):
+        (folder / "steps" / name).mkdir(parents=True)
+        (folder / "steps" / name / "instruction.md").write_text("a")
+    with pytest.raises(InvalidField, match="Outrider does not do") as raised:
         harbor_examples(tmp_path)
     assert raised.value.field == field
-    assert "--offline" in str(raised.value.hint)
-    assert only(tmp_path, offline=True).id == "a"
 
 
 @pytest.mark.parametrize("said", ["network_mode = 'no-network'", "allow_internet = false"])
 def test_a_task_that_needs_no_network_is_taken_as_it_is(tmp_path: Path, said: str) -> None:
     harbor_task(tmp_path / "a", f"[environment]\n{said}\n[verifier.environment]\n{said}\n[agent]\ntimeout_sec = 5")
-    assert only(tmp_path, offline=False).id == "a"
+    example = only(tmp_path, offline=False)
+    assert "network" not in example.task["runtime"]
+    assert "network" not in example.task["evaluator"].get("runtime", {})
 
 
 WITH_ALL = {

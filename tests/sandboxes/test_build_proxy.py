@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidField
-from outrider.sandbox.build_proxy import BuildProxy, checked_hosts, index_variables, proxy_variables
+from outrider.sandbox.build_proxy import BuildProxy, checked_hosts, index_variables
+from outrider.sandbox.network.variables import proxy_variables
 
 
 @asynccontextmanager
@@ -72,7 +73,6 @@ async def test_a_named_host_is_reached(tmp_path: Path) -> None:
         ("CONNECT Mirror.lan.:443", "mirror.lan"),
         ("CONNECT mirror.lan:8443", "mirror.lan:8443"),
         ("GET http://127.0.0.1:PORT/x", "127.0.0.1:PORT"),
-        ("GET http://named.lan@127.0.0.1:PORT/x", "127.0.0.1:PORT"),
     ],
 )
 async def test_no_other_host_is_reached(tmp_path: Path, request_line: str, refused: str) -> None:
@@ -84,7 +84,10 @@ async def test_no_other_host_is_reached(tmp_path: Path, request_line: str, refus
         assert (proxy.refused, heard) == (frozenset({refused}), [])
 
 
-@pytest.mark.parametrize("line", ["GET /x HTTP/1.1", "GET https://a/ HTTP/1.1", "nonsense", "CONNECT a:b HTTP/1.1"])
+@pytest.mark.parametrize(
+    "line",
+    ["GET /x HTTP/1.1", "GET https://a/ HTTP/1.1", "nonsense", "CONNECT a:b HTTP/1.1", "GET http://a@b/ HTTP/1.1"],
+)
 async def test_what_is_no_request_of_a_proxy_is_refused(tmp_path: Path, line: str) -> None:
     got, _ = await said(tmp_path, f"{line}\r\n\r\n", ["a"])
     assert got.startswith("HTTP/1.1 400 Bad Request")
@@ -103,6 +106,8 @@ async def test_what_is_no_request_of_a_proxy_is_refused(tmp_path: Path, line: st
         "Content-Length: +1\r\n",
         "Content-Length: 1\r\nTransfer-Encoding: chunked\r\n",
         "Transfer-Encoding: chunked\r\n",
+        "Host: other.lan\r\n",
+        "Host: index.lan\r\nHost: index.lan\r\n",
     ],
 )
 async def test_a_head_that_servers_may_read_differently_is_refused(tmp_path: Path, fields: str) -> None:
@@ -117,7 +122,7 @@ async def test_a_head_that_servers_may_read_differently_is_refused(tmp_path: Pat
 async def test_the_server_gets_one_request_for_the_checked_host(tmp_path: Path) -> None:
     async with a_server() as (port, heard):
         environ = {"http_proxy": f"http://127.0.0.1:{port}"}
-        request = "PUT http://other.lan\\@index.lan?q HTTP/1.1\r\nHost: other.lan\r\nContent-Length: 2\r\n\r\nhiGET "
+        request = "PUT http://index.lan?q HTTP/1.1\r\nHost: INDEX.lan:80\r\nContent-Length: 2\r\n\r\nhiGET "
         await said(tmp_path, request, ["index.lan"], environ)
         kept = b"Host: index.lan\r\nContent-Length: 2\r\nConnection: close\r\n\r\n"
         assert heard == [b"PUT http://index.lan/?q HTTP/1.1\r\n" + kept, b"hi"]

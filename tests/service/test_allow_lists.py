@@ -219,7 +219,7 @@ def test_an_address_that_holds_a_listed_one_is_not_listed_by_that() -> None:
 ADDED = """
 import subprocess, time
 from ipaddress import ip_address
-from outrider.service.own_addresses import is_own
+from outrider.sandbox.network.addresses import is_own
 asked = [ip_address(one) for one in ("198.51.100.7", "10.200.3.4", "fd77::9", "192.0.2.77")]
 before = [is_own(one) for one in asked]
 for command in ("link set lo up", "addr add 198.51.100.7/24 dev lo", "route add local 10.200.0.0/16 dev lo",

@@ -21,7 +21,7 @@ def doctor(terminal: Terminal) -> None:
     """Show what works on this machine, and how to get what does not.
 
     Looks at runtimes, harnesses, engines, file formats, stores, the service's
-    port, the limit of open files, and GPUs for sandboxes.
+    port, the limit of open files, GPUs for sandboxes, and their network.
 
     Exit code 1: no sandbox can be made here.
 

@@ -12,6 +12,7 @@ from outrider.cli.options import (
     HarnessName,
     Image,
     Limit,
+    Network,
     Offline,
     TestCommand,
     command,
@@ -39,6 +40,7 @@ def eval_(
     image: Image = None,
     test_command: TestCommand = None,
     offline: Offline = False,
+    network: Network = None,
     n: Annotated[int, CliOption("-n", metavar="N", help="Sessions of each task.")] = 1,
     limit: Limit = None,
     seed: Annotated[int, CliOption(metavar="S", help="Task i gets the seed S + i.")] = 0,
@@ -60,7 +62,9 @@ def eval_(
     tasks = [
         with_harness(example.task, harness, agent, default=BUILT_IN)
         for source in sources
-        for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline)
+        for example in examples_in(
+            source, limit=limit, image=image, test_command=test_command, offline=offline, network=network
+        )
     ]
     service.policy()  # an address at which there is no service is an error at once, and not after some minutes
     run = resume or secrets.token_hex(6)

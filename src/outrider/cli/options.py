@@ -62,6 +62,14 @@ TestCommand = Annotated[
 Offline = Annotated[
     bool, CliOption("--offline", help="Run Harbor tasks that ask for a network, or leave it open, without one.")
 ]
+Network = Annotated[
+    list[str] | None,
+    CliOption(
+        "--network",
+        metavar="DESTINATION",
+        help="What Harbor tasks that ask for a public network get in its place, such as mirror:pip. May be repeated.",
+    ),
+]
 HarnessName = Annotated[
     str | None,
     CliOption("--harness", metavar="PRESET", help="Agent program for all tasks.", show_default="their own"),

@@ -19,6 +19,7 @@ from outrider.cli.options import (
     HarnessName,
     Image,
     Limit,
+    Network,
     Offline,
     TestCommand,
     command,
@@ -65,6 +66,7 @@ def run(
     image: Image = None,
     test_command: TestCommand = None,
     offline: Offline = False,
+    network: Network = None,
     limit: Limit = None,
     resume: Annotated[
         str | None,
@@ -96,7 +98,9 @@ def run(
 
     tasks = []
     for source in sources:
-        for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline):
+        for example in examples_in(
+            source, limit=limit, image=image, test_command=test_command, offline=offline, network=network
+        ):
             task = with_harness(example.task, harness, agent, default=BUILT_IN)
             try:
                 validate_group({"task": task, "n": n, "priority": priority})

@@ -20,7 +20,7 @@ from outrider.cli.tables import number
 from outrider.cli.terminal import Terminal, printable
 from outrider.client.client import Client
 from outrider.errors import ErrorRecord, ServiceError
-from outrider.schemas import SessionView, TurnView
+from outrider.schemas import SessionView, SpanView, TurnView
 from outrider.trajectory import SessionResult
 
 SAMPLED = "> "
@@ -32,6 +32,8 @@ class Record(msgspec.Struct, frozen=True):
 
     session: SessionView
     turns: tuple[TurnView, ...]
+    network: tuple[SpanView, ...] = ()
+    """Of the session's timeline: the servers that its sandboxes asked for."""
 
 
 class SessionFile(msgspec.Struct, frozen=True):
@@ -66,11 +68,12 @@ def show(
 
         write_page(terminal, session_page(service, session), html)
         return
-    record = Record(service.session(session), service.turns(session))
+    network = tuple(span for span in service.timeline(session).spans if span.kind == "network")
+    record = Record(service.session(session), service.turns(session), network)
     if terminal.json:
         terminal.write_json(record)
     else:
-        print_session(terminal.out, record.session, record.turns)
+        print_session(terminal.out, record.session, record.turns, record.network)
 
 
 def write_page(terminal: Terminal, page: bytes, file: Path) -> None:
@@ -85,19 +88,22 @@ def write_page(terminal: Terminal, page: bytes, file: Path) -> None:
         terminal.note(f"{file}: {len(page):,} bytes; open the file in a browser")
 
 
-def print_session(console: Console, session: SessionView, turns: Sequence[TurnView]) -> None:
-    """Print a whole session: a heading, the turns, and the result or the state."""
-    for line in _lines(session, turns):
+def print_session(
+    console: Console, session: SessionView, turns: Sequence[TurnView], network: Sequence[SpanView] = ()
+) -> None:
+    """Print a whole session: a heading, the turns, the use of the network, and the result or the state."""
+    for line in _lines(session, turns, network):
         console.print(line, soft_wrap=line.no_wrap is True)
 
 
-def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:
+def _lines(session: SessionView, turns: Sequence[TurnView], network: Sequence[SpanView]) -> Iterator[Text]:
     yield Text(f"session {session.id} · sample {session.sample_index} · attempt {session.attempt}", style="bold")
     yield Text(f'context is plain, what the model sampled is marked "{SAMPLED.strip()}"', style="dim")
     for turn in turns:
         yield Text()
         yield from _turn(turn)
     yield Text()
+    yield from map(_server, network)
     if session.result is not None:
         yield from _ending(session.result)
         return
@@ -105,6 +111,19 @@ def _lines(session: SessionView, turns: Sequence[TurnView]) -> Iterator[Text]:
     if session.last_error is not None:
         yield Text("its last attempt failed:", style="yellow")
         yield from _error(session.last_error)
+
+
+def _server(span: SpanView) -> Text:
+    """Return the line of a server that a sandbox asked for."""
+    data = span.data
+    said = [f"{data['requests']} requests", f"{data['sent']:,} bytes sent, {data['received']:,} received"]
+    for name, reason in (("refused", "refusal"), ("failed", "failure")):
+        if data.get(name):
+            said.append(f"{data[name]} {name}: {data.get(reason, '')}")
+    style = "yellow" if data.get("refused") or data.get("failed") else "dim"
+    return Text(
+        printable(f"network ({data['phase']}, {data['sandbox']}) {span.name} · {' · '.join(said)}"), style=style
+    )
 
 
 def _turn(turn: TurnView) -> Iterator[Text]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.event_loop import run_service
 from outrider.cli.exit_codes import FAILURE, SUCCESS
-from outrider.cli.options import Image, Offline, TestCommand, command
+from outrider.cli.options import Image, Network, Offline, TestCommand, command
 from outrider.cli.tables import table
 from outrider.cli.task_sources import examples_in, write_tasks
 from outrider.cli.terminal import Terminal, printable
@@ -75,6 +75,7 @@ def list_(
     image: Image = None,
     test_command: TestCommand = None,
     offline: Offline = False,
+    network: Network = None,
 ) -> None:
     """List the tasks of sources: how each is graded, whether a solution is known, its instruction.
 
@@ -92,7 +93,15 @@ def list_(
         (number, example)
         for source in sources
         for number, example in enumerate(
-            examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline, faults=True)
+            examples_in(
+                source,
+                limit=limit,
+                image=image,
+                test_command=test_command,
+                offline=offline,
+                network=network,
+                faults=True,
+            )
         )
     ]
     for _, example in examples:
@@ -168,6 +177,7 @@ def show(
     image: Image = None,
     test_command: TestCommand = None,
     offline: Offline = False,
+    network: Network = None,
 ) -> None:
     """Show one task: its instruction, all its other fields, and its solution.
 
@@ -180,7 +190,9 @@ def show(
 
         outrider task show human-eval HumanEval/0 --json
     """
-    examples = examples_in(source, limit=None, image=image, test_command=test_command, offline=offline, faults=True)
+    examples = examples_in(
+        source, limit=None, image=image, test_command=test_command, offline=offline, network=network, faults=True
+    )
     example = chosen(examples, task, source)
     if terminal.json:
         missing = {"missing": example.faults} if example.faults else {}
@@ -206,6 +218,7 @@ def import_(
     image: Image = None,
     test_command: TestCommand = None,
     offline: Offline = False,
+    network: Network = None,
 ) -> None:
     """Copy the tasks of sources into one file, which is a source itself.
 
@@ -223,7 +236,9 @@ def import_(
     examples = [
         example
         for source in sources
-        for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline)
+        for example in examples_in(
+            source, limit=limit, image=image, test_command=test_command, offline=offline, network=network
+        )
     ]
     write_tasks(examples, out)
     terminal.show({"tasks": len(examples), "file": str(out)}, f"{len(examples)} tasks are in {out}")
@@ -290,6 +305,7 @@ def check(
     image: Image = None,
     test_command: TestCommand = None,
     offline: Offline = False,
+    network: Network = None,
     config: Annotated[
         Path | None, CliOption(metavar="FILE", help="Settings of the service, for the graders that tasks name.")
     ] = None,
@@ -315,7 +331,9 @@ def check(
     examples = [
         example
         for source in sources
-        for example in examples_in(source, limit=limit, image=image, test_command=test_command, offline=offline)
+        for example in examples_in(
+            source, limit=limit, image=image, test_command=test_command, offline=offline, network=network
+        )
     ]
     graders = load_config({}, file=config).graders if config is not None else ()
     done = 0

@@ -31,6 +31,7 @@ from outrider.tasks.datasets import (
     template_examples,
 )
 from outrider.tasks.examples import Example, Gold
+from outrider.tasks.harbor.phases import PUBLIC
 from outrider.tasks.harbor.tasks import TASK_TOML
 from outrider.tasks.miniwob.tasks import miniwob_examples
 
@@ -74,20 +75,23 @@ def examples_in(
     limit: int | None,
     image: str | None,
     offline: bool = False,
+    network: Sequence[str] | None = None,
     test_command: str | None = None,
     faults: bool = False,
 ) -> list[Example]:
     """Return the tasks of a source, given as a name or a path. `offline`: run Harbor tasks without the network that
-    they request. `test_command`: how the tests of rows run. `faults`: also return rows that lack something. Raises
-    InvalidField."""
+    they request. `network`: the destinations of Harbor tasks that request a public network. `test_command`: how the
+    tests of rows run. `faults`: also return rows that lack something. Raises InvalidField."""
     given = Additions(image=image, test_command=test_command)
-    examples = _examples_in(source, limit, given, offline=offline)
+    examples = _examples_in(source, limit, given, offline=offline, network=network or PUBLIC)
     if not examples:
         raise InvalidField(f"{source} has no tasks", field="source", hint="name a source with at least one row or task")
     return examples if faults else usable(examples, source)
 
 
-def _examples_in(source: str, limit: int | None, given: Additions, *, offline: bool) -> list[Example]:
+def _examples_in(
+    source: str, limit: int | None, given: Additions, *, offline: bool, network: Sequence[str]
+) -> list[Example]:
     kind, _, rows = source.partition(":")
     if source == HUMAN_EVAL:
         return human_eval_examples(limit=limit)
@@ -117,7 +121,7 @@ def _examples_in(source: str, limit: int | None, given: Additions, *, offline: b
         return [example for file in files for example in examples_in_file(file)][:limit]
     if not any(path.rglob(TASK_TOML)):
         raise InvalidField(f"{path} has neither Harbor tasks nor TOML files", field="source")
-    return harbor_examples(path, limit=limit, image=given.image, offline=offline)
+    return harbor_examples(path, limit=limit, image=given.image, offline=offline, network=network)
 
 
 def examples_in_file(path: Path) -> list[Example]:

@@ -50,8 +50,9 @@ MAX_METRICS = 10_000
 MAX_LINES = 256
 """Maximum number of entries in a table of a result, such as forks by cause."""
 LIMITS = ArtifactLimits()
-MAX_KEPT_BYTES = LIMITS.total_bytes + len(KEPT) * LIMITS.file_bytes + (1 << 20)
-"""Maximum bytes of an attempt's artifacts: the collected files, the carried data, and 1 MiB for the grading log."""
+MAX_KEPT_BYTES = LIMITS.total_bytes + (len(KEPT) + 1) * LIMITS.file_bytes + (1 << 20)
+"""Maximum bytes of an attempt's artifacts: the collected files, the carried data, the record of the network, and 1 MiB
+for the grading log."""
 
 GRADED = frozenset(
     {

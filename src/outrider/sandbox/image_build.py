@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import cast
 
 from outrider.errors import InvalidField, RuntimeFailure
-from outrider.sandbox.build_proxy import BuildProxy, checked_hosts, index_variables, proxy_variables
+from outrider.sandbox.build_proxy import BuildProxy, checked_hosts, index_variables
+from outrider.sandbox.network.variables import APT_CONFIG, APT_SETTINGS, proxy_variables
 from outrider.sandbox.pythons.portable import PORTABLE_AT
 from outrider.sandbox.rootfs.dockerfile import (
     BuildPlan,
@@ -47,8 +48,6 @@ LINKS_AT_ONCE = 500
 MAX_LINKS = 255
 ROOT_LAYER = "0"
 """The folder with the changes to the sandbox's root file system, in an archive made by `save_layer`."""
-APT_CONFIG = "/run/outrider-build-apt.conf"
-"""Settings for apt in a build: to download as root, because the sandbox has no other user."""
 NOT_KEPT = ("proc/", "sys/", "dev/", PORTABLE_AT.strip("/"), APT_CONFIG.strip("/"))
 """Prefixes of the paths that belong to the running sandbox and not to the image."""
 
@@ -113,8 +112,8 @@ class Build:
         """Run the steps in a new sandbox of the base image, and save the written files. Raises BadImage."""
         proxy = BuildProxy(self._hosts)
         async with open_sandbox(RuntimeSpec(image=plan.base.name, workdir="/"), gateway=proxy.serving) as runtime:
-            await runtime.write(APT_CONFIG, b'APT::Sandbox::User "root";\n')
-            env = {**proxy_variables(runtime.endpoint), **index_variables(self._hosts), "APT_CONFIG": APT_CONFIG}
+            await runtime.write(APT_CONFIG, APT_SETTINGS)
+            env = {**proxy_variables(runtime.endpoint), **index_variables(self._hosts)}
             for number, step in enumerate(plan.steps, 1):
                 self._note(f"{plan.file}, line {step.line}: step {number} of {len(plan.steps)}")
                 try:

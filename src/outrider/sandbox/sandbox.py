@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +16,22 @@ from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
 from outrider.concurrency.retries import RetryPolicy
 from outrider.counts import SandboxStarts
-from outrider.errors import RuntimeFailure, renamed_field
+from outrider.destinations import Phase
+from outrider.errors import InvalidField, RuntimeFailure, renamed_field
 from outrider.plugins import BUILTINS, resolve
 from outrider.sandbox.gpu_locks import lock_gpus
 from outrider.sandbox.host_paths import HostPaths, names_paths
+from outrider.sandbox.network.dialer import Dialer
+from outrider.sandbox.network.door import Door, limits_of
+from outrider.sandbox.network.record import NetworkRecord
+from outrider.sandbox.network.rules import NetworkRules
+from outrider.sandbox.network.shared import SharedNetwork
+from outrider.sandbox.network.variables import APT_CONFIG, APT_SETTINGS, proxy_variables
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.rootfs.wanted import ImagePulls
 from outrider.sandbox.runtimes.base import Runtime, RuntimeKind, SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_URL
 from outrider.spec import RUNTIME, Collect, PrepareStep, Run, RuntimeSpec, Upload, Write
 
 PREPARE_PAUSES = RetryPolicy(first=1.0, longest=30.0)
@@ -47,9 +55,13 @@ class Sandbox:
         *,
         field: str,
         starts: SandboxStarts,
+        door: Door | None = None,
     ) -> None:
-        """`field` is the spec's field in the task. The start is counted in `starts`."""
+        """`field` is the spec's field in the task. The start is counted in `starts`. `door` is the sandbox's network,
+        at the context's `gateway_socket`; None without one."""
         self.runtime = runtime
+        self.door = door
+        self._door_at = context.gateway_socket
         self.directory = context.directory
         self.kind = spec.kind
         self.gpus = context.gpus
@@ -69,6 +81,11 @@ class Sandbox:
         """True once the sandbox has been started and prepared."""
         return self._ready
 
+    @property
+    def records(self) -> list[NetworkRecord]:
+        """The record of the sandbox's network, if the task asks for one."""
+        return [] if self.door is None or self.door.record is None else [self.door.record]
+
     async def ready(self) -> None:
         """Start and prepare the sandbox, unless already done. Raises RuntimeFailure.
 
@@ -79,10 +96,14 @@ class Sandbox:
         began = time.monotonic()
         try:
             self._locks = await lock_gpus(self.gpus)
+            if self.door is not None:
+                await self.door.open(self._door_at)
             with renamed_field(RUNTIME, self._field):
                 await self.runtime.start()
             if not self._prepared:
-                await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
+                async with self.network(Phase.PREPARE):
+                    await self._point_apt()
+                    await prepare(self.runtime, self._spec.prepare, paths=self._paths, field=f"{self._field}.prepare")
         except BaseException as error:  # also a cancellation
             if isinstance(error, Exception):
                 self._starts.note(self._spec.sandbox_kind, None)
@@ -92,6 +113,24 @@ class Sandbox:
         self._starts.note(self._spec.sandbox_kind, time.monotonic() - began)
         self._ready = True
 
+    async def _point_apt(self) -> None:
+        """Write the settings of apt, in a sandbox whose user may write there."""
+        if self.door is not None:
+            with suppress(RuntimeFailure, OSError):
+                await self.runtime.write(APT_CONFIG, APT_SETTINGS)
+
+    @asynccontextmanager
+    async def network(self, phase: Phase) -> AsyncIterator[None]:
+        """Open the network of a phase while the block runs, if the sandbox has a network."""
+        if self.door is None:
+            yield
+            return
+        await self.door.enter(phase)
+        try:
+            yield
+        finally:
+            await self.door.enter(None)
+
     async def stop(self) -> None:
         """Stop the sandbox and remove its folder, even if the caller is cancelled meanwhile. Idempotent."""
         if self._stopped:
@@ -100,6 +139,8 @@ class Sandbox:
         try:
             await shielded(self.runtime.stop)
         finally:
+            if self.door is not None:
+                await self.door.close()
             self._locks.close()
             await shielded(partial(asyncio.to_thread, remove_tree, self.directory))
 
@@ -107,11 +148,19 @@ class Sandbox:
 class Sandboxes:
     """Makes the sandboxes of a node. `paths` are the files of this machine that tasks may name. `background` runs the
     tasks that start sandboxes for grading and that pull images, and records the failures of the warm pool. `pull` are
-    the beginnings of image references that may be pulled when a session wants them. The model gateway listens on
-    `gateway_socket`, and at the URL set by `gateway_at`."""
+    the beginnings of image references that may be pulled when a session wants them. `network` are the operator's rules,
+    by default without any network. The model gateway listens on `gateway_socket`, and at the URL set by
+    `gateway_at`."""
 
     def __init__(
-        self, *, host: Host, background: Chores, paths: HostPaths, gateway_socket: Path, pull: Sequence[str] = ()
+        self,
+        *,
+        host: Host,
+        background: Chores,
+        paths: HostPaths,
+        gateway_socket: Path,
+        pull: Sequence[str] = (),
+        network: NetworkRules | None = None,
     ) -> None:
         self.host = host
         self.starts = SandboxStarts(BUILTINS["runtime"])
@@ -119,6 +168,7 @@ class Sandboxes:
         self.background = background
         self.paths = paths
         self.gateway_socket = gateway_socket
+        self._network = network or NetworkRules()
         self._gateway_url = ""
 
     @contextmanager
@@ -150,6 +200,8 @@ class Sandboxes:
         if names_paths(spec):
             with renamed_field(RUNTIME, field):
                 spec = await asyncio.to_thread(self.paths.resolved, spec)
+        with renamed_field(RUNTIME, field):
+            spec, door = await self._with_door(spec, kind)
         directory = self.host.folder / f"{name}-{attempt}"
         directory.mkdir(mode=0o700)
         context = SandboxContext(
@@ -158,17 +210,53 @@ class Sandboxes:
             directory=directory,
             host=self.host,
             gateway_url=self._gateway_url,
-            gateway_socket=self.gateway_socket,
+            gateway_socket=self.gateway_socket if door is None else directory.with_name(f"{directory.name}.door"),
             mounts=mounts,
             layer=layer,
             gpus=gpus,
         )
         try:
             with renamed_field(RUNTIME, field):
-                return Sandbox(kind.create(spec, context), spec, context, self.paths, field=field, starts=self.starts)
+                runtime = kind.create(spec, context)
+            return Sandbox(runtime, spec, context, self.paths, field=field, starts=self.starts, door=door)
         except BaseException:
             directory.rmdir()
             raise
+
+    async def _with_door(self, spec: RuntimeSpec, kind: RuntimeKind) -> tuple[RuntimeSpec, Door | None]:
+        """Return the spec with the variables of its network, and the door of its sandbox. Raises InvalidField for a
+        network that is not allowed, or that the kind cannot have."""
+        network = spec.network
+        if network is None:
+            return spec, None
+        check_network(spec, kind)
+        allowed = self._network.allowed(network)
+        shared = await self.host.part(SharedNetwork.open)
+        replay = network.replay and self.paths.upload(network.replay, field=f"{RUNTIME}.network.replay")
+        make = partial(
+            Door,
+            allowed,
+            Dialer(shared.resolve, own=self._network.own),
+            gateway=self.gateway_socket,
+            endpoint=BRIDGE_URL,
+            limits=limits_of(self._network),
+            pace=shared.pace,
+            record=network.record,
+            replay=replay or None,
+        )
+        door = await asyncio.to_thread(make) if replay else make()
+        env = {**proxy_variables(BRIDGE_URL), **self._network.variables(network), **spec.env}
+        return spec.model_copy(update={"env": env}), door
+
+
+def check_network(spec: RuntimeSpec, kind: RuntimeKind) -> None:
+    """Raise InvalidField if sandboxes of a kind cannot have a filtered network."""
+    if spec.network is not None and not getattr(kind, "filters_network", False):
+        raise InvalidField(
+            f"{spec.sandbox_kind!r} sandboxes cannot have a network of their own",
+            field=f"{RUNTIME}.network",
+            hint="use runtime kind 'namespace', 'docker', 'podman', 'gvisor' or 'apptainer'",
+        )
 
 
 async def prepare(

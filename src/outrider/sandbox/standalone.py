@@ -11,7 +11,9 @@ from pathlib import Path
 
 from outrider.concurrency.cancellation import opened_in_thread, shielded
 from outrider.concurrency.chores import Chores, Failures
+from outrider.destinations import Phase
 from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.node_folder import NodeFolder
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.node_host import Host
@@ -25,10 +27,12 @@ async def open_sandbox(
     *,
     paths: HostPaths | None = None,
     gateway: Callable[[Path], AbstractAsyncContextManager[None]] | None = None,
+    network: NetworkRules | None = None,
 ) -> AsyncIterator[Runtime]:
     """Start a sandbox, run the prepare steps of `spec`, and stop the sandbox when the block ends. The sandbox has no
     model endpoint. `paths` are the files of this machine that `spec` may name; by default none. `gateway` opens a
-    server at a Unix socket; `Runtime.endpoint` then leads to this server.
+    server at a Unix socket; `Runtime.endpoint` then leads to this server. `network` are the rules for the destinations
+    that `spec` may name, by default none; in the block the sandbox has those of the agent's phase.
 
     Raises InvalidField and RuntimeUnavailable for a spec that cannot work here, RuntimeFailure for a failed start or
     prepare step, and whatever the block raises.
@@ -42,10 +46,13 @@ async def open_sandbox(
         if gateway is None:
             socket.touch()  # no server listens
         async with nullcontext() if gateway is None else gateway(socket):
-            sandboxes = Sandboxes(host=host, background=background, paths=paths or HostPaths(), gateway_socket=socket)
+            sandboxes = Sandboxes(
+                host=host, background=background, paths=paths or HostPaths(), gateway_socket=socket, network=network
+            )
             sandbox = await sandboxes.make(spec, "alone", 1)
             try:
                 await sandbox.ready()
-                yield sandbox.runtime
+                async with sandbox.network(Phase.AGENT):
+                    yield sandbox.runtime
             finally:
                 await shielded(sandbox.stop)

@@ -285,6 +285,8 @@ def kind_key(spec: RuntimeSpec, mounts: tuple[Path, ...], paths: HostPaths) -> s
                     digest.update(
                         f"{entry.name}\0{entry.link}\0{_state(entry.path)}\0".encode("utf-8", "surrogateescape")
                     )
+        if spec.network is not None and spec.network.replay is not None:
+            digest.update(_state(paths.upload(spec.network.replay, field="replay")).encode())
         for root in filter(None, (spec.rootfs, spec.image)):
             if os.path.isabs(root):
                 state = _state(Path(root).resolve(strict=True))

@@ -41,6 +41,7 @@ from outrider.sandbox.rootfs.store import checked_name, has_image
 from outrider.sandbox.rootfs.wanted import may_pull
 from outrider.sandbox.runtimes.base import RuntimeKind
 from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.sandbox import check_network
 from outrider.schemas import NodeStats
 from outrider.sessions.resources import ResourceAmount, required, session_needs, total_of
 from outrider.spec import (
@@ -250,6 +251,8 @@ def check_group(
     runtimes = runtimes_of(task)
     runtime, *_ = kinds = [_runtime_kind(one.sandbox_kind, field=f"{field}.kind") for one, field in runtimes]
     for kind, (one, field) in zip(kinds, runtimes, strict=True):
+        with renamed_field(RUNTIME, field):
+            check_network(one, kind)
         if one.resources.gpus and not getattr(kind, "gives_gpus", False):
             raise InvalidField(
                 f"{one.kind!r} sandboxes cannot have GPUs of their own",
@@ -273,6 +276,8 @@ def check_group(
     for one, field in runtimes:
         with renamed_field(RUNTIME, field):
             _check_paths(one, paths)
+        if one.network is not None and one.network.replay is not None:
+            paths.upload(one.network.replay, field=f"{field}.network.replay")
         _check_uploads(one.prepare, paths, field=f"{field}.prepare")
     for number, later in enumerate(task.then):
         _check_uploads(later.prepare, paths, field=f"task.then.{number}.prepare")

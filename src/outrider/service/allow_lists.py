@@ -1,5 +1,5 @@
-"""Checks the Python, runtimes, images and callback hosts in a task, and the addresses to which callbacks connect,
-against the operator's settings.
+"""Checks the Python, runtimes, images, networks and callback hosts in a task, and the addresses to which callbacks
+connect, against the operator's settings.
 
 Paths of the host are checked where they are resolved, in admission.py. This module imports nothing that a task names.
 """
@@ -15,18 +15,11 @@ from urllib.parse import urlsplit
 from outrider.config import Config
 from outrider.errors import InvalidField
 from outrider.evaluators.nested import nested_specs
+from outrider.sandbox.network.addresses import METADATA, Address, is_own, meanings, plain
+from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.rootfs.store import begins_with
-from outrider.service.own_addresses import Address, is_own, meanings, plain
 from outrider.service.principals import Principal
 from outrider.spec import GroupSpec, RuntimeSpec, fields_of_step, runtimes_of, steps_of
-
-METADATA = frozenset(
-    map(
-        ip_address,
-        ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:42::42", "fd00:ec2::254", "fd20:ce::254"),
-    )
-)
-"""Addresses at which clouds serve a machine's credentials, in addition to the link-local 169.254.169.254."""
 
 
 class AllowLists:
@@ -38,6 +31,7 @@ class AllowLists:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._network = NetworkRules(config)
         places = config.callbacks.allow
         self._networks = [ip_network(place) for place in places if "/" in place]
         self._names = [place.lower() for place in places if "/" not in place]
@@ -56,6 +50,9 @@ class AllowLists:
                     self.check_python(evaluator.path, field=f"{field}.path")
         for runtime, field in runtimes:
             self.check_runtime(runtime, caller, field=field)
+            tenant = None if caller.may("admin") else caller.tenant
+            whose = "tasks" if tenant is None else f"tasks of tenant {tenant!r}"
+            self._network.check(runtime.network, tenant=tenant, whose=whose, field=field)
         if spec.callback_url is not None:
             self.check_host(str(spec.callback_url))
 

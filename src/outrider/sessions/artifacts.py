@@ -21,7 +21,7 @@ from outrider.harnesses.base import folders_in
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.schemas import Artifact, ArtifactList, LeftOut
 from outrider.spec import TaskSpec
-from outrider.store.artifacts import GRADING_LOG, KeepsArtifacts
+from outrider.store.artifacts import GRADING_LOG, NETWORK_RECORD, KeepsArtifacts
 
 log = logging.getLogger("outrider.session")
 
@@ -139,18 +139,24 @@ class ArtifactCollector:
 
     async def keep_log(self, log_of_grading: GradingLog, listed: ArtifactList) -> ArtifactList:
         """Keep the output of the graders, if there is any, and add it to the list. Returns the new list."""
-        data = log_of_grading.content()
+        return await self._keep_own(GRADING_LOG, log_of_grading.content(), listed)
+
+    async def keep_record(self, record: bytes, listed: ArtifactList) -> ArtifactList:
+        """Keep the record of the session's network, if there is any, and add it to the list. Returns the new list."""
+        return await self._keep_own(NETWORK_RECORD, record, listed)
+
+    async def _keep_own(self, name: str, data: bytes, listed: ArtifactList) -> ArtifactList:
         if not data:
             return listed
         session_id, attempt = listed.session_id, listed.attempt
         assert attempt is not None
         try:
             digest = await self._store.keep(session_id, attempt, data)
-            kept = Artifact(path=GRADING_LOG, size=len(data), sha256=digest)
+            kept = Artifact(path=name, size=len(data), sha256=digest)
             longer = msgspec.structs.replace(listed, artifacts=(*listed.artifacts, kept))
             await self._store.keep_index(longer)
         except Exception as error:  # as in `collect`
-            log.warning("the grading log of session %s attempt %d is not kept: %r", session_id, attempt, error)
+            log.warning("%s of session %s attempt %d is not kept: %r", name, session_id, attempt, error)
             return listed
         return longer
 

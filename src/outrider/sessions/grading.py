@@ -33,10 +33,13 @@ import msgspec
 
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.chores import Chores
+from outrider.destinations import Phase
 from outrider.errors import LOG_TAIL, EvaluatorError, HarnessError, OutriderError, RuntimeFailure, storable
 from outrider.evaluators.base import DecidesEarly, Evaluator, NothingKept, OffTheClock, Outcome
 from outrider.evaluators.verdict import check_indexes, read_verdict
 from outrider.plugins import plugin_code
+from outrider.sandbox.network.door import Door
+from outrider.sandbox.network.record import NetworkRecord
 from outrider.sandbox.node_folder import remove_tree
 from outrider.sandbox.runtimes.base import NoShell, Runtime, SavesLayers, ShellKind, TellsCause
 from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
@@ -93,9 +96,10 @@ class Grading:
     that the grading has started and not yet stopped.
 
     `keep` stores a file of carried data as an artifact of the given name. `log` takes the output of the evaluator.
-    `numbers` yields a new number for each of the session's sandboxes for grading. `field` is the evaluator's field in
-    the task. `goes_on`: another step follows in the agent's sandbox. Then this sandbox is stopped only if the agent is
-    to be blamed, and the session's resources are enough for a second sandbox beside the agent's.
+    The records of the networks of new sandboxes are added to `records`. `numbers` yields a new number for each of
+    the session's sandboxes for grading. `field` is the evaluator's field in the task. `goes_on`: another step
+    follows in the agent's sandbox. Then this sandbox is stopped only if the agent is to be blamed, and the
+    session's resources are enough for a second sandbox beside the agent's.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Grading:
         numbers: Iterator[int],
         field: str,
         goes_on: bool,
+        records: list[NetworkRecord],
     ) -> None:
         self._attempt = attempt
         self._task = attempt.task
@@ -156,6 +161,9 @@ class Grading:
         """The session's GPUs, set once the agent's sandbox has stopped. Later sandboxes use these GPUs one after
         another."""
         self._numbers = numbers
+        self._records = records
+        self._doors: list[Door] = []
+        """The networks of the sandboxes in which the outcome is graded."""
         self._undo = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -211,7 +219,12 @@ class Grading:
                     await self._stop(sandbox)
                     self._gpus = gpus
                 place = self._agents if failure else self._graders
-            verdict = await self._verdict(outcome)
+            if self._carry is not None:
+                verdict = await self._verdict(outcome)
+            else:
+                self._doors += [sandbox.door] if sandbox.door is not None else []
+                async with sandbox.network(Phase.VERIFIER):
+                    verdict = await self._verdict(outcome)
         except OutriderError as error:
             facts = Facts(stage=Stage.GRADE, end=end_of(error), inside=error.inside, replied=model_replied)
             if decide(facts).blame is not Blame.AGENT:
@@ -331,6 +344,8 @@ class Grading:
         tries = 0
         while tries < self._task.max_attempts or (failure.inside and tries < TRIES_BEFORE_BLAME):
             tries += 1
+            for door in self._doors:
+                door.forget_failures()
             try:
                 async with self._place(outcome.runtime) as runtime:
                     if self._patch is not None and (decided := self._decide(outcome, self._patch)) is not None:
@@ -440,7 +455,7 @@ class Grading:
         name = f"{session.id}-g{next(self._numbers)}"
 
         async def make() -> Sandbox:
-            return await self._sandboxes.make(
+            made = await self._sandboxes.make(
                 place.runtime,
                 name,
                 session.attempt,
@@ -449,6 +464,9 @@ class Grading:
                 gpus=gpus,
                 field=place.field,
             )
+            self._doors += [made.door] if made.door is not None else []
+            self._records += made.records
+            return made
 
         sandbox = GraderSandbox(
             make,
@@ -482,7 +500,14 @@ class Grading:
             if isinstance(error, TimeoutError) and timeout.block.expired():
                 raise EvaluatorError(f"evaluation took longer than {seconds:g} s") from error
             raise _raised(error) from error
-        return _read_verdict(verdict, outcome)
+        read = _read_verdict(verdict, outcome)
+        failures = [failure for door in self._doors if (failure := door.broken(Phase.VERIFIER)) is not None]
+        if failures and read.reward <= 0:
+            raise EvaluatorError(
+                f"the network failed while the outcome was graded, and the reward is not positive: {failures[0]}",
+                hint="see the spans of kind network in the session's timeline, and docs/network.md",
+            )
+        return read
 
 
 def _raised(error: Exception) -> EvaluatorError:
@@ -582,8 +607,10 @@ class GraderSandbox:
             async with await starts.take(*line), limit:
                 began = time.time()
                 sandbox = await make()
-                self._noted.enter_context(self._timelines.sandbox(self._timeline, sandbox.runtime, GRADING))
+                self._noted.enter_context(self._timelines.sandbox(self._timeline, sandbox, GRADING))
                 await sandbox.ready()
+                if sandbox.door is not None:
+                    await sandbox.door.enter(Phase.VERIFIER)
                 self._timeline.add(
                     EntryKind.SANDBOX, sandbox.kind or "", began, time.time(), sandbox=GRADING, warm=False
                 )

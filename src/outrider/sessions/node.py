@@ -29,6 +29,7 @@ from outrider.logs import logged_for
 from outrider.plugins import resolve
 from outrider.redaction import KEY_PREFIX
 from outrider.sandbox.host_paths import HostPaths
+from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.node_folder import SWEEP_EVERY_SECONDS, NodeFolder, sweep
 from outrider.sandbox.rootfs.pull import pull
 from outrider.sandbox.rootfs.store import ImageStore, RootImage, has_image
@@ -110,6 +111,7 @@ class LocalNode:
                 paths=self._paths,
                 gateway_socket=self.gateway_socket,
                 pull=(settings := self._config.sandboxes).pull,
+                network=NetworkRules(self._config),
             )
             held.callback(sandboxes.pulls.cancel)
             warm = WarmLimits(each=settings.warm, memory_mb=settings.warm_memory_mb)

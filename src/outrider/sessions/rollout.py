@@ -28,6 +28,7 @@ from typing import cast
 import msgspec
 
 from outrider.concurrency.watchdog import Watchdog
+from outrider.destinations import Phase
 from outrider.engines.pool.waits import Overdue
 from outrider.errors import (
     ContextOverflow,
@@ -49,6 +50,7 @@ from outrider.harnesses.venv import FIELD as VENV
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code
+from outrider.sandbox.network.record import NetworkRecord, record_file
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandbox.warm_pool import WarmPool
@@ -162,6 +164,8 @@ class Rollout:
         """Names of the GPUs set aside for the session."""
         self._gradings = count()
         self._grading_sandboxes = count()
+        self._records: list[NetworkRecord] = []
+        """The records of the networks of the session's sandboxes."""
         self._steps = steps_of(attempt.task)
         self._step = self._steps[0]
         """The current step, in the form of a task with one step."""
@@ -211,7 +215,11 @@ class Rollout:
             ending = Ending(reason=StopReason.ERROR, error=record_of(failed))
             if (run := self._graded) is not None and run.failure is None:
                 ending = msgspec.structs.replace(ending, run_reason=run.reason, harness_exit=run.failed_exit)
-        self._artifacts = await self._node.artifacts.keep_log(self._grading_log, self._artifacts)
+        keeper = self._node.artifacts
+        self._artifacts = await keeper.keep_log(self._grading_log, self._artifacts)
+        if self._records:  # encoding megabytes takes a while
+            record = await asyncio.to_thread(record_file, self._records)
+            self._artifacts = await keeper.keep_record(record, self._artifacts)
         self._stopwatch.lap("stop")
         session, store, stored = self._session, self._node.store, self._attempt.stored
         turns, verdict, at_most = await self._turns(), ending.verdict, BranchPolicy.TRAIN
@@ -265,7 +273,8 @@ class Rollout:
                     started = self._timeline.begin(EntryKind.SANDBOX, self._task.runtime.kind or "", sandbox=AGENT)
                     sandbox = await self._sandbox(mounts)
                     held.push_async_callback(sandbox.stop)
-                    held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox.runtime, AGENT))
+                    self._records += sandbox.records
+                    held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox, AGENT))
                     held.push_async_callback(self.models.close)  # so that no call outlives the agent's sandbox
                     warm = sandbox.started
                     await sandbox.ready()
@@ -328,6 +337,7 @@ class Rollout:
             numbers=self._grading_sandboxes,
             field=f"{step_field(number)}.evaluator",
             goes_on=number + 1 < len(self._steps),
+            records=self._records,
         )
 
     async def _run_step(
@@ -365,7 +375,8 @@ class Rollout:
         prepared, paths = self._task.then[before].prepare, self._node.sandboxes.paths
         try:
             async with self._budget.spend():
-                await prepare(sandbox.runtime, prepared, paths=paths, field=f"task.then.{before}.prepare")
+                async with sandbox.network(Phase.PREPARE):
+                    await prepare(sandbox.runtime, prepared, paths=paths, field=f"task.then.{before}.prepare")
                 await harness.install(msgspec.structs.replace(context, task=self._step))
         except TimeoutError:
             return self._timed_out(Stage.NEXT_STEP)
@@ -508,7 +519,7 @@ class Rollout:
         the exception that was raised, if any, and the outcome."""
         clock = Budget(self._step.limits.agent_seconds, self._stalled_seconds)
         try:
-            async with self._budget.spend(), clock.spend(), self._cutoff.block():
+            async with self._budget.spend(), clock.spend(), self._cutoff.block(), sandbox.network(Phase.AGENT):
                 outcome = await harness.run(msgspec.structs.replace(context, task=self._step))
         except TimeoutError as timeout:
             if clock.exhausted:
@@ -575,7 +586,19 @@ class Rollout:
             model_replied=self.conversation.replies > 0,
             gpus=self._gpus,
         )
+        if grade.verdict.reward <= 0 and not grade.excess:
+            self._check_network(sandbox, ended)
         return _graded(ended, grade)
+
+    def _check_network(self, sandbox: Sandbox, ended: AgentRun) -> None:
+        """Raise RuntimeFailure if a server that the task names could not be reached while the agent ran. The cause of a
+        bad reward may then be the network."""
+        if sandbox.door is not None and (failure := sandbox.door.broken(Phase.AGENT)) is not None:
+            raise RuntimeFailure(
+                f"the network failed while the agent ran, and the reward is not positive: {failure}",
+                hint="see the spans of kind network in the session's timeline, and docs/network.md",
+                log_tail=ended.outcome.log_tail,
+            )
 
     async def _grade_again(self, grading: Grading, stored: SessionResult) -> Ending:
         """Grade an earlier session's run again, once resources and an eval slot are free. A stored verdict that blames

@@ -14,8 +14,10 @@ from itertools import islice
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.sandbox.network.door import ServerUse
 from outrider.sandbox.runtimes.base import ListsProcesses, ReportsCommands, Runtime, SandboxProcess
 from outrider.sandbox.runtimes.command_feed import CommandRun
+from outrider.sandbox.sandbox import Sandbox
 from outrider.sessions.attempt import AttemptStore
 from outrider.timeline import MOST_PARTS, EntryKind, Timeline, TimelinePart
 from outrider.trajectory import Turn
@@ -93,11 +95,13 @@ class Timelines:
         return batch
 
     @contextmanager
-    def sandbox(self, timeline: Timeline, runtime: Runtime, use: str) -> Iterator[SandboxTimeline]:
-        """Note the commands and processes of a sandbox while the block runs. `use` is the sandbox's purpose, "agent" or
-        "grading"."""
+    def sandbox(self, timeline: Timeline, sandbox: Sandbox, use: str) -> Iterator[SandboxTimeline]:
+        """Note the commands, the processes and the network of a sandbox while the block runs. `use` is the sandbox's
+        purpose, "agent" or "grading"."""
+        runtime = sandbox.runtime
         noted = SandboxTimeline(timeline, runtime, use)
         unsubscribe = None
+        unfollow = None if sandbox.door is None else sandbox.door.follow(noted.note_network)
         if isinstance(runtime, ReportsCommands):
             unsubscribe = runtime.commands.subscribe(noted.note_command)
         if isinstance(runtime, ListsProcesses):
@@ -108,6 +112,9 @@ class Timelines:
             self._sandboxes.pop(runtime, None)
             if unsubscribe is not None:
                 unsubscribe()
+            if unfollow is not None:
+                unfollow()
+                noted.end_network()
 
     async def list_processes_of(self, runtime: Runtime) -> None:
         """Note the newest processes of a sandbox."""
@@ -130,6 +137,8 @@ class SandboxTimeline:
         """The entries of running commands, by the numbers of the commands."""
         self._processes: dict[int, int] = {}
         """The entries of living processes, by their ids."""
+        self._network: dict[tuple[str, str], tuple[int, ServerUse]] = {}
+        """The entries of used servers, by phase and server, with the newest state."""
 
     def note_command(self, command: CommandRun) -> None:
         if command.end is None:
@@ -137,6 +146,22 @@ class SandboxTimeline:
             self._commands[command.number] = entry
         elif (entry := self._commands.pop(command.number, -1)) >= 0:
             self._timeline.end(entry, at=command.end, exit_code=command.exit_code)
+
+    def note_network(self, use: ServerUse) -> None:
+        key = use.phase.value, use.server
+        about: dict[str, Any] = {"phase": use.phase.value, "requests": use.requests, "sent": use.sent}
+        about |= {"received": use.received, "refused": use.refused, "failed": use.failed}
+        about |= {name: text for name, text in (("refusal", use.refusal), ("failure", use.failure)) if text}
+        if key not in self._network:
+            number = self._timeline.add(EntryKind.NETWORK, use.server, use.start, None, sandbox=self._use, **about)
+        else:
+            number, _ = self._network[key]
+            self._timeline.update(number, **about)
+        self._network[key] = number, use
+
+    def end_network(self) -> None:
+        for number, use in self._network.values():
+            self._timeline.end(number, at=use.end)
 
     async def list_processes(self) -> None:
         """Note the newest processes. A sandbox that fails or is slow to answer costs its newest processes, and nothing

@@ -31,6 +31,10 @@ PATCH = "outrider:patch.diff"
 """Name of the artifact that holds a repository's diff, if the diff was carried to the grading."""
 GRADING_LOG = "outrider:grading.log"
 """Name of the artifact that holds the output of the graders."""
+NETWORK_RECORD = "outrider:network.jsonl"
+"""Name of the artifact that holds the record of the session's network, if the task asks for a record."""
+LOGGED = (GRADING_LOG, NETWORK_RECORD)
+"""Names of the artifacts that Outrider adds to those of the agent's sandbox."""
 KEPT = (CARRIED, PATCH)
 """Names of the artifacts that hold data carried to the grading. An attempt has at most one of these artifacts."""
 

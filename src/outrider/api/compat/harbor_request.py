@@ -27,7 +27,7 @@ from outrider.spec import (
     StoredGroupSpec,
     without_nul,
 )
-from outrider.tasks.harbor.schema import NETWORK_HINT, NO_NETWORK
+from outrider.tasks.harbor.schema import NO_NETWORK
 from outrider.tasks.harbor.tasks import AGENT_SECONDS, PREPARING_SECONDS, SESSION_SECONDS, HarborFolder
 
 SYSTEM = "harbor"
@@ -191,12 +191,6 @@ def _task(folder: Path, *, image: str | None, offline: bool) -> dict[str, Any]:
         return HarborFolder(folder, {}, image, offline=offline).example(folder.name).task
     except OutriderError as error:
         hint = error.hint or ""
-        if NETWORK_HINT in hint:
-            own = (
-                'write network_mode = "no-network" into task.toml, or send environment_overrides'
-                ' {"network_mode": "no-network"}, if the task can be solved and graded without a network'
-            )
-            hint = hint.replace(NETWORK_HINT, own)
         hint = hint.replace("pass --image NAME", 'send environment_overrides {"docker_image": NAME}')
         above = f"{folder.parent}/"
         raise error.replace(
@@ -270,7 +264,7 @@ def _overrides(asked: HarborRunRequest) -> dict[str, Any]:
     mode = given.pop("network_mode", None)
     if mode not in (None, NO_NETWORK):
         raise InvalidField(
-            f"{mode!r} is not possible: sandboxes have no network",
+            f"{mode!r} is not possible: the network of a task is that of its task.toml",
             field="environment_overrides.network_mode",
             hint=f'only "{NO_NETWORK}": the task runs without a network, whatever its task.toml says',
         )

@@ -46,8 +46,8 @@ FIELD_USES: tuple[FieldUse, ...] = (
     FieldUse(
         "environment.network_mode environment.allow_internet environment.allowed_hosts agent.network_mode"
         " agent.allowed_hosts verifier.network_mode verifier.allowed_hosts",
-        Use.CHECKED,
-        'only `"no-network"`: sandboxes have none. Harbor\'s default is a public network',
+        Use.GIVEN,
+        "[`runtime.network`](network.md), which the operator must allow. Harbor's default is a public network",
     ),
     FieldUse("environment.docker_image", Use.GIVEN, "`runtime.image`"),
     FieldUse(

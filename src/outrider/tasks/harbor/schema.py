@@ -283,14 +283,10 @@ class Unsupported(NamedTuple):
 
 
 NO_NETWORK = "no-network"
-NETWORK_HINT = (
-    'write network_mode = "no-network" into task.toml, or pass --offline (offline=True), if the task can be solved and'
-    " graded without a network: `outrider task check FOLDER --offline` finds out"
-)
 
 
-def unsupported(config: TaskToml, *, offline: bool = False) -> list[Unsupported]:
-    """Return all unsupported fields of a valid `task.toml`. With `offline`, a requested network is not reported."""
+def unsupported(config: TaskToml) -> list[Unsupported]:
+    """Return all unsupported fields of a valid `task.toml`."""
     found = [*of_environment(config.environment, "environment")]
     parts: list[tuple[TaskToml | HarborStep, str]] = [(config, "")]
     parts += [(step, f"steps.{number}.") for number, step in enumerate(config.steps or ())]
@@ -298,13 +294,12 @@ def unsupported(config: TaskToml, *, offline: bool = False) -> list[Unsupported]
         found += of_phase(part.agent, f"{at}agent")
         found += of_verifier(part.verifier, f"{at}verifier")
         found += of_artifacts(part.artifacts, f"{at}artifacts")
-    return [each for each in found if not (offline and each.hint is NETWORK_HINT)]
+    return found
 
 
 def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
     if environment.os != "linux":
         yield Unsupported(f"{at}.os", "sandboxes of Windows")
-    yield from of_network(environment.network_mode, at)
     if environment.gpus and environment.gpu_types:
         yield Unsupported(f"{at}.gpu_types", "GPUs of a certain type")
     if environment.tpu is not None:
@@ -315,16 +310,7 @@ def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
         yield Unsupported(f"{at}.skills_dir", "skills of an agent")
 
 
-def of_network(mode: str | None, at: str) -> Iterator[Unsupported]:
-    """Yield the field if its network mode requests a network. Harbor's default for an environment also requests a
-    network. For an agent or a verifier, None means the environment's mode, which is reported for the environment
-    only."""
-    if mode not in (None, NO_NETWORK):
-        yield Unsupported(f"{at}.network_mode", f"a network ({mode}): sandboxes have none", NETWORK_HINT)
-
-
 def of_phase(phase: HarborAgent | Verifier, at: str) -> Iterator[Unsupported]:
-    yield from of_network(phase.network_mode, at)
     if phase.user not in USERS:
         yield Unsupported(f"{at}.user", "users other than root")
 

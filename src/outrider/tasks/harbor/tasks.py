@@ -34,12 +34,13 @@ from outrider.tasks.harbor.files import (
     written,
 )
 from outrider.tasks.harbor.network import network_uses
+from outrider.tasks.harbor.phases import PUBLIC, NoDestination, check_steps, network_of, of_step
 from outrider.tasks.harbor.schema import (
-    NETWORK_HINT,
     Artifacts,
     Environment,
     HarborStep,
     Healthcheck,
+    Network,
     TaskToml,
     unsupported,
 )
@@ -78,12 +79,14 @@ def harbor_examples(
     image: str | None = None,
     environ: Mapping[str, str] | None = None,
     offline: bool = False,
+    network: Sequence[str] = PUBLIC,
 ) -> list[Example]:
     """Return the Harbor tasks below a folder: each folder with `task.toml` and `instruction.md` or `steps`, sorted by
     path.
 
     `tasks` selects tasks by their paths below `root`. `image` is the image of tasks that name none, in place of their
-    Dockerfile. `offline` accepts tasks that request a network. The values of `${NAME}` come from `environ`, by default
+    Dockerfile. With `offline`, tasks get no network, even if they request one. `network` are the destinations of a task
+    that requests a public network. The values of `${NAME}` come from `environ`, by default
     this process's environment, and become part of the task. Raises InvalidField for a broken task and for a task with
     unsupported fields, and TooLarge if the files of a task are too large.
     """
@@ -97,7 +100,8 @@ def harbor_examples(
             )
     chosen = list(tasks if tasks is not None else folders)[:limit]
     known = variables() if environ is None else environ
-    return [HarborFolder(folders[name], known, image, offline=offline).example(name) for name in chosen]
+    public = () if offline else tuple(network)
+    return [HarborFolder(folders[name], known, image, offline=offline, network=public).example(name) for name in chosen]
 
 
 def harbor_folders(root: Path) -> dict[str, Path]:
@@ -135,7 +139,13 @@ class HarborFolder:
     task.toml."""
 
     def __init__(
-        self, folder: Path, environ: Mapping[str, str], image: str | None = None, *, offline: bool = False
+        self,
+        folder: Path,
+        environ: Mapping[str, str],
+        image: str | None = None,
+        *,
+        offline: bool = False,
+        network: Sequence[str] = PUBLIC,
     ) -> None:
         self._folder = folder
         self._toml = folder / TASK_TOML
@@ -143,10 +153,14 @@ class HarborFolder:
         self._image = image
         self._hidden = hidden_folders(folder)
         self._config = read_config(self._toml)
-        for field, what, hint in unsupported(self._config, offline=offline):
-            if hint is NETWORK_HINT and (needs := self._network_notes()):
-                hint = f"{needs[0]}. {hint}"
+        self._offline = offline
+        self._network = tuple(network)
+        for field, what, hint in unsupported(self._config):
             raise self._refusal(field, what, hint)
+        try:
+            check_steps(self._config)
+        except InvalidField as error:
+            raise self._refusal(error.field or "", error.message) from error
 
     def example(self, name: str) -> Example:
         """Make the example with the id `name`. Raises InvalidField, and TooLarge if the files of the task are too
@@ -177,7 +191,9 @@ class HarborFolder:
             task["limits"] = {"agent_seconds": given[0]}
             if sum(given) > AGENT_SECONDS:
                 task["limits"]["session_seconds"] = sum(given) + PREPARING_SECONDS
-        return Example(id=name, task=task, gold=self.gold(), notes=tuple(self._network_notes()))
+        network = runtime.get("network", {"allow": []})
+        notes = () if network.get("verifier", network["allow"]) else tuple(self._network_notes())
+        return Example(id=name, task=task, gold=self.gold(), notes=notes)
 
     def _network_notes(self) -> list[str]:
         """Return a note for each script that needs a network: the tests and the solutions, of all steps."""
@@ -191,8 +207,9 @@ class HarborFolder:
                     lines = ", ".join(f"{use.line} ({use.command})" for use in uses[:3])
                     more = f" and {len(uses) - 3} more" if len(uses) > 3 else ""
                     notes.append(
-                        f"{path}, line {lines}{more}: this needs a network, and sandboxes have none, so the task may"
-                        f" not be {what}: put what it installs into the image, and remove the line"
+                        f"{path}, line {lines}{more}: this needs a network, and the task has none, so the task may"
+                        f" not be {what}: give the task a network, or put what it installs into the image, and remove"
+                        " the line"
                     )
         return notes
 
@@ -245,11 +262,31 @@ class HarborFolder:
             runtime["prepare"].append(health_step(environment.healthcheck))
         if first is not None:
             runtime["prepare"] += self._step_files(first)
+        agent, verifier = of_step(self._config, first)
+        self._give_network(runtime, environment, "environment", agent=agent, verifier=verifier)
         return runtime
 
-    def _of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
-        """Return the spec of a separate verifier's sandbox. As in Harbor, this sandbox gets no health check and no
-        files of steps."""
+    def _give_network(self, runtime: dict[str, Any], environment: Network, field: str, **phases: Network) -> None:
+        """Set the network of a sandbox, if the task requests one."""
+        if self._offline:
+            return
+        try:
+            network = network_of(environment, self._network, **phases)
+        except NoDestination as error:
+            raise self._refusal(f"{field}.{error.field}", f"such hosts: {error}") from error
+        if network is not None:
+            runtime["network"] = network
+
+    def _of_verifier(self, verifier: SeparateVerifier, step: HarborStep | None) -> dict[str, Any]:
+        """Return the spec of a separate verifier's sandbox."""
+        runtime = self._sandbox_of_verifier(verifier)
+        _, own = of_step(self._config, step)
+        self._give_network(runtime, verifier.environment, verifier.field, verifier=own)
+        return runtime
+
+    def _sandbox_of_verifier(self, verifier: SeparateVerifier) -> dict[str, Any]:
+        """Return the spec without its network. As in Harbor, this sandbox gets no health check and no files of
+        steps."""
         environment, field = verifier.environment, verifier.field
         if verifier.context is None:
             return self._sandbox(environment, field, self._image_of_agents()[0], self._loose_files())
@@ -330,7 +367,7 @@ class HarborFolder:
         if separate is None:
             options |= {"alone": True} if step is not None else {}
             return evaluator
-        own = self._of_verifier(separate)
+        own = self._of_verifier(separate, step)
         if step is not None or own != runtime:
             evaluator["runtime"] = own
         workdir = runtime.get("workdir", WORKDIR)

@@ -64,6 +64,7 @@ class ApptainerRuntime:
     are in memory, and `stop` discards them."""
 
     gives_gpus = True
+    filters_network = True
     uses_image_store = True
 
     @classmethod

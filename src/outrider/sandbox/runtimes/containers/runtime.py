@@ -56,6 +56,7 @@ class ContainerRuntime:
     engine: ContainerEngine
     oci_runtime: str | None = None
     gives_gpus: ClassVar[bool] = True
+    filters_network: ClassVar[bool] = True
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> ToolServerSandbox:
         return ToolServerSandbox(partial(launch, self), spec, context)

@@ -72,6 +72,7 @@ class NamespaceRuntime:
 
     saves_layers = True
     gives_gpus = True
+    filters_network = True
     uses_image_store = True
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Detects addresses that lead to this machine, in any notation.
+"""Detects addresses that lead to this machine or to a private network, in any notation.
 
 No connection is opened. Invariant: the result reflects the kernel's routing tables at the time of the call, so
 addresses added to the machine later are covered.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from ipaddress import IPv4Address, IPv6Address, IPv6Network
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 
 Address = IPv4Address | IPv6Address
 
@@ -29,6 +29,13 @@ HEADER, ROUTE, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBBBBBBI"),
 LOCAL, ANYCAST = 2, 4
 """Types of routes to this machine."""
 ANSWER_SECONDS = 1.0
+METADATA = frozenset(
+    map(
+        ip_address,
+        ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:42::42", "fd00:ec2::254", "fd20:ce::254"),
+    )
+)
+"""Addresses at which clouds serve a machine's credentials, in addition to the link-local 169.254.169.254."""
 
 
 def plain(address: Address) -> Address:
@@ -50,6 +57,22 @@ def meanings(address: Address) -> tuple[Address, ...]:
     if (number >> 32) & 0xFCFFFFFF == ISATAP:
         found.append(IPv4Address(number & 0xFFFFFFFF))
     return (*found, *(address.teredo or ()))
+
+
+def is_sensitive(address: Address) -> bool:
+    """Return True for an address that gives credentials or reaches several machines: link-local, multicast, or a
+    cloud's metadata service, in any notation."""
+    return any(
+        one.is_link_local or one.is_multicast or one.is_unspecified or one in METADATA
+        for one in meanings(plain(address))
+    )
+
+
+def is_public(address: Address) -> bool:
+    """Return True for an address of the public Internet that is not this machine's own. All notations of private
+    addresses give False."""
+    found = meanings(plain(address))
+    return not is_sensitive(address) and all(one.is_global for one in found) and not any(map(is_own, found))
 
 
 def is_own(address: Address) -> bool:

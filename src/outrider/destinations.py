@@ -1,0 +1,159 @@
+"""The destinations of a network: patterns of hosts and ports, and named mirrors of packages.
+
+Pure. A destination is written as `HOST`, `HOST:PORT`, `HOST:*` or `mirror:NAME`. HOST is a name, `*.NAME` for every
+name below NAME, an IP address (IPv6 in brackets), or `*` for every host. Without a port, ports 80 and 443 are meant.
+Invariant: a destination that another one covers never matches a host and port that the other one does not match.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import StrEnum
+from ipaddress import ip_address
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import AfterValidator, StringConstraints
+
+PORTS = frozenset({80, 443})
+"""The ports of a destination that is written without a port."""
+MIRROR = "mirror:"
+MIRRORS = ("pip", "npm", "apt")
+"""The names of mirrors."""
+NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*")
+NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+"""The last part of a name that some resolvers read as an IPv4 address, such as 127.1, 0177.0.0.1 or 0x7f000001."""
+MAX_NAME = 253
+
+
+class Phase(StrEnum):
+    """The phases of a sandbox, each with its own destinations: the prepare steps, the agent's run, and the grading."""
+
+    PREPARE = "prepare"
+    AGENT = "agent"
+    VERIFIER = "verifier"
+
+
+class Destination(NamedTuple):
+    """A pattern. `host` is in lower case, "*" for every host, and begins with "*." for every name below a name. `ports`
+    is empty for every port. For a mirror, `host` is "" and `mirror` its name."""
+
+    host: str
+    ports: frozenset[int] = PORTS
+    mirror: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Return the destination that is written as `text`. Raises ValueError."""
+        lower = text.lower()
+        if lower.startswith(MIRROR):
+            mirror = lower.removeprefix(MIRROR)
+            if mirror not in MIRRORS:
+                raise ValueError(f"there is no mirror {mirror!r}: mirrors are {', '.join(MIRRORS)}")
+            return cls("", frozenset(), mirror)
+        host, port = split_port(lower)
+        base = host.removeprefix("*.")
+        if host != "*" and host_name(base) != base:
+            raise ValueError(
+                f"{text!r} is no destination: write HOST, HOST:PORT, *.HOST, *, or {MIRROR}NAME, without https://"
+            )
+        if base != host and is_address(base):
+            raise ValueError(f"{text!r} is no destination: no name is below an address")
+        if port is None:
+            return cls(host)
+        if port == "*":
+            return cls(host, frozenset())
+        if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+            raise ValueError(f"{text!r} has no port from 1 to 65535")
+        return cls(host, frozenset({int(port)}))
+
+    @property
+    def exact(self) -> bool:
+        """True if the destination names one host."""
+        return bool(self.mirror) or not self.host.startswith("*")
+
+    def matches(self, host: str, port: int) -> bool:
+        """Return whether the destination includes a host, as `host_name` returns it, and a port."""
+        if self.mirror or (self.ports and port not in self.ports):
+            return False
+        return self.host in ("*", host) or (self.host[:2] == "*." and host.endswith(self.host[1:]))
+
+    def covers(self, other: Destination) -> bool:
+        """Return whether everything that `other` matches is matched by this destination."""
+        if self.mirror or other.mirror:
+            return self.mirror == other.mirror
+        if self.ports and not (other.ports and other.ports <= self.ports):
+            return False
+        return self.host in ("*", other.host) or (self.host[:2] == "*." and other.host.endswith(self.host[1:]))
+
+
+def split_port(text: str) -> tuple[str, str | None]:
+    """Return the host without brackets, and the port, None if there is none. An IPv6 address needs brackets."""
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or ":" not in host or (rest and not rest.startswith(":")):
+            return "", None
+        return host, rest[1:] if rest else None
+    host, colon, port = text.partition(":")
+    return host, port if colon else None
+
+
+def host_name(text: str) -> str | None:
+    """Return the one spelling of a host's name or address: lower case, no dot at its end, an address as the standard
+    library writes it. Returns None for everything else: an IPv6 zone, a number that stands for an IPv4 address, or
+    characters that no name has."""
+    text = text.lower()
+    try:
+        if "%" not in text:
+            return str(ip_address(text))
+    except ValueError:
+        pass
+    text = text.removesuffix(".")
+    if len(text) > MAX_NAME or not NAME.fullmatch(text) or NUMBER.fullmatch(text.rpartition(".")[2]):
+        return None
+    return text
+
+
+def is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def not_covered(asked: Iterable[str], allowed: Iterable[str]) -> list[int]:
+    """Return the indexes of the asked destinations that no allowed one covers. Raises ValueError for a text that is no
+    destination."""
+    may = [Destination.read(text) for text in allowed]
+    wanted = [Destination.read(text) for text in asked]
+    return [
+        number
+        for number, one in enumerate(wanted)
+        if not any(each.covers(one) for each in may) and not _ports_covered(one, may)
+    ]
+
+
+def _ports_covered(one: Destination, may: Iterable[Destination]) -> bool:
+    """Return whether several destinations together cover one: each of its ports by another."""
+    parts = [one._replace(ports=frozenset({port})) for port in one.ports]
+    return not one.mirror and bool(parts) and all(any(each.covers(part) for each in may) for part in parts)
+
+
+def checked(value: str) -> str:
+    Destination.read(value)
+    return value
+
+
+DestinationText = Annotated[str, StringConstraints(min_length=1, max_length=300), AfterValidator(checked)]
+
+
+def checked_place(value: str) -> str:
+    """Return a text that names one host and one port. Raises ValueError."""
+    found = Destination.read(value)
+    if found.mirror or not found.exact or len(found.ports) != 1:
+        raise ValueError(f"{value!r} is not one host with one port, such as files.lan:8080")
+    return value
+
+
+PlaceText = Annotated[str, StringConstraints(min_length=1, max_length=300), AfterValidator(checked_place)]

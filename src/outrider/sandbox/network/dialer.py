@@ -1,0 +1,178 @@
+"""Opens the proxy's connections to servers: directly, or through the operator's own proxy.
+
+Invariants: a name is resolved once for a connection, all its addresses are checked, and the connection goes to a
+checked address; the address and the password of the operator's own proxy are not passed into a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from outrider.destinations import is_address
+from outrider.environment import variables
+from outrider.sandbox.network.addresses import Address, is_own, is_public, is_sensitive, meanings, plain
+from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, Unreachable, place_of
+
+CONNECT_SECONDS = 30.0
+LOOKUPS = 2
+"""Maximum number of names that one sandbox resolves at once. A name may be resolved by a hostile server that is slow to
+answer, and occupies a thread of the node meanwhile."""
+
+Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
+"""Returns the addresses of a name. Raises OSError."""
+
+
+class ProxiedServer(msgspec.Struct, frozen=True, kw_only=True):
+    """A server to connect to. `internal`: the operator has named exactly this host and port, so the server may have a
+    private address. `proxy` is the URL of the HTTP proxy that leads to the server. None: the proxy in this process's
+    variables. "": no proxy."""
+
+    host: str
+    port: int
+    tls: bool = False
+    internal: bool = False
+    proxy: str | None = None
+
+    @property
+    def place(self) -> str:
+        return place_of(self.host, self.port)
+
+
+class ServerConnection(msgspec.Struct, frozen=True):
+    """An open connection. `absolute`: the connection leads to a proxy, which needs whole URLs in requests, and the
+    header lines `header`."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    absolute: bool = False
+    header: tuple[str, ...] = ()
+
+
+class Dialer:
+    """Opens the connections of one proxy. `environ`, by default this process's variables, may name the operator's own
+    proxy (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and the hosts that do not need it (NO_PROXY). `own` are addresses of the
+    service, as `host:port`, to which no connection is made."""
+
+    def __init__(
+        self, resolve: Resolve, *, environ: Mapping[str, str] | None = None, own: Collection[str] = frozenset()
+    ) -> None:
+        self._resolve = resolve
+        self._environ = variables() if environ is None else environ
+        self._own = frozenset(own)
+        self._lookups = asyncio.Semaphore(LOOKUPS)
+        self._tls: ssl.SSLContext | None = None
+
+    async def connect(self, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
+        """Connect to a server. Raises NotAllowed for an address that is not allowed, and Unreachable."""
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                proxy = self._proxy(server, tunnel=tunnel)
+                if proxy is None:
+                    return await self._direct(server)
+                return await self._through(proxy, server, tunnel=tunnel)
+        except TimeoutError as error:
+            raise Unreachable(f"cannot reach {server.place} within {CONNECT_SECONDS:g} s") from error
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            raise Unreachable(f"cannot reach {server.place}: {_reason(error)}") from error
+
+    async def _direct(self, server: ProxiedServer) -> ServerConnection:
+        failure: OSError = OSError("the name has no address")
+        for address in await self._checked(server):
+            try:
+                return await self._open(str(address), server.port, server.host if server.tls else None)
+            except OSError as error:
+                failure = error
+        raise failure
+
+    async def _checked(self, server: ProxiedServer) -> Sequence[Address]:
+        """Return the addresses of a server. Raises NotAllowed if one of them is not allowed, and OSError."""
+        if is_address(server.host):
+            found: Sequence[Address] = [ip_address(server.host)]
+        else:
+            async with self._lookups:
+                found = await self._resolve(server.host, server.port)
+        for address in found:
+            if not self._may_reach(address, server):
+                raise NotAllowed(f"{server.host} has an address that is private or this machine's own")
+        return found
+
+    def _may_reach(self, address: Address, server: ProxiedServer) -> bool:
+        """Return whether a connection to an address of the server is allowed. Names may lead anywhere, so a name never
+        leads to a sensitive address, not even if the operator has named the host."""
+        at = plain(address)
+        if any(place_of(str(one), server.port) in self._own for one in meanings(at)) or (
+            f"*:{server.port}" in self._own and any(map(is_own, meanings(at)))
+        ):
+            return False
+        if server.internal:
+            return is_address(server.host) or not is_sensitive(at)
+        return is_public(at)
+
+    async def _through(self, proxy: str, server: ProxiedServer, *, tunnel: bool) -> ServerConnection:
+        """Connect through an HTTP proxy. The proxy resolves the name, so only an address that this machine knows is
+        checked."""
+        with suppress(OSError):  # behind a proxy many machines cannot resolve names
+            await self._checked(server)
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        word = f"{unquote(url.username or '')}:{unquote(url.password or '')}"
+        header = (f"Proxy-Authorization: Basic {b64encode(word.encode()).decode()}",) if url.username else ()
+        assert url.hostname is not None
+        connection = await self._open(url.hostname, url.port or 80, None)
+        if not tunnel and not server.tls:
+            return ServerConnection(connection.reader, connection.writer, absolute=True, header=header)
+        reader, writer = connection.reader, connection.writer
+        try:
+            lines = [f"CONNECT {server.place} HTTP/1.1", f"Host: {server.place}", *header]
+            writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+            first = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n", 1)[0].decode("latin-1")
+            status = first.partition(" ")[2]
+            if not status.startswith("200"):
+                raise Unreachable(f"this machine's proxy does not reach {server.place}: {status[:200]}")
+            if server.tls:
+                await writer.start_tls(await self._tls_context(), server_hostname=server.host)
+        except BaseException:
+            writer.close()
+            raise
+        return ServerConnection(reader, writer)
+
+    async def _open(self, host: str, port: int, tls_name: str | None) -> ServerConnection:
+        secure = None if tls_name is None else await self._tls_context()
+        reader, writer = await asyncio.open_connection(host, port, limit=MAX_HEAD, ssl=secure, server_hostname=tls_name)
+        return ServerConnection(reader, writer)
+
+    async def _tls_context(self) -> ssl.SSLContext:
+        """Return the context for servers' certificates. Reading those of all authorities takes some milliseconds."""
+        if self._tls is None:
+            self._tls = await asyncio.to_thread(ssl.create_default_context)
+        return self._tls
+
+    def _proxy(self, server: ProxiedServer, *, tunnel: bool) -> str | None:
+        """Return the URL of the HTTP proxy that leads to a server, or None for a direct connection. Raises Unreachable
+        for the address of a proxy that is not an HTTP proxy."""
+        if server.proxy is not None:
+            return server.proxy or None
+        exempt = self._environ.get("no_proxy") or self._environ.get("NO_PROXY") or ""
+        for name in filter(None, (part.strip().lstrip(".").lower() for part in exempt.split(","))):
+            if name == "*" or server.host == name or server.host.endswith(f".{name}"):
+                return None
+        scheme = "https" if tunnel or server.tls else "http"
+        for name in (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY"):
+            if value := self._environ.get(name):
+                url = urlsplit(value if "://" in value else f"http://{value}")
+                if url.scheme != "http" or not url.hostname:
+                    raise Unreachable(f"the variable {name} of this machine is no http:// address of a proxy")
+                return value
+        return None
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text or type(error).__name__

@@ -1,0 +1,331 @@
+"""The door of one sandbox: its only way to other machines, at the place of the model gateway's socket.
+
+A request with a whole address, or a CONNECT, goes through the proxy, by the rules of the sandbox's phase. All other
+connections go to the model gateway, unread. Invariants: between the phases no connection to another machine is open; no
+door has more than the limits of the settings; what a door counts is bounded in size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import msgspec
+
+from outrider.concurrency.cancellation import shielded
+from outrider.destinations import Phase
+from outrider.sandbox.network.dialer import Dialer
+from outrider.sandbox.network.proxy import (
+    CHUNK,
+    LimitExceeded,
+    Proxy,
+    ProxyRoute,
+    ProxyServer,
+    put,
+)
+from outrider.sandbox.network.record import NetworkRecord, NetworkReplay
+from outrider.sandbox.network.requests import MAX_HEAD, NotAllowed, NotPassedOn, RequestHead
+from outrider.sandbox.network.rules import Allowed, NetworkRules
+from outrider.sandbox.network.shared import LEAST_PAUSE, SANDBOX_RATE, BytePace
+from outrider.spec import MEBIBYTE
+
+CONNECTIONS = 32
+"""Maximum number of connections to other machines at once."""
+MAX_CLIENTS = 256 + CONNECTIONS
+"""Maximum number of connections of a sandbox's programs: those of the bridge to the model gateway, and the others."""
+MAX_PLACES = 256
+"""Maximum number of servers that are counted by name in each phase. A program may ask for any number of names."""
+OTHERS = "other servers"
+NOTE_SECONDS = 5.0
+"""Seconds between two notes about a server that is in use."""
+
+
+class ServerUse(msgspec.Struct, kw_only=True):
+    """The use of one server in one phase. `server` is `host:port`. Times are seconds since the epoch. `sent` and
+    `received` are bytes. `refusal` and `failure` are the last reasons. `broken`: the last request failed although the
+    task names the server."""
+
+    phase: Phase
+    server: str
+    start: float
+    end: float
+    requests: int = 0
+    sent: int = 0
+    received: int = 0
+    refused: int = 0
+    failed: int = 0
+    refusal: str = ""
+    failure: str = ""
+    broken: bool = False
+
+
+class NetworkLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Maximum bytes received and sent, and requests, of one sandbox."""
+
+    received: int
+    sent: int
+    requests: int
+
+
+class Door:
+    """`await open(path)` begins to serve, `await close()` ends."""
+
+    def __init__(
+        self,
+        allowed: Mapping[Phase, Allowed],
+        dialer: Dialer,
+        *,
+        gateway: Path,
+        endpoint: str,
+        limits: NetworkLimits,
+        pace: BytePace | None = None,
+        record: bool = False,
+        replay: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`gateway` is the model gateway's socket. `endpoint` is its URL in the sandbox. `pace` is that of the
+        node. With `record`, the door
+        keeps replies; with `replay`, it answers from this file. Raises RuntimeUnavailable. Blocks to read the file."""
+        self._allowed = allowed
+        self._gateway = gateway
+        self._endpoint = endpoint
+        self._limits = limits
+        self._clock = clock
+        self.record = NetworkRecord(lambda: self._phase) if record else None
+        archive = self.record if replay is None else NetworkReplay.read(replay, lambda: self._phase)
+        self._proxy = Proxy(self, dialer, archive=archive)
+        self._server = ProxyServer(self._serve, most=MAX_CLIENTS)
+        self._path: Path | None = None
+        self._held = AsyncExitStack()
+        self._phase: Phase | None = None
+        self._open: set[asyncio.Task[None]] = set()
+        """The tasks of connections to other machines."""
+        self._paces = [BytePace(SANDBOX_RATE), *([pace] if pace is not None else [])]
+        self._totals = {"received": 0, "sent": 0, "requests": 0}
+        self.uses: dict[tuple[Phase, str], ServerUse] = {}
+        self._noted: dict[tuple[Phase, str], float] = {}
+        self._note: Callable[[ServerUse], None] = lambda use: None
+
+    async def open(self, path: Path) -> None:
+        """Serve at a Unix socket."""
+        self._path = path
+        # A socket's path has at most 107 bytes, so the socket is bound by a short name of its folder.
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            await self._held.enter_async_context(self._server.at(f"/proc/self/fd/{folder}/{path.name}"))
+        finally:
+            os.close(folder)
+
+    async def close(self) -> None:
+        """Close all connections, and remove the socket. Idempotent."""
+        self._phase = None
+        await shielded(self._held.aclose)
+        if self._path is not None:
+            with suppress(OSError):
+                os.unlink(self._path)
+
+    async def enter(self, phase: Phase | None) -> None:
+        """Begin a phase, None for a time without a network. Connections of an earlier phase are closed."""
+        if phase is self._phase:
+            return
+        self._phase = phase
+        current = asyncio.current_task()
+        tasks = [task for task in self._open if task is not current]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def follow(self, note: Callable[[ServerUse], None]) -> Callable[[], None]:
+        """Call `note` with each use of a server, those so far first, and again when it changes. Returns a function that
+        ends this, after a last note of each."""
+        for use in self.uses.values():
+            note(use)
+        self._note = note
+
+        def unfollow() -> None:
+            self._note = lambda use: None
+            for use in self.uses.values():
+                note(use)
+
+        return unfollow
+
+    def broken(self, *phases: Phase) -> str | None:
+        """Return why the last request failed to a server that the task names, in one of the phases; None if no server
+        failed for good. Servers that only a pattern names do not count, because any program could make up one that
+        does not exist."""
+        return next((use.failure for use in self.uses.values() if use.broken and use.phase in phases), None)
+
+    def forget_failures(self) -> None:
+        """Forget which servers failed while the outcome was graded, because the grading begins anew."""
+        for use in self.uses.values():
+            use.broken = use.broken and use.phase is not Phase.VERIFIER
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        if (own := self._gateways_head(head)) is not None:
+            await self._to_gateway(reader, writer, own)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            await self._proxy.serve(reader, writer, head)
+        finally:
+            self._open.discard(task)
+
+    def _gateways_head(self, head: bytes) -> bytes | None:
+        """Return the head to send to the model gateway, or None for a request to another server. A client that ignores
+        NO_PROXY writes the gateway's whole address, or asks for a tunnel."""
+        method, _, rest = head.partition(b" ")
+        url = f"{self._endpoint}/".encode()
+        if method == b"CONNECT":
+            return b"" if rest.startswith(url.removeprefix(b"http://").removesuffix(b"/") + b" ") else None
+        if rest.startswith(url):
+            return method + b" " + rest[len(url) - 1 :]
+        return head if rest.startswith(b"/") else None
+
+    async def _to_gateway(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        """Carry a connection to the model gateway, which gets `head` first; b"" stands for a tunnel."""
+        try:
+            server_reader, server_writer = await asyncio.open_unix_connection(self._gateway, limit=MAX_HEAD)
+        except OSError:
+            return
+        try:
+            if head:
+                await put(server_writer, head)
+            else:
+                await put(writer, b"HTTP/1.1 200 Connection established\r\n\r\n")
+            async with asyncio.TaskGroup() as group:
+                group.create_task(relay(reader, server_writer))
+                group.create_task(relay(server_reader, writer))
+        finally:
+            server_writer.close()
+
+    def admit(self, request: RequestHead) -> DoorPassage:
+        """See `ProxyGate`."""
+        phase = self._phase
+        if phase is None:
+            raise NotAllowed("the sandbox has no network now: it has one only while it is prepared, runs or grades")
+        use = self._use(phase, request.place)
+        use.end = self._clock()
+        try:
+            if len(self._open) > CONNECTIONS:
+                raise NotPassedOn("429 Too Many Requests", f"a sandbox has at most {CONNECTIONS} connections at once")
+            route, exact = self._allowed[phase].route(request)
+            for name, total in self._totals.items():
+                if total >= getattr(self._limits, name):
+                    raise NotPassedOn("429 Too Many Requests", self._exceeded(name))
+        except NotPassedOn as error:
+            self._refused(use, str(error))
+            raise
+        self._totals["requests"] += 1
+        use.requests += 1
+        passage = DoorPassage(self, use, route, exact)
+        self._changed(use)
+        return passage
+
+    def refuse(self, request: RequestHead, reason: str) -> None:
+        """See `ProxyGate`."""
+        if self._phase is not None:
+            self._refused(self._use(self._phase, request.place), reason)
+
+    def count(self, use: ServerUse, name: str, number: int) -> None:
+        """Count bytes. Raises LimitExceeded."""
+        self._totals[name] += number
+        setattr(use, name, getattr(use, name) + number)
+        use.end = self._clock()
+        if self._totals[name] > getattr(self._limits, name):
+            self._refused(use, self._exceeded(name))
+            raise LimitExceeded
+        if use.end - self._noted.get((use.phase, use.server), 0.0) > NOTE_SECONDS:
+            self._changed(use)
+
+    async def pause(self, number: int) -> None:
+        seconds = max(pace.pause(number) for pace in self._paces)
+        if seconds > LEAST_PAUSE:
+            await asyncio.sleep(seconds)
+
+    def ended(self, use: ServerUse) -> None:
+        use.end = self._clock()
+        self._changed(use, soon=False)
+
+    def _exceeded(self, name: str) -> str:
+        most = getattr(self._limits, name)
+        if name == "requests":
+            return f"the sandbox has used up its {most} requests: the operator's setting is network.requests"
+        setting = "download_mb" if name == "received" else "upload_mb"
+        return f"the sandbox has {name} its {most // MEBIBYTE} MiB: the operator's setting is network.{setting}"
+
+    def _refused(self, use: ServerUse, reason: str) -> None:
+        use.refused += 1
+        use.refusal = reason
+        self._changed(use, soon=use.refused == 1)
+
+    def _use(self, phase: Phase, server: str) -> ServerUse:
+        key = phase, server
+        if key not in self.uses and sum(one is phase for one, _ in self.uses) >= MAX_PLACES:
+            key = phase, OTHERS
+        if key not in self.uses:
+            now = self._clock()
+            self.uses[key] = ServerUse(phase=phase, server=key[1], start=now, end=now)
+        return self.uses[key]
+
+    def _changed(self, use: ServerUse, *, soon: bool = True) -> None:
+        """Note a use, but not again within NOTE_SECONDS unless this is `soon` after its first note."""
+        key = use.phase, use.server
+        now = self._clock()
+        last = self._noted.get(key)
+        if last is None or now - last > NOTE_SECONDS or (soon and use.requests + use.refused == 1):
+            self._noted[key] = now
+            self._note(use)
+
+
+class DoorPassage:
+    """See `Passage`."""
+
+    def __init__(self, door: Door, use: ServerUse, route: ProxyRoute, exact: bool) -> None:
+        self.route = route
+        self._door = door
+        self._use = use
+        self._exact = exact
+
+    def sent(self, number: int) -> None:
+        self._door.count(self._use, "sent", number)
+
+    def received(self, number: int) -> None:
+        self._door.count(self._use, "received", number)
+
+    async def pause(self, number: int) -> None:
+        await self._door.pause(number)
+
+    def failed(self, reason: str) -> None:
+        self._use.failed += 1
+        self._use.failure = reason[:300]
+        self._use.broken = self._exact
+
+    def reached(self) -> None:
+        self._use.broken = False
+
+    def close(self) -> None:
+        self._door.ended(self._use)
+
+
+async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy the bytes of one direction to its end, and then end the other side's input."""
+    with suppress(OSError):
+        while data := await reader.read(CHUNK):
+            await put(writer, data)
+    with suppress(OSError, RuntimeError):
+        if writer.can_write_eof():
+            writer.write_eof()
+
+
+def limits_of(rules: NetworkRules) -> NetworkLimits:
+    settings = rules.settings
+    return NetworkLimits(
+        received=settings.download_mb * MEBIBYTE, sent=settings.upload_mb * MEBIBYTE, requests=settings.requests
+    )

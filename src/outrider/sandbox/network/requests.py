@@ -1,0 +1,190 @@
+"""Reads the head of a request to the proxy, and of a server's reply.
+
+Pure. Invariant: a head that is read has one meaning for strict and for lenient servers; all others are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Self
+
+import msgspec
+
+from outrider.destinations import host_name, split_port
+
+MAX_HEAD = 64 << 10
+REQUEST_LINE = re.compile(r"([A-Z-]{1,32}) ([\x21-\x7e]+) (HTTP/1\.[01])")
+STATUS_LINE = re.compile(r"HTTP/1\.[01] ([1-9][0-9]{2})( [\t\x20-\x7e\x80-\xff]*)?")
+FIELD = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*")
+"""A header line: no space before the colon, no continuation of an earlier line, and no bare CR or LF."""
+LENGTH = re.compile("[0-9]{1,18}")
+NOT_PASSED = frozenset(
+    {
+        *("connection", "expect", "host", "http2-settings", "keep-alive", "proxy-authenticate", "proxy-authorization"),
+        *("proxy-connection", "te", "trailer", "upgrade"),
+    }
+)
+"""Headers of one connection, which the proxy removes or replaces."""
+
+
+class NotPassedOn(Exception):
+    """A request that the proxy does not pass on. `status` is the reply's status code with its reason phrase."""
+
+    def __init__(self, status: str, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class NotAllowed(NotPassedOn):
+    """A request to a destination that the rules do not allow."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("403 Forbidden", text)
+
+
+class Unreachable(NotPassedOn):
+    """The request was allowed, and its server cannot be reached or does not speak HTTP."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("502 Bad Gateway", text)
+
+
+class RequestHead(msgspec.Struct, frozen=True):
+    """The head of a request. `host` is the one spelling of the name or address. `path` has the query, and is "" for a
+    tunnel (CONNECT). `fields` are the header lines to pass on. `length` is the size of the body in bytes."""
+
+    method: str
+    host: str
+    port: int
+    path: str
+    version: str
+    fields: list[str]
+    length: int
+
+    @property
+    def tunnel(self) -> bool:
+        return self.method == "CONNECT"
+
+    @property
+    def place(self) -> str:
+        return place_of(self.host, self.port)
+
+    @property
+    def origin(self) -> str:
+        """The value of the Host header."""
+        return place_of(self.host, self.port, hidden=80)
+
+    def head(self, target: str, origin: str, *more: str, without: frozenset[str] = frozenset()) -> bytes:
+        """Return the head of the one request that a connection to the server carries."""
+        kept = [field for field in self.fields if field.partition(":")[0].lower() not in without]
+        lines = [f"{self.method} {target} {self.version}", f"Host: {origin}", *kept, "Connection: close", *more]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+class ReplyHead(msgspec.Struct, frozen=True):
+    """The head of a server's reply. `length` is the size of the body in bytes, None if the body ends with the
+    connection or is chunked."""
+
+    status: int
+    line: str
+    fields: list[str]
+    length: int | None
+    chunked: bool
+
+    @classmethod
+    def read(cls, head: bytes) -> Self:
+        """Read the head of a reply, which ends with an empty line. Raises Unreachable."""
+        first, *fields = head[:-4].decode("latin-1").split("\r\n")
+        line = STATUS_LINE.fullmatch(first)
+        if line is None or not all(FIELD.fullmatch(field) for field in fields):
+            raise Unreachable("the server's reply is not HTTP")
+        named = _named(fields)
+        lengths = {value for name, value in named if name == "content-length"}
+        chunked = any(name == "transfer-encoding" for name, _ in named)
+        if len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths)) or (chunked and lengths):
+            raise Unreachable("the length of the server's reply is not clear")
+        kept = _passed(fields, named)
+        return cls(int(line[1]), first, kept, int(lengths.pop()) if lengths else None, chunked)
+
+    def value(self, name: str) -> str:
+        """Return the value of a header, "" without one."""
+        return next((value for each, value in _named(self.fields) if each == name), "")
+
+    def head(self) -> bytes:
+        return ("\r\n".join([self.line, *self.fields, "Connection: close"]) + "\r\n\r\n").encode("latin-1")
+
+
+def place_of(host: str, port: int, *, hidden: int = 0) -> str:
+    """Return `host:port`, or only the host for the port `hidden`."""
+    shown = f"[{host}]" if ":" in host else host
+    return shown if port == hidden else f"{shown}:{port}"
+
+
+def read_request(head: bytes) -> RequestHead:
+    """Read the head of a request, which ends with an empty line. Raises NotPassedOn if a lenient server may find the
+    host, the end of the head or the end of the body elsewhere: for a malformed line, a bare CR or LF, user names, a
+    Host that contradicts the address, and a length of the body that is unclear."""
+    first, *fields = head[:-4].decode("latin-1").split("\r\n")
+    line = REQUEST_LINE.fullmatch(first)
+    if line is None:
+        raise NotPassedOn("400 Bad RequestHead", f"{first[:200]!r} is no request of HTTP/1.1")
+    for field in fields:
+        if not FIELD.fullmatch(field):
+            raise NotPassedOn("400 Bad RequestHead", f"{field[:200]!r} is no header line")
+    named = _named(fields)
+    if any(name == "transfer-encoding" for name, _ in named):
+        raise NotPassedOn("411 Length Required", "a body needs a Content-Length; Transfer-Encoding is not supported")
+    lengths = [value for name, value in named if name == "content-length"]
+    if len(lengths) > 1 or not all(map(LENGTH.fullmatch, lengths)):
+        raise NotPassedOn("400 Bad RequestHead", "Content-Length is not one number")
+    tunnel = line[1] == "CONNECT"
+    host, port, path = _tunnel_target(line[2]) if tunnel else _url_target(line[2])
+    hosts = [value for name, value in named if name == "host"]
+    if not tunnel and hosts and [_place(value, 80) for value in hosts] != [(host, port)]:
+        raise NotPassedOn("400 Bad RequestHead", f"the Host {hosts[0][:200]!r} is not that of the address")
+    length = 0 if tunnel or not lengths else int(lengths[0])
+    return RequestHead(line[1], host, port, path, line[3], _passed(fields, named), length)
+
+
+def _named(fields: list[str]) -> list[tuple[str, str]]:
+    return [(name.lower(), value.strip(" \t")) for name, _, value in (field.partition(":") for field in fields)]
+
+
+def _passed(fields: list[str], named: list[tuple[str, str]]) -> list[str]:
+    """Return the header lines that are not of one connection only. `Connection` may name further ones."""
+    listed = {one.strip().lower() for name, value in named if name == "connection" for one in value.split(",")}
+    without = NOT_PASSED | (listed - {"content-length", "content-type", "close"})
+    return [field for field, (name, _) in zip(fields, named, strict=True) if name not in without]
+
+
+def _tunnel_target(target: str) -> tuple[str, int, str]:
+    found = None if re.search(r"[/?#@\\]", target) else _place(target, 443)
+    if found is None:
+        raise NotPassedOn("400 Bad RequestHead", f"{target[:200]!r} is not HOST:PORT")
+    return *found, ""
+
+
+def _url_target(target: str) -> tuple[str, int, str]:
+    """Return the host, the port, and the path with the query of an http:// address."""
+    if not target.lower().startswith("http://"):
+        raise NotPassedOn("400 Bad RequestHead", f"{target[:200]!r} is no http:// address")
+    whole = target[len("http://") :].partition("#")[0]
+    authority = re.split("[/?]", whole, maxsplit=1)[0]
+    path = whole[len(authority) :]
+    if "@" in authority or "\\" in authority:
+        raise NotPassedOn("400 Bad RequestHead", "an address must not have a user name or a backslash before its path")
+    found = _place(authority, 80)
+    if found is None:
+        raise NotPassedOn("400 Bad RequestHead", f"{authority[:200]!r} is no host")
+    return *found, path if path.startswith("/") else f"/{path}"
+
+
+def _place(text: str, port: int) -> tuple[str, int] | None:
+    """Return the host and the port that `text` names, None if the text is not clear."""
+    name, given = split_port(text)
+    host = host_name(name)
+    if host is None or (given is not None and (not re.fullmatch("[0-9]{1,5}", given) or not 0 < int(given) < 65536)):
+        return None
+    if ":" in host and not text.startswith("["):
+        return None
+    return host, port if given is None else int(given)

@@ -1,0 +1,175 @@
+"""The rules of sandboxes' networks: what a task asks for, within what the operator allows.
+
+Pure, but for the settings. Invariant: a sandbox never has a destination that no allow-list of the settings covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from outrider.config import Config, NetworkConfig
+from outrider.destinations import Destination, Phase, not_covered
+from outrider.errors import InvalidField
+from outrider.sandbox.network.dialer import ProxiedServer
+from outrider.sandbox.network.proxy import ProxyRoute
+from outrider.sandbox.network.requests import NotAllowed, RequestHead, place_of
+from outrider.spec import RUNTIME, NetworkSpec
+
+READS = frozenset({"GET", "HEAD"})
+"""The methods for mirrors: packages are fetched, and not published."""
+PUBLIC_INDEXES = {"pip": "https://pypi.org/simple/", "npm": "https://registry.npmjs.org/"}
+"""The package indexes of mirrors for which the settings name none."""
+FILES_OF_INDEXES = {"https://pypi.org": ("https://files.pythonhosted.org",)}
+"""Further servers to which the pages of an index lead, by the index's server."""
+APT_HOSTS = frozenset(
+    {
+        *("deb.debian.org", "security.debian.org", "snapshot.debian.org", "ftp.debian.org", "archive.debian.org"),
+        *("archive.ubuntu.com", "security.ubuntu.com", "ports.ubuntu.com", "old-releases.ubuntu.com"),
+    }
+)
+"""The hosts of `mirror:apt`, at port 80."""
+INSIDE = "{}.mirror.internal"
+"""The name of a mirror's server inside a sandbox. Only the proxy resolves the name."""
+HINT = (
+    "the operator allows destinations with the setting network.allow, or network.tenants for one tenant; a Harbor task"
+    " runs without its network with --offline, or environment_overrides network_mode no-network"
+)
+
+
+class Mirror(msgspec.Struct, frozen=True, kw_only=True):
+    """A package index. `servers` are the index's server and further ones, by their names inside a sandbox. `variables`
+    point package managers at the mirror."""
+
+    servers: Mapping[str, ProxiedServer]
+    replaced: tuple[tuple[str, str], ...]
+    variables: Mapping[str, str]
+
+    def route(self, host: str) -> ProxyRoute:
+        return ProxyRoute(server=self.servers[host], replaced=self.replaced, methods=READS)
+
+
+class Allowed(msgspec.Struct, frozen=True):
+    """The destinations of one phase of a sandbox."""
+
+    destinations: tuple[Destination, ...]
+    mirrors: tuple[tuple[str, Mirror], ...]
+    apt: bool
+    settings: NetworkConfig
+
+    def route(self, request: RequestHead) -> tuple[ProxyRoute, bool]:
+        """Return the route of a request, and whether a destination names its server exactly. Raises NotAllowed."""
+        host, port = request.host, request.port
+        if not request.tunnel and port == 80:
+            for _, mirror in self.mirrors:
+                if host in mirror.servers:
+                    return mirror.route(host), True
+            if self.apt and host in APT_HOSTS:
+                server = server_of(f"http://{host}", self.settings, proxy=self.settings.apt_cache)
+                return ProxyRoute(server=server, methods=READS), True
+        matching = [one for one in self.destinations if one.matches(host, port)]
+        if not matching:
+            raise NotAllowed(f"task.runtime.network does not allow {request.place} in this phase")
+        server = ProxiedServer(host=host, port=port, internal=is_internal(host, port, self.settings))
+        return ProxyRoute(server=server), any(one.exact for one in matching)
+
+
+class NetworkRules:
+    """The operator's rules for the sandboxes of a node."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.settings = NetworkConfig() if config is None else config.network
+        self.own = frozenset() if config is None else own_places(config)
+
+    def may_ask(self, tenant: str | None) -> list[str]:
+        """Return the destinations that tasks of a tenant may ask for. None: those of any tenant."""
+        found = list(self.settings.allow)
+        for one in self.settings.tenants:
+            if tenant is None or one.tenant == tenant:
+                found += one.allow
+        return found
+
+    def check(self, spec: NetworkSpec | None, *, tenant: str | None, whose: str | None, field: str) -> None:
+        """Raise InvalidField for a destination that a tenant's tasks may not ask for. `whose` is the tenant in the
+        message, None for a message without the allowed destinations."""
+        if spec is None:
+            return
+        may = self.may_ask(tenant)
+        for name, asked in spec.lists():
+            if refused := not_covered(asked, may):
+                allowed = f"only {', '.join(may)}" if may else "nothing"
+                if whose is None:  # the reader may be of any tenant
+                    why = "is allowed to no task any more"
+                else:
+                    why = f"is not allowed: the operator allows {whose} {allowed}"
+                raise InvalidField(
+                    f"{asked[refused[0]]!r} {why}",
+                    field=f"{field}.network.{name}.{refused[0]}",
+                    hint=HINT,
+                )
+
+    def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
+        """Return the destinations of each phase. Raises InvalidField for a destination that is allowed to no tenant:
+        the settings may have changed since the task was submitted."""
+        self.check(spec, tenant=None, whose=None, field=RUNTIME)
+        return {phase: self._allowed(spec.of(phase)) for phase in Phase}
+
+    def _allowed(self, asked: Sequence[str]) -> Allowed:
+        found = [Destination.read(text) for text in asked]
+        names = {one.mirror for one in found if one.mirror}
+        mirrors = tuple((name, self.mirror(name)) for name in sorted(names - {"apt"}))
+        return Allowed(tuple(one for one in found if not one.mirror), mirrors, "apt" in names, self.settings)
+
+    def mirror(self, name: str) -> Mirror:
+        """Return the mirror `pip` or `npm`."""
+        named = {"pip": self.settings.pip_index, "npm": self.settings.npm_registry}[name]
+        url = urlsplit(named or PUBLIC_INDEXES[name])
+        inside = INSIDE.format(name)
+        servers, replaced = {inside: server_of(url.geturl(), self.settings, internal=named is not None)}, []
+        origin = f"{url.scheme}://{url.netloc}"
+        for number, other in enumerate((origin, *FILES_OF_INDEXES.get(origin, ()))):
+            alias = inside if number == 0 else f"files.{inside}"
+            servers.setdefault(alias, server_of(other, self.settings))
+            replaced.append((other, f"http://{alias}"))
+        at = f"http://{inside}{url.path or '/'}"
+        hosts = " ".join(servers)
+        variables = {
+            "pip": {
+                "PIP_INDEX_URL": at,
+                "PIP_TRUSTED_HOST": hosts,
+                "UV_DEFAULT_INDEX": at,
+                "UV_INSECURE_HOST": hosts,
+            },
+            "npm": {"NPM_CONFIG_REGISTRY": at, "npm_config_registry": at, "YARN_NPM_REGISTRY_SERVER": at},
+        }
+        return Mirror(servers=servers, replaced=tuple(replaced), variables=variables[name])
+
+    def variables(self, spec: NetworkSpec) -> dict[str, str]:
+        """Return the variables of the mirrors that a task asks for in any phase."""
+        found: dict[str, str] = {}
+        for name in sorted(spec.mirrors - {"apt"}):
+            found |= self.mirror(name).variables
+        return found
+
+
+def is_internal(host: str, port: int, settings: NetworkConfig) -> bool:
+    """Return whether the operator has named exactly this host and port as internal."""
+    return place_of(host, port) in {place.lower() for place in settings.internal}
+
+
+def server_of(url: str, settings: NetworkConfig, *, internal: bool = False, proxy: str | None = None) -> ProxiedServer:
+    """Return the server of an http:// or https:// address."""
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    host, port = parts.hostname or "", parts.port or (443 if tls else 80)
+    internal = internal or is_internal(host, port, settings)
+    return ProxiedServer(host=host, port=port, tls=tls, internal=internal, proxy=proxy)
+
+
+def own_places(config: Config) -> frozenset[str]:
+    """Return the addresses of the service, as `host:port`. `*` stands for every address of this machine."""
+    urls = [urlsplit(url) for url in config.advertised_urls.values()]
+    places = {place_of(url.hostname or "", url.port or (443 if url.scheme == "https" else 80)) for url in urls}
+    return frozenset({f"*:{config.port}", *places})
