@@ -29,6 +29,8 @@ DIALECT = "dialect"
 MAX_ARGUMENT = 100_000
 """Maximum bytes of a text that becomes a part of an argument or variable: Linux refuses any above 128 KiB."""
 
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,63}")
+
 _MINOR = re.compile(r"3\.[0-9]+")
 
 _TYPES: dict[str, type | UnionType] = {
@@ -89,10 +91,10 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The installation of the program on a node.
 
-    `packages` are pinned requirements in the registry of `kind`. `node` is the version of Node.js for npm packages.
-    `python` is the Python version ("3.12") for pip packages; None is the Python that runs Outrider. Install scripts of
-    packages are never run; the commands in `after` run instead, in the program's folder. The command `check` prints
-    `version` if the program works.
+    `packages` are requirements in the registry of `kind`; the first one is the program, and ends with `version`.
+    `node` is the version of Node.js for npm packages. `python` is the Python version ("3.12") for pip packages; None is
+    the Python that runs Outrider. Install scripts of packages are never run; the commands in `after` run instead, in
+    the program's folder. The command `check` prints `version` if the program works.
     """
 
     kind: Literal["pip", "npm"]
@@ -109,6 +111,8 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("'node' is required for kind 'npm', and allowed for this kind only")
         if self.python is not None and (self.kind != "pip" or not _MINOR.fullmatch(self.python)):
             raise ValueError("'python' is allowed for kind 'pip' only, and must be a minor version such as '3.12'")
+        if not (self.packages and self.packages[0].endswith(self.version)):
+            raise ValueError("the first package must be the program, and only its 'version' may be installed")
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -169,6 +173,20 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         own = (*self.command, self.stdin, *self.env.values(), *(file.text for file in self.files))
         return (*own, *(text for option in self.options.values() for text in option.texts()))
 
+    def at_version(self, version: str | None, *, field: str = "version") -> Preset:
+        """Return the preset with another version of its program; for None the preset itself. Raises InvalidField if the
+        preset has no program, or for a text that is no version."""
+        if version is None:
+            return self
+        if self.install is None:
+            raise InvalidField(f"preset {self.name!r} has no program with versions", field=field)
+        if not is_version(version):
+            raise InvalidField(f"{version!r} is no version", field=field, hint="give one exact version, such as 1.2.3")
+        first, *others = self.install.packages
+        packages = (first.removesuffix(self.install.version) + version, *others)
+        install = msgspec.structs.replace(self.install, version=version, packages=packages)
+        return msgspec.structs.replace(self, install=install)
+
     def with_options(self, values: Mapping[str, OptionValue]) -> Preset:
         """Return the preset with everything that is added for the options in `values`."""
         given = [option for name, option in self.options.items() if name in values]
@@ -183,6 +201,11 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             env=self.env | env,
             files=tuple(files.values()),
         )
+
+
+def is_version(text: str) -> bool:
+    """Return True for a text in the form of one exact version."""
+    return _VERSION.fullmatch(text) is not None
 
 
 def preset_names() -> list[str]:
@@ -283,7 +306,8 @@ def _checked(option: Option, name: str, value: Any, where: str) -> OptionValue:
     if names:
         value = names
     # True is an int in Python, but an option of a number type does not accept it.
-    if not isinstance(value, _TYPES[option.type]) or (isinstance(value, bool) and option.type != "boolean"):
+    fits = isinstance(value, _TYPES[option.type]) and (option.type == "boolean" or not isinstance(value, bool))
+    if not fits:
         called = _CALLED.get(option.type, f"a {option.type}")
         raise InvalidField(f"option {name!r} must be {called}, not {type(value).__name__}", field=where)
     if option.choices and value not in option.choices:
