@@ -20,7 +20,7 @@ from outrider.harnesses.presets import load_preset
 from outrider.lab.certify.judge import Certificate, RowVerdict
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class VersionDifference(msgspec.Struct, frozen=True, kw_only=True):
     """One fact of a row that differs between the pinned and the newest version."""
 
     row: str
@@ -29,7 +29,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     newest: str
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True):
+class TriedUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `outrider harness update --json`. `ok` is true if the newest version's certificate holds, or the
     newest version is the pinned one; the certificates are None then. `written` is true if the preset has a new pin."""
 
@@ -38,7 +38,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     newest: str
     ok: bool
     written: bool = False
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[VersionDifference, ...] = ()
     of_pinned: Certificate | None = None
     of_newest: Certificate | None = None
 
@@ -58,7 +58,7 @@ def update_and_print(
     newest = newest_version(preset, terminal.note)
     assert preset.install is not None  # else there is no newest version
     pinned = preset.install.version
-    update = Update(harness=name, pinned=pinned, newest=newest, ok=True)
+    update = TriedUpdate(harness=name, pinned=pinned, newest=newest, ok=True)
     if newest == pinned:
         terminal.show(update, f"{name} {pinned} is the newest version")
         return SUCCESS
@@ -89,7 +89,7 @@ def update_and_print(
     return SUCCESS if update.ok else FAILURE
 
 
-def _result(update: Update) -> str:
+def _result(update: TriedUpdate) -> str:
     held = "holds" if update.ok else "does not hold"
     result = f"{update.harness} {update.newest} {held}; {len(update.differences)} differences to {update.pinned}"
     if update.written:
@@ -97,12 +97,12 @@ def _result(update: Update) -> str:
     return result + (f". A task runs it with harness.version = {update.newest!r}" if update.ok else "")
 
 
-def _differences(before: Certificate, after: Certificate) -> Iterator[Difference]:
+def _differences(before: Certificate, after: Certificate) -> Iterator[VersionDifference]:
     """Yield what differs between two certificates of the same rows. Times, tokens and logs differ between any two."""
     for one, other in zip(before.rows, after.rows, strict=True):
         for (fact, pinned), (_, newest) in zip(_facts(one), _facts(other), strict=True):
             if pinned != newest:
-                yield Difference(row=one.row, fact=fact, pinned=pinned, newest=newest)
+                yield VersionDifference(row=one.row, fact=fact, pinned=pinned, newest=newest)
 
 
 def _facts(row: RowVerdict) -> Iterator[tuple[str, str]]:
