@@ -44,8 +44,11 @@ PROGRAMS = {
     ),
     "opencode": Program(own_prompt="You are opencode", tools=("bash", "read"), fails_at_limit=False),
     "openhands": Program(own_prompt="You are OpenHands agent"),
+    "openhands-sdk": Program(
+        own_prompt="You are OpenHands agent", tools=("terminal", "file_editor"), kept=("finish", "think")
+    ),
 }
-SLOW = {"qwen-code", "opencode", "openhands"}
+SLOW = {"qwen-code", "opencode", "openhands", "openhands-sdk"}
 NAMES = [pytest.param(name, marks=pytest.mark.nightly if name in SLOW else ()) for name in PROGRAMS]
 
 

@@ -65,7 +65,8 @@ def write_pin(preset: Preset, version: str) -> None:
     assert pinned is not None
     old = re.escape(pinned.version)
     text = re.sub(rf'(?<=^version = "){old}(?="$)', version, path.read_text("utf-8"), flags=re.MULTILINE)
-    text = text.replace(f'"{pinned.packages[0]}"', f'"{pinned.packages[0].removesuffix(pinned.version)}{version}"')
+    for before, after in zip(pinned.packages, pinned.at_version(version).packages, strict=True):
+        text = text.replace(f'"{before}"', f'"{after}"')
     path.write_text(text, "utf-8")
 
 

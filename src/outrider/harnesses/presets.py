@@ -112,7 +112,16 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.python is not None and (self.kind != "pip" or not _MINOR.fullmatch(self.python)):
             raise ValueError("'python' is allowed for kind 'pip' only, and must be a minor version such as '3.12'")
         if not (self.packages and self.packages[0].endswith(self.version)):
-            raise ValueError("the first package must be the program, and only its 'version' may be installed")
+            raise ValueError("the first package must be the program, in its 'version'")
+
+    def at_version(self, version: str) -> Install:
+        """Return the installation of another version: of every package that has the same version as the program."""
+        ends = (f"=={self.version}", f"@{self.version}")
+        packages = tuple(
+            package.removesuffix(self.version) + version if package.endswith(ends) else package
+            for package in self.packages
+        )
+        return msgspec.structs.replace(self, version=version, packages=packages)
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -182,10 +191,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise InvalidField(f"preset {self.name!r} has no program with versions", field=field)
         if not is_version(version):
             raise InvalidField(f"{version!r} is no version", field=field, hint="give one exact version, such as 1.2.3")
-        first, *others = self.install.packages
-        packages = (first.removesuffix(self.install.version) + version, *others)
-        install = msgspec.structs.replace(self.install, version=version, packages=packages)
-        return msgspec.structs.replace(self, install=install)
+        return msgspec.structs.replace(self, install=self.install.at_version(version))
 
     def with_options(self, values: Mapping[str, OptionValue]) -> Preset:
         """Return the preset with everything that is added for the options in `values`."""
