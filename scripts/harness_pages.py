@@ -1,4 +1,5 @@
-"""Writes the contents of each preset into its page: the last section of docs/harnesses/NAME.md.
+"""Writes the contents of each preset into its page, the last section of docs/harnesses/NAME.md, and the table of common
+options into docs/harnesses.md.
 
 Run the script by hand after a preset has changed; a test compares the pages with the presets. The text above the
 section stays as it is. Invariant: the script does not change a page that is up to date.
@@ -6,12 +7,14 @@ section stays as it is. Invariant: the script does not change a page that is up 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from outrider.harnesses.common_options import COMMON
 from outrider.harnesses.presets import DIALECT, Install, Preset, load_preset, preset_names
 
 PAGES = Path(__file__).parent.parent / "docs" / "harnesses"
+OVERVIEW = PAGES.with_suffix(".md")
 HEADING = "## The preset"
 REGISTRIES = {"npm": "npm", "pip": "PyPI"}
 
@@ -22,6 +25,7 @@ def section(preset: Preset) -> str:
     lines = [HEADING, ""]
     lines += [f"[`{name}`](../../src/outrider/harnesses/presets/{name}), as `scripts/harness_pages.py` writes it down."]
     lines += _table(("Setting", "Value"), _settings(preset))
+    lines += _table(("Common option", "Here"), _common(preset))
     lines += _table(("Its variable", "Value"), ((_code(key), _code(value)) for key, value in preset.env.items()))
     lines += _table((f"`{DIALECT}`", "Words"), _words(preset))
     return "\n".join(lines) + "\n"
@@ -30,6 +34,38 @@ def section(preset: Preset) -> str:
 def with_section(text: str, preset: Preset) -> str:
     """Return a page's text with the section of the preset as its last section."""
     return text.split(f"{HEADING}\n")[0].rstrip("\n") + "\n\n" + section(preset)
+
+
+def options_table() -> str:
+    """Return the table of programs and common options, as in docs/harnesses.md."""
+    presets = [preset for preset in map(load_preset, preset_names()) if preset.install]
+    head = f"| Program | {' | '.join(map(_code, COMMON))} |\n|---|{'---|' * len(COMMON)}"
+    rows = [f"| {preset.name} | {' | '.join(_has(preset, name) for name in COMMON)} |" for preset in presets]
+    return "\n".join((head, *rows)) + "\n"
+
+
+def with_options_table(text: str) -> str:
+    """Return the text of docs/harnesses.md with the table of programs and common options."""
+    before, _, rest = text.partition("| Program | `effort` |")
+    after = rest.partition("\n\n")[2]
+    return f"{before}{options_table()}\n{after}"
+
+
+def _has(preset: Preset, name: str) -> str:
+    if name not in preset.options:
+        return "no"
+    return ", ".join(preset.options[name].dialects) or "yes"
+
+
+def _common(preset: Preset) -> Iterator[tuple[str, str]]:
+    for name, common in COMMON.items() if preset.install else ():
+        option = preset.options.get(name)
+        if option is None:
+            yield _code(name), f"refused: {preset.refused.get(name, 'not mapped')}"
+            continue
+        choices = f" {_codes(map(str, option.choices))}." if option.choices else ""
+        dialects = f" In the dialects {_codes(option.dialects)}." if option.dialects else ""
+        yield _code(name), f"{option.help or common.help}{choices}{dialects}"
 
 
 def _settings(preset: Preset) -> Iterator[tuple[str, str]]:
@@ -69,7 +105,7 @@ def _table(columns: tuple[str, str], rows: Iterator[tuple[str, str]]) -> list[st
     return ["", f"| {' | '.join(columns)} |", "|---|---|", *body] if body else []
 
 
-def _codes(texts: Iterator[str] | tuple[str, ...]) -> str:
+def _codes(texts: Iterable[str]) -> str:
     return ", ".join(map(_code, texts))
 
 
@@ -78,6 +114,7 @@ def _code(text: str) -> str:
 
 
 def main() -> None:
+    OVERVIEW.write_text(with_options_table(OVERVIEW.read_text("utf-8")), "utf-8")
     for name in preset_names():
         path = PAGES / f"{name}.md"
         path.write_text(with_section(path.read_text("utf-8"), load_preset(name)), "utf-8")

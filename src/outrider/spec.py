@@ -340,10 +340,12 @@ class HarnessSpec(Spec):
     The placeholders {base_url}, {api_key}, {model} and {instruction} are replaced in `command`, the values of `env` and
     the texts of `files`. `files` of a command, by path (absolute or relative to the sandbox's HOME), are written before
     the command starts. `venv` is a virtual environment of the host in which a command runs. `nonzero_exit` defaults to
-    the preset's own value, and to "grade" for a command.
+    the preset's own value, and to "grade" for a command. `version` is the version of the preset's program, by default
+    the one that the preset pins. The program must be installed in this version.
     """
 
     preset: Name | None = None
+    version: Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.+-]{0,63}$")] | None = None
     command: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
     agent: Name | None = None
     external: ExternalSpec | None = None
@@ -361,6 +363,8 @@ class HarnessSpec(Spec):
             raise ValueError(f"give exactly one of {', '.join(HARNESS_KINDS)} (got {', '.join(given) or 'none'})")
         if self.command is None and (self.files or self.venv is not None):
             raise ValueError(f"files and venv are a command's: a {given[0]} has its own")
+        if self.preset is None and self.version is not None:
+            raise ValueError(f"version is a preset's: a {given[0]} has none")
         if self.elsewhere is not None and (self.env or self.options or self.nonzero_exit is not None):
             raise ValueError(f"{given[0]} agents take no env, options or nonzero_exit: Outrider does not start them")
         return self

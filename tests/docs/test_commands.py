@@ -68,8 +68,9 @@ def complaint(words: list[str], *, whole: bool = True) -> str | None:
         command = command.member(name)
     if isinstance(command, CliGroup):
         return None
+    ignored = ROOT_OPTIONS - {option for parameter in command.params for option in parameter.opts}
     try:
-        command.make_context("outrider", [word for word in words if word not in ROOT_OPTIONS], obj=Terminal())
+        command.make_context("outrider", [word for word in words if word not in ignored], obj=Terminal())
     except click.UsageError as error:
         left_out = isinstance(error, click.MissingParameter) and not whole
         return None if left_out else f"{' '.join(words)}: {error}"

@@ -278,6 +278,7 @@ def test_a_presets_page_has_its_options(name: str) -> None:
     expected = {
         option: REQUIRED if given.default is None else given.default
         for option, given in load_preset(name).options.items()
+        if not given.optional  # these are in the part of the page that scripts/harness_pages.py writes
     }
     tables = page(f"docs/harnesses/{name}.md").tables("Option")
     assert [written(table) for table in tables] == ([expected] if expected else [])

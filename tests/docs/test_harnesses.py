@@ -7,11 +7,13 @@ import runpy
 
 import pytest
 
+from outrider.harnesses.common_options import COMMON
 from outrider.harnesses.presets import load_preset, preset_names
 
 from .pages import ROOT, page
 
-WITH_SECTION = runpy.run_path(str(ROOT / "scripts" / "harness_pages.py"))["with_section"]
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "harness_pages.py"))
+WITH_SECTION = SCRIPT["with_section"]
 NUMBER = re.compile(r"\b(\d+\.\d+(?:\.\d+)?)\b")
 
 
@@ -19,6 +21,12 @@ NUMBER = re.compile(r"\b(\d+\.\d+(?:\.\d+)?)\b")
 def test_a_page_has_what_its_preset_says(name: str) -> None:
     text = page(f"docs/harnesses/{name}.md").text
     assert text == WITH_SECTION(text, load_preset(name)), "run: python scripts/harness_pages.py"
+
+
+def test_the_overview_has_the_options_of_every_program() -> None:
+    text = page("docs/harnesses.md").text
+    assert text == SCRIPT["with_options_table"](text), "run: python scripts/harness_pages.py"
+    assert page("docs/harnesses.md").tables("Option")[0].column("Option") == [f"`{name}`" for name in COMMON]
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if load_preset(name).install])

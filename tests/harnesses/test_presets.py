@@ -33,7 +33,7 @@ def test_installed_packages_are_pinned() -> None:
 
 def test_options_get_their_defaults() -> None:
     assert checked_options(load_preset("pi"), {"max_tokens": 9}) == {
-        "reasoning": True,
+        "thinking": True,
         "context_tokens": 131072,
         "max_tokens": 9,
     }
@@ -45,7 +45,7 @@ def test_options_get_their_defaults() -> None:
         ("pi", {"max_tokens": "9"}, "task.harness.options.max_tokens"),
         ("pi", {"max_tokens": True}, "task.harness.options.max_tokens"),
         ("pi", {"max_tokens": 1.5}, "task.harness.options.max_tokens"),
-        ("pi", {"reasoning": 1}, "task.harness.options.reasoning"),
+        ("pi", {"thinking": 1}, "task.harness.options.thinking"),
         ("pi", {"speed": 1}, "task.harness.options.speed"),
         ("pi", {"dialect": "chat"}, "task.harness.options.dialect"),
         ("shell", {}, "task.harness.options.script"),

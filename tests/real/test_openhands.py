@@ -1,4 +1,5 @@
-"""The OpenHands CLI on its own Python: the certification's rows. It rewrites what it sends back, and never streams."""
+"""The OpenHands CLI and SDK on their own Python: the certification's rows. Both rewrite what
+they send back, and never stream."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ def python_is_there() -> bool:
 
 
 @pytest.mark.skipif(not python_is_there(), reason="there is no Python 3.12 on this machine")
-async def test_openhands_is_certified() -> None:
+@pytest.mark.parametrize("preset", ["openhands", "openhands-sdk"])
+async def test_openhands_is_certified(preset: str) -> None:
     """What it rewrites is recognised."""
-    for row in (await certified("openhands", (*ECHOES, SUB_AGENT))).values():
+    for row in (await certified(preset, (*ECHOES, SUB_AGENT))).values():
         assert_one_conversation(row)
         assert not row.streamed

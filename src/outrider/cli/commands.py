@@ -111,6 +111,7 @@ GROUPS = {
             "list": "harness:list_harnesses",
             "install": "harness:install_harness",
             "check": "harness:check_harness",
+            "update": "harness:update_harness",
         },
     ),
     "image": (

@@ -12,7 +12,7 @@ from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.options import command
 from outrider.cli.tables import table
 from outrider.cli.terminal import Terminal
-from outrider.harnesses.install import install, installed
+from outrider.harnesses.install import check, install, installed, installed_versions
 from outrider.harnesses.presets import load_preset, preset_names
 
 PRESET_HELP = "A preset's name: see `outrider harness list`."
@@ -21,13 +21,14 @@ Preset = Annotated[str, CliArgument(metavar="PRESET", help=PRESET_HELP)]
 
 class HarnessRow(msgspec.Struct, frozen=True, kw_only=True):
     """A preset. `version` is the pinned version of its program, None if it has no program; `path` is the folder in
-    which the program is installed, None if it is not installed."""
+    which this version is installed, None if it is not installed. `versions` are all installed versions."""
 
     name: str
     summary: str
     version: str | None
     installed: bool
     path: str | None
+    versions: tuple[str, ...] = ()
 
 
 class Harnesses(msgspec.Struct, frozen=True):
@@ -54,18 +55,61 @@ def list_harnesses(terminal: Terminal) -> None:
 
 
 @command
-def install_harness(terminal: Terminal, name: Preset) -> None:
+def install_harness(
+    terminal: Terminal,
+    name: Preset,
+    version: Annotated[
+        str | None, CliOption(metavar="VERSION", help="Another exact version.", show_default="the pinned one")
+    ] = None,
+) -> None:
     """Install a preset's program for this user.
 
     The program comes from PyPI or npm, in the version that the preset pins.
     It gets a folder of its own below ~/.cache/outrider (or $OUTRIDER_HOME).
+    Several versions may be installed. A task runs another one than the pinned
+    one with `harness.version`.
+
+    Examples:
+
+        outrider harness install mini-swe-agent
+
+        outrider harness install codex --version 0.170.0
+    """
+    path = install(name, terminal.note, version=version)
+    if version is not None:
+        check(name, version)  # the preset was made for another version
+    terminal.show(_row(name), f"{name} is installed in {path}")
+
+
+@command
+def update_harness(
+    terminal: Terminal,
+    name: Preset,
+    only_check: Annotated[bool, CliOption("--check", help="Change no pin.")] = False,
+    runtime: Annotated[
+        str | None, CliOption(metavar="KIND", help="The kind of sandbox.", show_default="namespace, else process")
+    ] = None,
+    row: Annotated[list[str] | None, CliOption(metavar="ROW", help="Try only this row. May be repeated.")] = None,
+    seconds: Annotated[float, CliOption(metavar="SECONDS", help="Time limit of one row.")] = 180,
+) -> None:
+    """Try the newest version of a preset's program.
+
+    The newest version in the registry is installed beside the pinned one.
+    Both are certified as by `outrider harness check`, and the differences are
+    printed. In a checkout of Outrider's source, the version is then written
+    into the preset, unless --check is given. Exit code 0: the newest version
+    is certified, or pinned already. 1: it is not certified.
 
     Example:
 
-        outrider harness install mini-swe-agent
+        outrider harness update pi --check
     """
-    path = install(name, terminal.note)
-    terminal.show(_row(name), f"{name} is installed in {path}")
+    # The import is here, because the other commands of this group do not need the server's libraries.
+    from outrider.cli.harness_update import update_and_print
+
+    raise Exit(
+        update_and_print(terminal, name, only_check=only_check, runtime=runtime, rows=tuple(row or ()), seconds=seconds)
+    )
 
 
 @command
@@ -88,6 +132,9 @@ def check_harness(
     ] = None,
     runtime: Annotated[
         str | None, CliOption(metavar="KIND", help="The kind of sandbox.", show_default="namespace, else process")
+    ] = None,
+    version: Annotated[
+        str | None, CliOption(metavar="VERSION", help="A version of PRESET.", show_default="the pinned one")
     ] = None,
     row: Annotated[list[str] | None, CliOption(metavar="ROW", help="Try only this row. May be repeated.")] = None,
     seconds: Annotated[float, CliOption(metavar="SECONDS", help="Time limit of one row.")] = 180,
@@ -115,7 +162,9 @@ def check_harness(
     # The import is here, because the other commands of this group do not need the server's libraries.
     from outrider.cli.harness_check import check_and_print, find_subject
 
-    subject = find_subject(preset=name, command=command, venv=venv, task=task, dialect=dialect, runtime=runtime)
+    subject = find_subject(
+        preset=name, command=command, venv=venv, task=task, dialect=dialect, runtime=runtime, version=version
+    )
     raise Exit(check_and_print(terminal, subject, names=tuple(row or ()), seconds=seconds))
 
 
@@ -128,4 +177,5 @@ def _row(name: str) -> HarnessRow:
         version=preset.install.version if preset.install else None,
         installed=preset.install is None or path is not None,
         path=str(path) if path else None,
+        versions=installed_versions(preset),
     )

@@ -45,6 +45,7 @@ def find_subject(
     task: Path | None,
     dialect: str | None,
     runtime: str | None,
+    version: str | None = None,
 ) -> Subject:
     """Return the subject to certify, named by exactly one of `preset`, `command` and `task`.
 
@@ -57,6 +58,8 @@ def find_subject(
         raise InvalidField(f"unknown dialect {dialect!r}", field=DIALECT, hint=f"known: {', '.join(known)}")
     if sum(each is not None for each in (preset, command, task)) != 1:
         raise InvalidField("give a preset, a --command or a --task, and only one of them", field="command")
+    if version is not None and preset is None:
+        raise InvalidField("is for a preset; a task names its version itself", field="version")
     if venv is not None and command is None:
         raise InvalidField("is for a --command; a task names its environment itself", field="venv")
     sandbox: RuntimeSpec | None = None
@@ -73,7 +76,9 @@ def find_subject(
             raise InvalidField("names no program", field="command")
         name, harness = words[0], HarnessSpec(command=words, venv=str(venv.absolute()) if venv else None)
     else:
-        name, harness = str(preset), HarnessSpec(preset=preset)
+        name, harness = str(preset), HarnessSpec(preset=load_preset(str(preset), field="preset").name)
+        load_preset(name).at_version(version)  # raises an error for a text that is no version
+        harness = harness.model_copy(update={"version": version})
     if sandbox is None:
         sandbox = RuntimeSpec(kind=runtime or default_runtime()[0])
     if harness.preset is None:
@@ -87,14 +92,24 @@ def find_subject(
     options = {DIALECT: dialect} if DIALECT in loaded.options else {}
     harness = harness.model_copy(update={"options": {**harness.options, **options}})
     make_harness(harness)  # raises an error for wrong options
-    if loaded.install is not None and installed(loaded.name) is None:
-        check(loaded.name)  # raises an error, with a hint on how to install the program
+    if loaded.install is not None and installed(loaded.name, harness.version) is None:
+        check(loaded.name, harness.version)  # raises an error, with a hint on how to install the program
     return Subject(name=name, harness=harness, runtime=sandbox, dialect=dialect, hint=loaded.certify)
 
 
 def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> int:
-    """Certify the subject, print its certificate, and return the exit code. `names` are the rows to try; all rows are
-    tried if `names` is empty. `seconds` bounds the run of one row. Raises InvalidField for an unknown row."""
+    """Certify the subject as `certificate_of` does, print its certificate, and return the exit code."""
+    certificate = certificate_of(terminal, subject, names=names, seconds=seconds)
+    if terminal.json:
+        terminal.write_json(certificate)
+    else:
+        print_certificate(terminal, certificate)
+    return SUCCESS if certificate.ok else FAILURE
+
+
+def certificate_of(terminal: Terminal, subject: Subject, *, names: Sequence[str], seconds: float) -> Certificate:
+    """Certify the subject. `names` are the rows to try; all rows are tried if `names` is empty. `seconds` bounds the
+    run of one row. Raises InvalidField for an unknown row."""
     # The import is here, so that a wrong row or harness is refused without loading the server's libraries.
     from outrider.lab.certify.run import certify
 
@@ -103,7 +118,6 @@ def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str
         if name not in known:
             raise InvalidField(f"no row {name!r}", field="row", hint=f"known: {', '.join(known)}")
     rows = [row for row in ROWS if not names or row.name in names]
-    preset = subject.harness.preset
     certificate = Certificate(
         harness=subject.name,
         dialect=subject.dialect,
@@ -113,28 +127,24 @@ def check_and_print(terminal: Terminal, subject: Subject, *, names: Sequence[str
         seconds=0.0,
     )
     first: tuple[RowVerdict, ...] = ()
-    if preset and (VERSION in names or not names):
-        first = (_version_row(preset),)
+    if subject.harness.preset and (VERSION in names or not names):
+        first = (_version_row(subject.harness),)
     with row_progress(terminal, len(first) + len(rows)) as watch:
         for verdict in first:
             watch(verdict)
         if rows:
             certificate = run_service(certify(subject, rows, agent_seconds=seconds, watch=watch))
     verdicts = (*first, *certificate.rows)
-    certificate = msgspec.structs.replace(certificate, rows=verdicts, ok=holds(verdicts))
-    if terminal.json:
-        terminal.write_json(certificate)
-    else:
-        print_certificate(terminal, certificate)
-    return SUCCESS if certificate.ok else FAILURE
+    return msgspec.structs.replace(certificate, rows=verdicts, ok=holds(verdicts))
 
 
-def _version_row(name: str) -> RowVerdict:
-    what = "the installed program starts and is of the pinned version"
+def _version_row(harness: HarnessSpec) -> RowVerdict:
+    what = "the installed program starts and is of the pinned version, or of the version that the task names"
+    name = str(harness.preset)
     if load_preset(name).install is None:
         return RowVerdict(row=VERSION, what=what, verdict="not tried", required=False, reason="it brings no program")
     try:
-        return RowVerdict(row=VERSION, what=what, verdict="holds", reason=check(name))
+        return RowVerdict(row=VERSION, what=what, verdict="holds", reason=check(name, harness.version))
     except HarnessUnavailable as error:
         return RowVerdict(
             row=VERSION, what=what, verdict="does not hold", reason=error.message, log_tail=error.log_tail

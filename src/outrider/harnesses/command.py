@@ -7,6 +7,7 @@ the session's endpoint, even if the task sets the variable.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -16,8 +17,8 @@ from outrider.harnesses.base import HarnessContext, HarnessOutcome, ProgramExit
 from outrider.harnesses.endpoint_variables import endpoint_environment, folder_environment
 from outrider.harnesses.install import installation, unavailable
 from outrider.harnesses.missing_program import find_missing, search_path
-from outrider.harnesses.placeholders import fill, fill_file
-from outrider.harnesses.presets import DIALECT, OptionValue, Preset
+from outrider.harnesses.placeholders import Verbatim, fill, fill_file, merged, yaml_string
+from outrider.harnesses.presets import DIALECT, ConfigFile, OptionValue, Preset
 from outrider.harnesses.venv import COMPILE_SECONDS, compile_modules, read_venv
 from outrider.sandbox.runtimes.base import Availability
 
@@ -49,8 +50,9 @@ class CommandHarness:
         *,
         venv: str | None = None,
     ) -> None:
-        self._preset = preset
+        self._preset = preset.with_options(options)
         self._options = dict(options)
+        self._home = ""  # the sandbox's HOME, once `install` has found it
         self._env = dict(env)
         self._venv = venv
 
@@ -92,9 +94,11 @@ class CommandHarness:
                 hint="set HOME in task.harness.env, or use an image whose user has one",
                 log_tail=told.log_tail(),
             )
+        self._home = str(home)
+        words = self._words(context)
         for file in self._preset.files:
             # A thread fills in the text, because the text may have megabytes.
-            text = await asyncio.to_thread(fill_file, file.path, file.text, words)
+            text = await asyncio.to_thread(_file_text, file, words)
             await context.runtime.write(str(home / file.path), text.encode())
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
@@ -147,9 +151,15 @@ class CommandHarness:
         }
         options: dict[str, str] = {}
         for name, value in self._options.items():
+            option = self._preset.options[name]
+            if isinstance(value, tuple):
+                options[f"option.{name}"] = ",".join(value)
+                options[f"option.{name}.list"] = Verbatim(json.dumps(value))
+                options[f"option.{name}.members"] = Verbatim(json.dumps(dict.fromkeys(value, True))[1:-1])
+                continue
             text = str(value).lower() if isinstance(value, bool) else str(value)  # booleans as in JSON and TOML
-            is_template = self._preset.options[name].type == "template"
-            options[f"option.{name}"] = fill(text, words) if is_template else text
+            text = option.spelling.get(text, text)
+            options[f"option.{name}"] = fill(text, words) if option.type == "template" else text
         own = self._preset.words.get(str(self._options.get(DIALECT) or next(iter(self._preset.dialects), "")), {})
         dialect = {f"dialect.{name}": fill(text, words) for name, text in own.items()}
         places: dict[str, str] = {}
@@ -157,13 +167,19 @@ class CommandHarness:
             found = installation(self._preset)
             if found is None:
                 raise unavailable(self._preset)
-            places = found.words()
+            places = found.words() | {"instruction.yaml": yaml_string(context.task.instruction)}
+            places |= {"home": self._home} if self._home else {}
         return words | options | dialect | places
 
     def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
         own = {name: fill(text, words) for name, text in (self._preset.env | self._env).items()}
         given = endpoint_environment(context.endpoint, context.task.instruction, context.ids)
         return own | given | folder_environment(context.folders)
+
+
+def _file_text(file: ConfigFile, words: Mapping[str, str]) -> str:
+    text, *added = (fill_file(file.path, text, words) for text in (file.text, *file.added))
+    return merged(file.path, text, added)
 
 
 def check_instruction(instruction: str) -> None:

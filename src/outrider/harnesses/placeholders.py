@@ -6,16 +6,33 @@ braces, such as in JSON, are unchanged.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
+
+
+class Verbatim(str):
+    """A value that is never escaped, because the value is a piece of JSON itself."""
 
 
 def _in_json_string(value: str) -> str:
     """Escape a value for a JSON string. The escapes are also valid in a basic string of TOML."""
     return json.dumps(value, ensure_ascii=False)[1:-1]
+
+
+def yaml_string(value: str) -> Verbatim:
+    """Return a value as a double-quoted string of YAML. Everything that YAML might take for a line break, or refuse, is
+    escaped."""
+
+    def escaped(char: str) -> str:
+        if char in '"\\':
+            return f"\\{char}"
+        return char if char.isprintable() else f"\\U{ord(char):08x}"
+
+    return Verbatim('"{}"'.format("".join(map(escaped, value))))
 
 
 _ESCAPES: dict[str, Callable[[str], str]] = {".json": _in_json_string, ".toml": _in_json_string}
@@ -26,13 +43,45 @@ def fill(text: str, words: Mapping[str, str], *, escape: Callable[[str], str] = 
     if not words:
         return text
     pattern = "|".join(re.escape(word) for word in words)
-    return re.sub(rf"\{{({pattern})\}}", lambda match: escape(words[match[1]]), text)
+
+    def value_of(match: re.Match[str]) -> str:
+        value = words[match[1]]
+        return value if isinstance(value, Verbatim) else escape(value)
+
+    return re.sub(rf"\{{({pattern})\}}", value_of, text)
 
 
 def fill_file(path: str, text: str, words: Mapping[str, str]) -> str:
     """Fill in the text of a file. Values are escaped for a string of the file's format, which is determined by the
     suffix of `path`."""
     return fill(text, words, escape=_ESCAPES.get(PurePosixPath(path).suffix, str))
+
+
+def merged(path: str, text: str, added: Iterable[str]) -> str:
+    """Return a file's filled text with `added` filled texts merged into it. Without `added`, the text is unchanged.
+
+    Objects and lists of a .json file are joined at every depth, and the later text wins. Lines added to a .toml file
+    come first, where they are settings of the file and of no table. Any other text is appended.
+    """
+    added = tuple(added)
+    if not added:
+        return text
+    match PurePosixPath(path).suffix:
+        case ".json":
+            whole = functools.reduce(_merge, map(json.loads, (text or "{}", *added)))
+            return json.dumps(whole, ensure_ascii=False, indent=2) + "\n"
+        case ".toml":
+            return "\n".join((*added, text))
+        case _:
+            return "\n".join((text, *added)) if text else "\n".join(added)
+
+
+def _merge(base: Any, more: Any) -> Any:
+    if isinstance(base, list) and isinstance(more, list):
+        return base + more
+    if not (isinstance(base, dict) and isinstance(more, dict)):
+        return more
+    return base | {key: _merge(base[key], value) if key in base else value for key, value in more.items()}
 
 
 def filled_size(path: str, text: str, words: Mapping[str, str]) -> int:

@@ -6,6 +6,7 @@ Invariant: a loaded preset is complete and declares every option that it uses.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -16,13 +17,19 @@ from typing import Any, Literal
 import msgspec
 
 from outrider.errors import InvalidField
+from outrider.harnesses.common_options import COMMON, OptionType
 from outrider.harnesses.placeholders import names_in
 from outrider.spec import NonzeroExit
 
-OptionValue = str | int | float | bool
+OptionValue = str | int | float | bool | tuple[str, ...]
 
 DIALECT = "dialect"
 """Name of the option that selects the dialect of a preset with several dialects."""
+
+MAX_ARGUMENT = 100_000
+"""Maximum bytes of a text that becomes a part of an argument or variable: Linux refuses any above 128 KiB."""
+
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+-]{0,63}")
 
 _MINOR = re.compile(r"3\.[0-9]+")
 
@@ -32,34 +39,62 @@ _TYPES: dict[str, type | UnionType] = {
     "integer": int,
     "number": int | float,
     "boolean": bool,
+    "names": tuple,
 }
+
+_CALLED = {"integer": "an integer", "names": "a list of names", "template": "a string"}
+
+_NAME = re.compile(r"(?!-)[^\s,\"'\\{}\x00-\x1f]{1,256}")
+"""A name in an option of type `names`: no character with a meaning in the lists and settings that hold the name."""
 
 
 class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One option of a preset. An option without a default is required. In an option of type `template` the endpoint's
-    placeholders ({base_url}, {api_key}, {model}, {instruction}) are filled in. `choices`, if not empty, are the allowed
-    values."""
+    """One option of a preset. An option without a default is required, unless `optional`. In an option of type
+    `template` the endpoint's placeholders ({base_url}, {api_key}, {model}, {instruction}) are filled in. `choices`, if
+    not empty, are the allowed values; `minimum` is the smallest number. `spelling` has the program's own word for a
+    value. `dialects`, if not empty, are the dialects in which the program has the option.
 
-    type: Literal["string", "template", "integer", "number", "boolean"]
+    A value of type `names` is a list of names, or a text with commas. Its placeholders are {option.x} for the names
+    with commas, {option.x.list} for a JSON list, and {option.x.members} for the members `"name": true` of a JSON
+    object.
+
+    `arguments`, `env` and `files` are added only if the option has a value: arguments at the end of the command,
+    variables, and files by path. If the preset writes a file of the same path, the text is merged into the file.
+    """
+
+    type: OptionType
     default: OptionValue | None = None
     help: str = ""
     choices: tuple[OptionValue, ...] = ()
+    optional: bool = False
+    minimum: float | None = None
+    spelling: dict[str, str] = {}
+    dialects: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    files: dict[str, str] = {}
+
+    def texts(self) -> tuple[str, ...]:
+        """Return the texts that are added for a value."""
+        return (*self.arguments, *self.env.values(), *self.files.values())
 
 
 class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file to write before the program starts. `path` is absolute, or relative to the sandbox's HOME."""
+    """A file to write before the program starts. `path` is absolute, or relative to the sandbox's HOME. The texts in
+    `added` are merged into `text`."""
 
     path: str
     text: str
+    added: tuple[str, ...] = ()
 
 
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The installation of the program on a node.
 
-    `packages` are pinned requirements in the registry of `kind`. `node` is the version of Node.js for npm packages.
-    `python` is the Python version ("3.12") for pip packages; None is the Python that runs Outrider. Install scripts of
-    packages are never run; the commands in `after` run instead, in the program's folder. The command `check` prints
-    `version` if the program works.
+    `packages` are requirements in the registry of `kind`; the first one is the program, and ends with `version`.
+    `node` is the version of Node.js for npm packages. `python` is the Python version ("3.12") for pip packages; None is
+    the Python that runs Outrider. Install scripts of packages are never run; the commands in `after` run instead, in
+    the program's folder. The command `check` prints `version` if the program works.
     """
 
     kind: Literal["pip", "npm"]
@@ -76,6 +111,17 @@ class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("'node' is required for kind 'npm', and allowed for this kind only")
         if self.python is not None and (self.kind != "pip" or not _MINOR.fullmatch(self.python)):
             raise ValueError("'python' is allowed for kind 'pip' only, and must be a minor version such as '3.12'")
+        if not (self.packages and self.packages[0].endswith(self.version)):
+            raise ValueError("the first package must be the program, in its 'version'")
+
+    def at_version(self, version: str) -> Install:
+        """Return the installation of another version: of every package that has the same version as the program."""
+        ends = (f"=={self.version}", f"@{self.version}")
+        packages = tuple(
+            package.removesuffix(self.version) + version if package.endswith(ends) else package
+            for package in self.packages
+        )
+        return msgspec.structs.replace(self, version=version, packages=packages)
 
 
 class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -94,7 +140,8 @@ class Certify(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An agent program. Its texts may use the endpoint's placeholders, {option.x}, and {prefix} and {node} for the
-    paths of the program and its Node.js. `answer` names the output that is the final answer, if any.
+    paths of the program and its Node.js, and {home} for the sandbox's HOME. `answer` names the output that is the final
+    answer, if any. `refused` has the reason for each common option that the program does not have.
 
     `dialects` are the program's dialects, the default first. A preset with several dialects has the option `dialect`,
     and {dialect.x} is word x of the chosen dialect's entry in `words`, which may use the endpoint's placeholders.
@@ -110,6 +157,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     env: dict[str, str] = {}
     files: tuple[ConfigFile, ...] = ()
     options: dict[str, Option] = {}
+    refused: dict[str, str] = {}
     dialects: tuple[str, ...] = ()
     words: dict[str, dict[str, str]] = {}
     logs: tuple[str, ...] = ()
@@ -123,12 +171,47 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         lacking = {dialect for dialect in self.dialects if not used <= set(self.words.get(dialect, {}))}
         if self.words and lacking:
             raise ValueError(f"preset {self.name!r} has no words for: {', '.join(sorted(lacking))}")
-        if missing := names_in(self.texts(), "option") - set(self.options):
+        declared = {f"{name}{form}" for name in self.options for form in ("", ".list", ".members")}
+        if missing := names_in(self.texts(), "option") - declared:
             raise ValueError(f"preset {self.name!r} uses undeclared options: {', '.join(sorted(missing))}")
+        if wrong := [name for name in self.refused if name not in COMMON or name in self.options]:
+            raise ValueError(f"preset {self.name!r} cannot refuse: {', '.join(sorted(wrong))}")
 
     def texts(self) -> tuple[str, ...]:
         """Return all texts in which placeholders are filled in."""
-        return (*self.command, self.stdin, *self.env.values(), *(file.text for file in self.files))
+        own = (*self.command, self.stdin, *self.env.values(), *(file.text for file in self.files))
+        return (*own, *(text for option in self.options.values() for text in option.texts()))
+
+    def at_version(self, version: str | None, *, field: str = "version") -> Preset:
+        """Return the preset with another version of its program; for None the preset itself. Raises InvalidField if the
+        preset has no program, or for a text that is no version."""
+        if version is None:
+            return self
+        if self.install is None:
+            raise InvalidField(f"preset {self.name!r} has no program with versions", field=field)
+        if not is_version(version):
+            raise InvalidField(f"{version!r} is no version", field=field, hint="give one exact version, such as 1.2.3")
+        return msgspec.structs.replace(self, install=self.install.at_version(version))
+
+    def with_options(self, values: Mapping[str, OptionValue]) -> Preset:
+        """Return the preset with everything that is added for the options in `values`."""
+        given = [option for name, option in self.options.items() if name in values]
+        files = {file.path: file for file in self.files}
+        for path, text in (each for option in given for each in option.files.items()):
+            file = files.get(path) or ConfigFile(path=path, text="")
+            files[path] = msgspec.structs.replace(file, added=(*file.added, text))
+        env = {name: text for option in given for name, text in option.env.items()}
+        return msgspec.structs.replace(
+            self,
+            command=(*self.command, *(part for option in given for part in option.arguments)),
+            env=self.env | env,
+            files=tuple(files.values()),
+        )
+
+
+def is_version(text: str) -> bool:
+    """Return True for a text in the form of one exact version."""
+    return _VERSION.fullmatch(text) is not None
 
 
 def preset_names() -> list[str]:
@@ -148,7 +231,9 @@ def load_preset(name: str, *, field: str | None = "task.harness.preset") -> Pres
 @functools.cache  # every session loads its preset, and the file cannot change while the service runs
 def _read(name: str) -> Preset:
     text = files("outrider.harnesses").joinpath("presets", f"{name}.toml").read_text("utf-8")
-    preset = msgspec.convert({**tomllib.loads(text), "name": name}, Preset)
+    raw = tomllib.loads(text)
+    raw["options"] = {key: _with_common(key, given) for key, given in raw.get("options", {}).items()}
+    preset = msgspec.convert({**raw, "name": name}, Preset)
     if len(preset.dialects) < 2:
         return preset
     option = Option(
@@ -160,30 +245,94 @@ def _read(name: str) -> Preset:
     return msgspec.structs.replace(preset, options={DIALECT: option, **preset.options})
 
 
+def _with_common(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an option, with the type, help, choices and minimum of the common option of this name."""
+    common = COMMON.get(name)
+    if common is None:
+        return given
+    if "type" in given:
+        raise ValueError(f"option {name!r} has its common type")
+    fields = {"type": common.type, "help": common.help, "choices": common.choices, "minimum": common.minimum}
+    return {**fields, "optional": "default" not in given, **given}
+
+
+def _unknown(preset: Preset, name: str, field: str) -> InvalidField:
+    """Make the error for an option that the preset does not have."""
+    if name in COMMON:
+        reason = f": {preset.refused[name]}" if name in preset.refused else ""
+        return InvalidField(
+            f"harness {preset.name!r} has no option {name!r}{reason}",
+            field=f"{field}.{name}",
+            hint=COMMON[name].instead,
+        )
+    known = ", ".join(sorted(preset.options)) or "none"
+    return InvalidField(
+        f"harness {preset.name!r} has no option {name!r}", field=f"{field}.{name}", hint=f"known: {known}"
+    )
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Return a list of names, or a text with commas, as a tuple of distinct names; () for any other value."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return ()
+    return tuple(dict.fromkeys(part.strip() for part in parts))
+
+
 def checked_options(
     preset: Preset, given: Mapping[str, Any], *, field: str = "task.harness.options"
 ) -> dict[str, OptionValue]:
-    """Return the preset's options with defaults filled in. Raises InvalidField for an option that is unknown, missing,
-    of the wrong type, or not one of its choices."""
+    """Return the preset's options with defaults filled in, without optional options that have no value. Raises
+    InvalidField for an option that is unknown, missing, of the wrong type, too small, or not one of its choices."""
     for name in given:
         if name not in preset.options:
-            known = ", ".join(sorted(preset.options)) or "none"
-            raise InvalidField(
-                f"harness {preset.name!r} has no option {name!r}", field=f"{field}.{name}", hint=f"known: {known}"
-            )
+            raise _unknown(preset, name, field)
     values: dict[str, OptionValue] = {}
     for name, option in preset.options.items():
         value: Any = given.get(name, option.default)
+        if value is None and option.optional:
+            continue
         if value is None:
             raise InvalidField(f"harness {preset.name!r} needs option {name!r}", field=f"{field}.{name}")
-        # True is an int in Python, but an option of a number type does not accept it.
-        fits = isinstance(value, _TYPES[option.type]) and (option.type == "boolean" or not isinstance(value, bool))
-        if not fits:
+        values[name] = _checked(option, name, value, f"{field}.{name}")
+    dialect = values.get(DIALECT)
+    for name in values:
+        if dialect is not None and (known := preset.options[name].dialects) and dialect not in known:
             raise InvalidField(
-                f"option {name!r} must be a {option.type}, not {type(value).__name__}", field=f"{field}.{name}"
+                f"harness {preset.name!r} has no option {name!r} in the dialect {dialect!r}",
+                field=f"{field}.{name}",
+                hint=f"its dialects with the option: {', '.join(known)}",
             )
-        if option.choices and value not in option.choices:
-            known = ", ".join(map(str, option.choices))
-            raise InvalidField(f"option {name!r} cannot be {value!r}", field=f"{field}.{name}", hint=f"one of: {known}")
-        values[name] = value
     return values
+
+
+def _checked(option: Option, name: str, value: Any, where: str) -> OptionValue:
+    """Return the value of an option, of the option's type. Raises InvalidField with the field `where`."""
+    names = _names(value) if option.type == "names" else ()
+    if names:
+        value = names
+    # True is an int in Python, but an option of a number type does not accept it.
+    fits = isinstance(value, _TYPES[option.type]) and (option.type == "boolean" or not isinstance(value, bool))
+    if not fits:
+        called = _CALLED.get(option.type, f"a {option.type}")
+        raise InvalidField(f"option {name!r} must be {called}, not {type(value).__name__}", field=where)
+    if option.choices and value not in option.choices:
+        known = ", ".join(map(str, option.choices))
+        raise InvalidField(f"option {name!r} cannot be {value!r}", field=where, hint=f"one of: {known}")
+    if option.minimum is not None and not option.minimum <= value < math.inf:
+        raise InvalidField(f"option {name!r} must be at least {option.minimum:g}", field=where)
+    if bad := [part for part in names if not _NAME.fullmatch(part)]:
+        raise InvalidField(f"option {name!r} has {bad[0]!r}, which is no name", field=where)
+    text = ",".join(names) or str(value)
+    if option.optional and not text:
+        raise InvalidField(f"option {name!r} must not be empty", field=where, hint="leave it out")
+    if "\0" in text:
+        raise InvalidField(f"option {name!r} must not contain NUL", field=where)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidField(f"option {name!r} is no valid Unicode: {error.reason}", field=where) from error
+    if size > MAX_ARGUMENT and name in names_in((*option.arguments, *option.env.values()), "option"):
+        raise InvalidField(f"option {name!r} has more than {MAX_ARGUMENT} bytes", field=where)
+    checked: OptionValue = value
+    return checked
