@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+import orjson
 
 from outrider.concurrency.retries import RetryPolicy
-from outrider.engines.adapters.ids_json import body_with_ids
+from outrider.engines.adapters.ids_json import body_with_ids, ids_json
 from outrider.engines.adapters.options import ServerOptions, read_options
 from outrider.engines.adapters.policy_versions import LabelSpan
 from outrider.engines.adapters.server_api import (
@@ -36,7 +37,7 @@ from outrider.engines.adapters.server_engine import (
     ServerEvent,
     ServerReply,
 )
-from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest, PauseMode, RequestImage
 from outrider.engines.http.client import DEFAULT_RETRY
 from outrider.engines.http.failures import StatusFailure
 from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable
@@ -90,7 +91,14 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Cached | None = None
 
 
+class _Place(msgspec.Struct):
+    offset: int
+    length: int
+
+
 class _Event(ServerEvent):
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: dict[str, list[_Place]] | None = None
     choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
 
@@ -108,11 +116,14 @@ class _VLLMReply(ServerReply[_Event]):
         if not event.choices:
             return
         choice = event.choices[0]
+        if event.mm_placeholders is not None:
+            places = event.mm_placeholders.get("image", [])
+            self.prompt_images = [(place.offset, place.offset + place.length) for place in places]
         ids = choice.token_ids or []
         if ids:
             self.first_token()
         self.add(ids, _logprobs(choice.logprobs, ids, self._engine))
-        self._prompt_ids = choice.prompt_token_ids or self._prompt_ids
+        self._prompt_ids = choice.prompt_token_ids or event.prompt_token_ids or self._prompt_ids
         if choice.finish_reason is not None:
             self.finish(finish_of(choice.finish_reason, self._engine), choice.stop_reason, choice.weight_versions)
 
@@ -135,6 +146,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
     """
 
     reply = _VLLMReply
+    capabilities = ServerEngine.capabilities | {Capability.READS_IMAGES}
     route = GENERATE
     label_route = "/weight_info"
     session_header = "X-Session-ID"
@@ -180,7 +192,20 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
             body["model"] = self._model
         if route == GENERATE:
             body["sampling_params"] = params
+            if request.images:
+                body["return_token_ids"] = True  # otherwise the server does not report the images
+                return [
+                    *_features(request.images),
+                    b"," + orjson.dumps(body)[1:-1] + b',"token_ids":',
+                    ids_json(request.input_ids),
+                    b"}",
+                ]
             return body_with_ids(body, "token_ids", request.input_ids)
+        if request.images:
+            raise EngineRejected(
+                f"engine {self.name!r} has no route {GENERATE}, the only one that takes ids with images",
+                hint="start vLLM with --enable-scale-out",
+            )
         body |= {**params, "return_token_ids": True, "return_weight_versions": True}
         return body_with_ids(body, "prompt", request.input_ids)
 
@@ -257,6 +282,19 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if any(isinstance(answer, dict) and answer.get("success") is False for answer in answers):
             raise EngineUnavailable(f"engine {self.name!r} has new weights, and keeps the prefix cache of the old ones")
         await self.set_version(version)
+
+
+def _features(images: Sequence[RequestImage]) -> list[Buffer]:
+    """Return the beginning of a body with the images of a prompt, in pieces. Their pixel values are many megabytes, and
+    are sent as they are kept."""
+    placed = {
+        "mm_hashes": {"image": [image.span.digest for image in images]},
+        "mm_placeholders": {"image": [{"offset": image.span.start, "length": image.span.length} for image in images]},
+    }
+    pieces: list[Buffer] = [b'{"features":' + orjson.dumps(placed)[:-1] + b',"kwargs_data":{"image":']
+    for at, image in enumerate(images):
+        pieces += [b',"' if at else b'["', image.item, b'"']
+    return [*pieces, b"]}}"]
 
 
 def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:
