@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from support.tokenizer import make_tokenizer
+from support.tokenizer import SPECIAL_TOKENS, make_tokenizer
 
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PREPROCESSOR = {
@@ -92,4 +92,12 @@ def write_vision_model(folder: Path, *, context: int = 8192) -> None:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    Qwen3VLForConditionalGeneration(config).to(torch.float32).save_pretrained(folder)
+    model = Qwen3VLForConditionalGeneration(config).to(torch.float32)
+    # The model prefers some tokens, and samples no special token except the end: a placeholder that the model has
+    # sampled itself is no image, but transformers takes it for one.
+    with torch.no_grad():
+        model.lm_head.weight *= 5
+        for name in (*VISION, *SPECIAL_TOKENS):
+            if name != "<|im_end|>":
+                model.lm_head.weight[tokenizer.token_to_id(name)] = 0
+    model.save_pretrained(folder)

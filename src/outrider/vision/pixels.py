@@ -1,8 +1,8 @@
-"""Decodes an image and converts it to the pixel values of a model of the Qwen-VL families.
+"""Decodes an image and divides it into the patches of a model of the Qwen-VL families.
 
 The module needs Pillow (`pip install 'outrider[images]'`). The results equal those of the image processor in
 `transformers` (a test compares them). Transparent pixels are shown on white, as vLLM shows them. Invariant: `pixels_of`
-returns pixel values whose grid follows from the size of the image by `ImageSettings.size_of`.
+returns patches whose grid follows from the size of the image by `ImageSettings.size_of`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,17 @@ class UnreadableImage(Exception):
 
 
 class Pixels(msgspec.Struct, frozen=True):
-    """`values` is float32 of shape (patches, colours x frames x patch x patch)."""
+    """`levels` are the levels of the colours, uint8 of shape (patches, colours x frames x patch x patch)."""
 
     grid: Grid
-    values: npt.NDArray[np.float32]
+    levels: npt.NDArray[np.uint8]
+
+    def values(self, settings: ImageSettings) -> npt.NDArray[np.float32]:
+        """Return the normalised pixel values, which the model's first layer reads. The shape is that of `levels`."""
+        per_colour = self.levels.reshape(len(self.levels), 3, -1) / np.float64(255)
+        mean, std = (np.asarray(colours).reshape(1, 3, 1) for colours in (settings.mean, settings.std))
+        normalised: npt.NDArray[np.float32] = ((per_colour - mean) / std).astype(np.float32)
+        return normalised.reshape(self.levels.shape)
 
 
 def decoded(data: bytes) -> Picture:
@@ -79,28 +86,27 @@ def scaled(data: bytes, settings: ImageSettings) -> Picture:
 
 
 def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
-    """Return the pixel values of an image. Raises UnreadableImage."""
+    """Return the patches of an image. Raises UnreadableImage."""
     image = scaled(data, settings)
     patch, merge = settings.patch, settings.merge
     rows, columns = image.height // patch, image.width // patch
-    mean, std = (np.asarray(colours, dtype=np.float64) for colours in (settings.mean, settings.std))
-    levels = np.asarray(image, dtype=np.float64) / 255.0
-    colours = ((levels - mean) / std).astype(np.float32)  # (height, width, colour)
+    levels = np.asarray(image)  # (height, width, colour)
     # Patches that are merged into one token are adjacent.
-    parts = colours.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    parts = levels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
     parts = parts.transpose(0, 3, 1, 4, 6, 2, 5)
     repeated = np.repeat(parts[:, :, :, :, :, None], settings.frames, axis=5)
     return Pixels((1, rows, columns), np.ascontiguousarray(repeated.reshape(rows * columns, -1)))
 
 
 def vllm_item(pixels: Pixels) -> bytes:
-    """Return an image in the form of vLLM's `features.kwargs_data`: base64 of its `MultiModalKwargsItem`."""
-    values = pixels.values
+    """Return an image in the form of vLLM's `features.kwargs_data`: base64 of its `MultiModalKwargsItem`. The levels
+    are sent as they are, and vLLM normalises them (`--mm-device-do-normalize`, the default since 0.32)."""
+    levels = pixels.levels
     grid = np.asarray(pixels.grid, dtype=np.int64)
     item = {
         "pixel_values": {
-            "data": _tensor("float32", values),
-            "field": ("flat", {"slices": [(0, len(values), None)], "dim": 0, "keep_on_cpu": False}),
+            "data": _tensor("uint8", levels),
+            "field": ("flat", {"slices": [[(0, len(levels), None)]], "dim": 0, "keep_on_cpu": False}),
         },
         "image_grid_thw": {"data": _tensor("int64", grid), "field": ("batched", {"keep_on_cpu": True})},
     }

@@ -10,8 +10,10 @@ only together with the log-probability that the server sent for the same id.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -39,7 +41,7 @@ from outrider.engines.adapters.server_engine import (
 )
 from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest, PauseMode, RequestImage
 from outrider.engines.http.client import DEFAULT_RETRY
-from outrider.engines.http.failures import StatusFailure
+from outrider.engines.http.failures import StatusFailure, translate
 from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable
 from outrider.trajectory import FinishReason
 from outrider.wire.http_connections import Buffer
@@ -48,6 +50,13 @@ log = logging.getLogger("outrider.engine")
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+RENDER = "/v1/chat/completions/render"
+PROBE_IMAGE = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAK0lEQVR42u3MMREAAAgEoNfkRjeEmwcB"
+    "qMlNRyAQCAQCgUAgEAgEAsHzYAFAdAEArKmlZAAAAABJRU5ErkJggg=="
+)
+"""An image of 64x64 pixels."""
 ROUTE_MISSING = frozenset({403, 404})
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -159,6 +168,42 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         super().__init__(options, own, retry)
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode]
         self._control = own.control
+        self._takes_levels = False
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        return self._generate_with_images(request) if request.images else super().generate(request)
+
+    async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if not self._takes_levels:
+            await self._check_pixel_form()
+            self._takes_levels = True
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _check_pixel_form(self) -> None:
+        """Have the servers prepare a small image, which shows in which form their models take pixels. A model that was
+        given another form would read another image, without an error. Raises EngineRejected unless the form is that of
+        `RequestImage.item`."""
+        part = {"type": "image_url", "image_url": {"url": PROBE_IMAGE}}
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
+        if self._model is not None:
+            body["model"] = self._model
+        try:
+            rendered = await self._servers.query_all(lambda server: server.post(RENDER, body))
+        except StatusFailure as failure:
+            fault = translate(failure, self.name).message
+            raise EngineRejected(
+                f"engine {self.name!r} does not show how its model takes pixels: {fault}",
+                hint="images need vLLM 0.32 or later with --enable-scale-out, and a chat template that takes images",
+            ) from None
+        for answer in rendered:
+            form = pixel_form(answer)
+            if form != "uint8":
+                raise EngineRejected(
+                    f"engine {self.name!r} takes pixels as {form}, and not as levels of 8 bits",
+                    hint="start vLLM 0.32 or later, with --mm-device-do-normalize",
+                )
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
         sampling = request.sampling
@@ -282,6 +327,15 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if any(isinstance(answer, dict) and answer.get("success") is False for answer in answers):
             raise EngineUnavailable(f"engine {self.name!r} has new weights, and keeps the prefix cache of the old ones")
         await self.set_version(version)
+
+
+def pixel_form(rendered: Any) -> str:
+    """Return the type of the pixel values in a reply of the route for rendering, "unknown" if there are none."""
+    try:
+        [item] = (rendered[0] if isinstance(rendered, list) else rendered)["features"]["kwargs_data"]["image"]
+        return str(msgspec.msgpack.decode(base64.b64decode(item))["pixel_values"]["data"][0])
+    except (LookupError, TypeError, ValueError, msgspec.DecodeError):
+        return "unknown"
 
 
 def _features(images: Sequence[RequestImage]) -> list[Buffer]:

@@ -83,7 +83,7 @@ class _Features(msgspec.Struct):
             time, rows, columns = np.frombuffer(fields["image_grid_thw"]["data"][2].data, np.int64).tolist()
             grid = time, rows, columns
             kind, shape, values = fields["pixel_values"]["data"]
-            if kind != "float32" or shape[0] != math.prod(grid) or len(values.data) != 4 * math.prod(shape):
+            if kind != "uint8" or shape[0] != math.prod(grid) or len(values.data) != math.prod(shape):
                 raise EngineRejected("the pixel values of an image do not fit its grid")
             found.append(RequestImage(span=ImageSpan(digest, place.offset, place.length, grid), item=item.encode()))
         return tuple(found)
@@ -131,6 +131,7 @@ class ServedVLLM(Served):
             ("GET", "/health"): self._health,
             ("POST", "/inference/v1/generate"): self._generate,
             ("POST", "/v1/completions"): self._complete,
+            ("POST", "/v1/chat/completions/render"): self._render,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("GET", "/weight_info"): self._weight_info,
@@ -161,6 +162,13 @@ class ServedVLLM(Served):
         echo = body if body.return_token_ids else None
         reply = _VLLMWriter(request, _TokenChoices(body.request_id, self.settings, echo), self.settings)
         await call.while_connected(self._respond(call, request, reply, body))
+
+    async def _render(self, call: HttpCall) -> None:
+        """Answer with the form in which the model takes pixels. Nothing is rendered."""
+        await call.read(dict)
+        item = {"pixel_values": {"data": [self.settings.pixel_form, [0, 0], b""]}}
+        encoded = base64.b64encode(msgspec.msgpack.encode(item)).decode()
+        await call.answer(200, {"token_ids": [], "features": {"kwargs_data": {"image": [encoded]}}})
 
     async def _complete(self, call: HttpCall) -> None:
         body = await call.read(_Completion)
