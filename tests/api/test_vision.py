@@ -14,7 +14,8 @@ import pytest
 from outrider.client.client import AsyncClient
 from outrider.config import ModelConfig
 from outrider.engines.base import Capability, EngineOptions, GenerateRequest
-from outrider.lab.fakes.engine_servers import engine_app, serving
+from outrider.lab.fakes.engine_servers import ServeSettings
+from outrider.lab.fakes.engine_servers.app import DEFAULT_SETTINGS, EngineProtocol, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.service.service import Service
 from outrider.spec import EngineSpec
@@ -32,7 +33,12 @@ CALL = f'<tool_call>\n{{"name": "screenshot", "arguments": {{}}}}\n</tool_call>{
 
 @asynccontextmanager
 async def vision_service(
-    tmp_path: Path, replies: Sequence[str], *, protocol: str = "vllm", **settings: Any
+    tmp_path: Path,
+    replies: Sequence[str],
+    *,
+    protocol: EngineProtocol = "vllm",
+    served: ServeSettings = DEFAULT_SETTINGS,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Service, AsyncClient, ScriptedEngine]]:
     """The service with a model that reads images, its client, and the engine behind the server's protocol."""
     folder = tmp_path / "vision"
@@ -40,7 +46,7 @@ async def vision_service(
     script = EngineOptions(name="scripted", tokenizer=str(folder), options={"replies": list(replies)})
     engine = ScriptedEngine(script)
     model = ModelConfig(tokenizer=str(folder), renderer="qwen3-vl", **settings)
-    async with serving(engine_app(engine, protocol)) as server:  # type: ignore[arg-type]
+    async with serving(engine_app(engine, protocol, served)) as server:
         spec = EngineSpec(kind=protocol, name="sees", url=server)
         async with (
             running_service(tmp_path=tmp_path, model=model, engines=(spec,)) as (service, url),
@@ -155,6 +161,26 @@ async def test_larger_images_are_scaled_to_the_tokens_of_the_setting(tmp_path: P
         [image] = sample.images
         assert image.grid is not None
         assert 8 <= math.prod(image.grid) // MERGED <= 16
+
+
+async def test_a_server_whose_model_takes_other_pixels_is_refused(tmp_path: Path) -> None:
+    settings = ServeSettings(pixel_form="float32")
+    async with vision_service(tmp_path, [say("one")], served=settings) as (_, client, engine):
+        refused = await refusal_of(client, task("chat", [("look", [0])]))
+        assert "takes pixels as float32" in refused
+        assert "--mm-device-do-normalize" in refused
+        assert not engine.requests
+
+
+@pytest.mark.parametrize(("protocol", "served"), [("sglang", {}), ("vllm", {"generate_route": False})])
+async def test_servers_without_a_place_for_images_refuse_them(
+    tmp_path: Path, protocol: EngineProtocol, served: dict[str, Any]
+) -> None:
+    settings = ServeSettings(**served)
+    async with vision_service(tmp_path, [say("one")], protocol=protocol, served=settings) as (_, client, engine):
+        refused = await refusal_of(client, task("chat", [("look", [0])]))
+        assert "given text only" in refused or "has no route /inference/v1/generate" in refused
+        assert not engine.requests
 
 
 class Blind(ScriptedEngine):

@@ -39,15 +39,6 @@ def assert_agrees(sample: Sample, images: Mapping[str, bytes], folder: Path, tol
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False, **given).logits[0, :-1]
         found = torch.log_softmax(logits.float(), dim=-1).gather(-1, ids[0, 1:, None])[:, 0]
-    print(
-        [
-            (at, int(ids[0, at]), round(abs(float(sample.logprobs[at]) - float(found[at - 1])), 5))
-            for at in trained
-            if abs(float(sample.logprobs[at]) - float(found[at - 1])) > 1e-5 or int(ids[0, at]) >= 452
-        ][:40],
-        sample.images,
-        sample.turn_spans,
-    )
     gaps = [abs(float(sample.logprobs[at]) - float(found[at - 1])) for at in trained]
     assert max(gaps) <= tolerance, f"largest gap {max(gaps)} at position {trained[int(np.argmax(gaps))]}"
     return max(gaps)

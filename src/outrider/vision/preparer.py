@@ -84,6 +84,11 @@ class ImagePreparer:
         async with self._turn:
             await self._end()
 
+    @property
+    def process_id(self) -> int | None:
+        """The id of the process that decodes, None while there is none."""
+        return None if self._process is None else self._process.pid
+
     def kept(self, digest: str) -> PreparedImage | None:
         """Return the result for an image if it is kept."""
         return self._kept.get(digest)
