@@ -6,6 +6,7 @@ node process does not import the service's parts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -25,7 +26,9 @@ from outrider.sessions.calls.limits import Intake
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
-from outrider.vision.preparer import ImagePreparer, require_pillow
+from outrider.vision.preparer import ImagePreparer, has_pillow
+
+log = logging.getLogger("outrider.service")
 
 
 class Models(NamedTuple):
@@ -89,8 +92,9 @@ async def open_models(
             )
             await stack.enter_async_context(pool)
             images = None
-            if renderer.images is not None:
-                require_pillow()
+            if renderer.images is not None and not has_pillow():
+                log.warning("model %s is served without images: pip install 'outrider[images]'", name)
+            elif renderer.images is not None:
                 images = ImagePreparer(renderer.images)
                 stack.push_async_callback(images.close)
             return ModelBackend(

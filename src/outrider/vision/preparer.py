@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 from collections import OrderedDict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
-from outrider.errors import InvalidField, ServiceError
+from outrider.errors import ServiceError
 from outrider.messages import Image
 from outrider.tokens.rendering.image_grids import Grid, ImageSettings
 
@@ -170,13 +171,6 @@ class ImagePreparer:
             return await process.wait()
 
 
-def require_pillow() -> None:
-    """Raise InvalidField if Pillow is not installed. Pillow is not imported."""
-    from importlib.util import find_spec
-
-    if find_spec("PIL") is None:
-        raise InvalidField(
-            "images of model calls need Pillow",
-            field="model.image_tokens",
-            hint="pip install 'outrider[images]', or set model.image_tokens to 0",
-        )
+def has_pillow() -> bool:
+    """Return whether Pillow is installed. Pillow is not imported."""
+    return find_spec("PIL") is not None
