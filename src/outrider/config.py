@@ -228,6 +228,9 @@ class ModelConfig(Section):
         int | None, Field(ge=16), Setting("--context TOKENS", default="as the engines report it")
     ] = None
     """The model's context length."""
+    image_tokens: Annotated[int, Field(ge=0, le=16_384), Setting("--image-tokens TOKENS")] = 1280
+    """Maximum tokens of an [image](images-in-conversations.md) on engines that take token ids; larger images are scaled
+    down. With 0, the model is served without images."""
 
 
 class FrozenConfig(Section):

@@ -8,10 +8,25 @@ texts.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from outrider.errors import RequestError
-from outrider.messages import Attachment, Image, Message, Part, Role, Text, WireMessages, message_of_parts
+from outrider.messages import (
+    Attachment,
+    Image,
+    Message,
+    Part,
+    Role,
+    Text,
+    WireMessages,
+    images_in,
+    message_of_parts,
+    with_images,
+)
+
+Grids = Mapping[str, tuple[int, int, int] | str]
 
 MAX_USER_RUN = 64
 """Maximum distance, in messages, from a message with a tool's file back to the tool's result."""
@@ -56,7 +71,12 @@ def attachment(
 def broken_image(media_type: str, field: str, reason: str) -> Attachment:
     """Return the attachment of an image without readable data."""
     known = _printable_type(media_type) or "image"
-    return Attachment(f"[{known}: the image cannot be read]", known, field, reason)
+    return Attachment(unreadable_note(known), known, field, reason)
+
+
+def unreadable_note(media_type: str | None) -> str:
+    """Return the text that stands for an image that cannot be decoded."""
+    return f"[{_printable_type(media_type) or 'image'}: the image cannot be read]"
 
 
 def encoded_size(data: str) -> int:
@@ -92,16 +112,28 @@ def pixel_size(data: bytes) -> tuple[int, int] | None:
     return None
 
 
+class UnpreparedImages(Exception):
+    """The grids of these images of a message are not known yet."""
+
+    def __init__(self, images: Sequence[Image]) -> None:
+        super().__init__(f"{len(images)} images")
+        self.images = images
+
+
 class ReadableMessages:
     """`WireMessages` with texts in place of the files that the model does not read: attachments, and if `images` is
     False also the images of tools' results. Images of the user stay, because a task whose images the model does not get
-    is another task. `described` maps the index of a parsed message to the media types of its replaced files."""
+    is another task. `described` maps the index of a parsed message to the media types of its replaced files.
 
-    __slots__ = ("_images", "_messages", "described")
+    With `grids`, the model reads images of known grid: `grids` maps the digest of an image to its grid, or to the
+    reason why the image cannot be decoded. A tool's image that cannot be decoded is replaced by a text."""
 
-    def __init__(self, messages: WireMessages, *, images: bool) -> None:
+    __slots__ = ("_grids", "_images", "_messages", "described")
+
+    def __init__(self, messages: WireMessages, *, images: bool, grids: Grids | None = None) -> None:
         self._messages = messages
         self._images = images
+        self._grids = grids
         self.described: dict[int, list[str]] = {}
 
     def __len__(self) -> int:
@@ -123,6 +155,11 @@ class ReadableMessages:
         message = self._messages.parse(index)
         if not message.parts:
             return message
+        if self._grids is not None:
+            unknown = [image for image in images_in(message) if image.url is None and image.digest not in self._grids]
+            if unknown:
+                raise UnpreparedImages(unknown)
+            message = self._with_grids(message, self._grids, index)
         described: list[str] = []
         parts: list[Part] = []
         after_note = False
@@ -149,9 +186,29 @@ class ReadableMessages:
         image of the user."""
         if isinstance(part, Attachment):
             return part.text
-        if isinstance(part, Image) and not self._images and carried_by_tool(self._messages, index):
-            return note_of_image(part)
+        if not isinstance(part, Image) or self._images or part.grid is not None:
+            return None
+        if carried_by_tool(self._messages, index):
+            fault = self._grids.get(part.digest) if self._grids is not None else None
+            return note_of_image(part) if fault is None else unreadable_note(part.media_type)
         return None
+
+    def _with_grids(self, message: Message, grids: Grids, index: int) -> Message:
+        by_tool = carried_by_tool(self._messages, index)
+
+        def placed(image: Image) -> Image:
+            grid = grids.get(image.digest)
+            if isinstance(grid, tuple):
+                return msgspec.structs.replace(image, grid=grid)
+            if not by_tool:
+                raise RequestError(
+                    grid or "the image is given by its address, which the service does not fetch",
+                    field="messages",
+                    hint="send the image's data, in base64",
+                )
+            return image
+
+        return with_images(message, placed)
 
 
 def _media_type(part: Part) -> str:

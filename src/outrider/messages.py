@@ -57,7 +57,8 @@ class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=Fal
     """An image, identified by `digest`, the SHA-256 (hex) of its bytes.
 
     `media_type` is as sent by the client; `size` is in bytes; `data` is empty once the image is stored. For an image
-    sent as a URL, `digest` is the digest of the URL, `media_type` is empty and `size` is 0.
+    sent as a URL, `digest` is the digest of the URL, `media_type` is empty and `size` is 0. `grid` has the numbers of
+    patches (in time, vertically, horizontally) if the image is in a prompt of ids, and is None otherwise.
     """
 
     media_type: str
@@ -65,6 +66,7 @@ class Image(msgspec.Struct, frozen=True, tag="image", omit_defaults=True, gc=Fal
     data: bytes = b""
     url: str | None = None
     size: int = 0
+    grid: tuple[int, int, int] | None = None
 
 
 Part = Text | Image

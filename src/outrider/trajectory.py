@@ -130,6 +130,16 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
+class ImageSpan(msgspec.Struct, frozen=True):
+    """The place of an image in a prompt: `length` placeholder ids from position `start` on. `digest` is the SHA-256
+    (hex) of the image's bytes, and `grid` has the numbers of its patches in time, vertically and horizontally."""
+
+    digest: str
+    start: int
+    length: int
+    grid: tuple[int, int, int]
+
+
 class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Times of a turn by the wall clock, in seconds since the epoch. `joined` is the time at which the prompt's place
     in the token tree was known; None in turns of earlier versions. `first_token` is None if no token was sampled."""
@@ -176,6 +186,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         bias, a minimum length, a required form of the reply).
     ignored: names of the request's fields and tools that had no effect.
     messages: the messages that the request added to its parent's conversation; without a parent, all messages.
+    images: the places of the images of `messages` in the turn's prompt, if the engine was given them with the ids.
     reply: the message that the client was given; None if it had hung up.
     tool_specs: the tools of a turn without a parent; other turns have the tools of the turn that their conversation
         begins with.
@@ -212,6 +223,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
     drift_tokens: int = 0
     messages: tuple[Message, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     reply: Message | None = None
     tool_specs: tuple[ToolSpec, ...] = ()
     malformed_calls: int = 0
@@ -242,6 +254,7 @@ class TurnOutline(msgspec.Struct, frozen=True, kw_only=True):
     mode: TokenMode = TokenMode.TOKENS
     altered: bool = False
     messages: tuple[MessageOutline, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
 
 TurnType = TypeVar("TurnType", Turn, TurnOutline, "Turn | TurnOutline")
@@ -306,6 +319,9 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
 
     `digest` is the SHA-256 (hex) of its `size` bytes, stored by the service. For an image that the client sent by
     address, `url` is the address, `digest` is the digest of the address, and no bytes are stored.
+
+    `span` has the positions [start, end) of the image's placeholders in the row's ids, and `grid` the numbers of its
+    patches in time, vertically and horizontally. Both are None if the engine made the ids of the prompt itself.
     """
 
     turn: int
@@ -314,6 +330,8 @@ class SampleImage(msgspec.Struct, frozen=True, kw_only=True):
     media_type: str
     size: int
     url: str | None
+    span: tuple[int, int] | None = None
+    grid: tuple[int, int, int] | None = None
 
 
 class SampleFields(msgspec.Struct, frozen=True, kw_only=True):

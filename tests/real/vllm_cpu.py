@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,7 @@ class VllmServer:
     model: str
     model_folder: Path
     token_route: bool
+    switches: tuple[str, ...] = ()
 
 
 def vllm_environment(*, install: bool) -> Path:
@@ -73,14 +74,22 @@ async def vllm_server(
     model: str = "policy",
     token_route: bool = True,
     context_tokens: int = CONTEXT_TOKENS,
+    switches: Sequence[str] = (),
 ) -> AsyncIterator[VllmServer]:
     """Serve `model_folder` with the vLLM installed in `prefix`: float32, eager, tool calls parsed.
 
-    `token_route` is whether `/inference/v1/generate` is open. Raises RuntimeError with the end of the server's
-    log if the server is not ready in time, or if the server exits before the block ends.
+    `token_route` is whether `/inference/v1/generate` is open; `switches` are further options of the server. Raises
+    RuntimeError with the end of the server's log if the server is not ready in time, or if the server exits before the
+    block ends.
     """
     port = free_port()
-    server = VllmServer(url=f"http://127.0.0.1:{port}", model=model, model_folder=model_folder, token_route=token_route)
+    server = VllmServer(
+        url=f"http://127.0.0.1:{port}",
+        model=model,
+        model_folder=model_folder,
+        token_route=token_route,
+        switches=tuple(switches),
+    )
     with tempfile.TemporaryDirectory(prefix="vllm-") as folder:
         log = Path(folder) / "server.log"
         with log.open("wb") as output:
@@ -148,7 +157,7 @@ def _command(prefix: Path, server: VllmServer, port: int, context_tokens: int) -
         switches.append("--enable-scale-out")
     valued = [part for flag in flags.items() for part in flag]
     module = ["-m", "vllm.entrypoints.openai.api_server"]
-    return [str(prefix / "bin" / "python"), "-c", LAUNCH, *module, *valued, *switches]
+    return [str(prefix / "bin" / "python"), "-c", LAUNCH, *module, *valued, *switches, *server.switches]
 
 
 def _environment(prefix: Path, temporary: str) -> dict[str, str]:

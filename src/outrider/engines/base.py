@@ -17,7 +17,7 @@ import msgspec
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.messages import Message, ToolSpec
 from outrider.spec import EngineSpec
-from outrider.trajectory import FinishReason, Ids, LogprobKind, TokenMode, VersionSpan, WorkerReport
+from outrider.trajectory import FinishReason, Ids, ImageSpan, LogprobKind, TokenMode, VersionSpan, WorkerReport
 
 PauseMode = Literal["finish", "abort", "keep"]
 """The effect of a pause on generations in flight: "finish" lets them run to their end, "abort" ends them with their
@@ -72,14 +72,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.constraint is None and self.presence_penalty == 0 and self.frequency_penalty == 0
 
 
+class RequestImage(msgspec.Struct, frozen=True, kw_only=True):
+    """An image of a prompt: its `span` in `GenerateRequest.input_ids`, the bytes of its file, and its pixel values as
+    `item`, in the form of vLLM's features (base64 of a `MultiModalKwargsItem`)."""
+
+    span: ImageSpan
+    item: bytes
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one generation. `request_id` is unique and of fixed length; `session_key` groups a session's turns
-    for prefix-cache routing. `input_ids` is int32 of shape (prompt length,)."""
+    for prefix-cache routing. `input_ids` is int32 of shape (prompt length,). `images` are the images of the prompt,
+    in order, and are given only to engines with `Capability.READS_IMAGES`."""
 
     request_id: str
     session_key: str
     input_ids: Ids
     sampling: SamplingParams
+    images: tuple[RequestImage, ...] = ()
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +105,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
     prompt_ids: list[int] | None = None  # the ids of the prompt as reported by the engine, None if not reported
     prompt_tokens: int | None = None  # the engine's count of the prompt's tokens, in the last chunk
+    prompt_images: list[tuple[int, int]] | None = None
+    """The positions [start, end) of the images that the engine has read in the prompt. The first chunk with tokens of a
+    request with images must have them."""
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +227,8 @@ class Capability(StrEnum):
     itself has changed the weights of the server."""
     KEEPS_IDS = "keeps_ids"
     """The engine takes messages, and puts `ChatRequest.known_ids` in place of the ids that it renders."""
+    READS_IMAGES = "reads_images"
+    """The engine takes the images of a prompt of ids (`GenerateRequest.images`)."""
 
 
 def capabilities_of(engine: object) -> frozenset[Capability]:

@@ -6,6 +6,7 @@ node process does not import the service's parts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -25,6 +26,9 @@ from outrider.sessions.calls.limits import Intake
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
 from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.vision.preparer import ImagePreparer, has_pillow
+
+log = logging.getLogger("outrider.service")
 
 
 class Models(NamedTuple):
@@ -61,7 +65,9 @@ async def open_models(
             hint="give the model's folder: --tokenizer DIR (the folder with tokenizer.json); "
             "an engine embedded=DIR brings its own",
         )
-    renderer = make_renderer(Tokenizer.load(config.model.tokenizer), config.model.renderer)
+    renderer = make_renderer(
+        Tokenizer.load(config.model.tokenizer), config.model.renderer, image_tokens=config.model.image_tokens
+    )
     frozen_renderers = _frozen_renderers(config, renderer)
     intake, offload = Intake(), OffloadThread()
     engine_names: set[str] = set()
@@ -85,8 +91,20 @@ async def open_models(
                 follows=None if leader is None else partial(FollowedPolicy, leader=leader(serves)),
             )
             await stack.enter_async_context(pool)
+            images = None
+            if renderer.images is not None and not has_pillow():
+                log.warning("model %s is served without images: pip install 'outrider[images]'", name)
+            elif renderer.images is not None:
+                images = ImagePreparer(renderer.images)
+                stack.push_async_callback(images.close)
             return ModelBackend(
-                renderer=renderer, pool=pool, model=name, context_tokens=context, intake=intake, offload=offload
+                renderer=renderer,
+                pool=pool,
+                model=name,
+                context_tokens=context,
+                intake=intake,
+                images=images,
+                offload=offload,
             )
 
         policy = await backend_of(config.model.name, renderer, config.model.context_tokens, None)
@@ -119,7 +137,7 @@ def _frozen_renderers(config: Config, policy: Renderer) -> list[Renderer]:
             continue
         try:
             tokenizer = policy.tokenizer if model.tokenizer is None else Tokenizer.load(model.tokenizer)
-            renderers.append(make_renderer(tokenizer, model.renderer))
+            renderers.append(make_renderer(tokenizer, model.renderer, image_tokens=config.model.image_tokens))
         except InvalidField as error:  # the error names a field of `config.model`
             field = f"frozen.{at}.{(error.field or '').removeprefix('model.')}"
             raise InvalidField(error.message, field=field, hint=error.hint) from error

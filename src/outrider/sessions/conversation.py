@@ -12,12 +12,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from outrider.concurrency.cancellation import Steps, shielded
 from outrider.dialects.base import Dialect, Memory, ModelRequest, RequestedSampling, WireCall, with_declaration
-from outrider.engines.base import SamplingParams
+from outrider.engines.base import RequestImage, SamplingParams
 from outrider.engines.pool.placement import ServingEngine
 from outrider.engines.pool.waits import Overdue
 from outrider.errors import (
@@ -32,8 +33,8 @@ from outrider.errors import (
     error_from,
 )
 from outrider.lifecycle import StopReason
-from outrider.media import ReadableMessages
-from outrider.messages import images_in
+from outrider.media import ReadableMessages, UnpreparedImages
+from outrider.messages import Image, images_in
 from outrider.sessions.calls.call import EngineCall, ModelBackend, Step
 from outrider.sessions.calls.limits import LARGE, Allowance, Body, BodyCapacity, LimitReached
 from outrider.sessions.calls.on_message_engine import CapturedTurns, MessageCall
@@ -48,11 +49,21 @@ from outrider.sessions.calls.request_settings import (
     seed_for,
 )
 from outrider.spec import Limits, SamplingSpec
+from outrider.tokens.rendering.image_grids import Grid
 from outrider.tokens.rendering.renderer import History
 from outrider.tokens.tree.request_index import PromptNode, parse_messages
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
+from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage
 
+T = TypeVar("T")
+
+MAX_IMAGES = 128
+"""Maximum number of images of a prompt on an engine that takes token ids."""
+MAX_IMAGE_BYTES = 1 << 30
+"""Maximum bytes of the pixel values of a prompt's images, as they are sent to the engine."""
+MAX_GRIDS = 4096
+"""Maximum number of grids that a session keeps."""
 STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
@@ -209,6 +220,8 @@ class Conversation:
         self._idle.set()
         self._open = True
         self._memories: dict[str, Memory] = {}
+        self._grids: dict[str, Grid | str] = {}
+        """The grids of the session's images by digest, or why an image cannot be decoded."""
         self._reading = asyncio.Lock()
         self._not_begun: dict[object, tuple[float, float]] = {}
         """For each call whose request is still being received or read, the result of `_waited` at the beginning of the
@@ -269,13 +282,13 @@ class Conversation:
         unless a text stands for them. Raises RequestError, also for images. If the request has images, the session's
         engine is requested from the pool first, which may raise RunEnded or EngineError instead.
         """
-        readable = _readable(request, images=False)
         thinking = self._thinking_in_prompt(request)
+        reads = self._images is not None and (await self._assigned()).reads_images
+        readable = self._readable_by_tokens(request, reads)
         try:
-            async with self._reading:
-                tokens = await self.backend.offload.run_steps(
-                    self.tree.measure(readable, request.tools, request.tools_raw, thinking=thinking)
-                )
+            tokens = await self._read_images(
+                readable, lambda: self.tree.measure(readable, request.tools, request.tools_raw, thinking=thinking)
+            )
         except RequestError as error:
             await self._check_images_countable(request, error)
             raise
@@ -469,8 +482,8 @@ class Conversation:
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
         request = constrained(request, assigned, self.backend.renderer.family)
-        readable = _readable(request, images=assigned.mode is not TokenMode.TOKENS)
         if assigned.mode is not TokenMode.TOKENS:
+            readable = _readable(request, images=True)
             messages = await self.backend.offload.run_steps(parse_messages(readable))
             wanted = self._wanted_thinking(request)
             sampling = self._sampling_for(request.sampling, context, prompt_tokens=0)
@@ -493,10 +506,12 @@ class Conversation:
             )
 
         thinking = self._thinking_in_prompt(request)
-        async with self._reading:
-            joined = await self.backend.offload.run_steps(
-                self.tree.join(readable, request.tools, request.tools_raw, thinking=thinking, context=context)
-            )
+        readable = self._readable_by_tokens(request, assigned.reads_images)
+        joined = await self._read_images(
+            readable,
+            lambda: self.tree.join(readable, request.tools, request.tools_raw, thinking=thinking, context=context),
+        )
+        images = await self._request_images(joined.prompt, readable)
         notes = described_notes(readable.described, first=len(readable) - len(joined.added))
         request = msgspec.structs.replace(request, ignored=request.ignored + notes)
         if self._wanted_thinking(request) not in (None, thinking):
@@ -515,7 +530,70 @@ class Conversation:
             thinking=thinking,
             received=received,
             overdue=self._overdue,
+            images=images,
         )
+
+    @property
+    def _images(self) -> ImagePreparer | None:
+        return self.backend.images
+
+    def _readable_by_tokens(self, request: ModelRequest, reads_images: bool) -> ReadableMessages:
+        """Return the request's messages as the model of an engine that takes token ids reads them."""
+        grids = self._grids if reads_images and self._images is not None else None
+        return ReadableMessages(request.messages, images=request.needs_images, grids=grids)
+
+    async def _read_images(self, readable: ReadableMessages, work: Callable[[], Steps[T]]) -> T:
+        """Run work on a request's messages. Its images are decoded first, each once in the session. Raises RequestError
+        for too many images."""
+        for _ in range(MAX_IMAGES + 1):
+            try:
+                async with self._reading:
+                    return await self.backend.offload.run_steps(work())
+            except UnpreparedImages as unprepared:
+                missing = unprepared.images
+            for image in missing:
+                await self._prepared(image)
+        raise _too_many_images()
+
+    async def _prepared(self, image: Image) -> PreparedImage | UnreadImage:
+        assert self._images is not None
+        prepared = await self._images.prepare(image)
+        if len(self._grids) > MAX_GRIDS:
+            self._grids.clear()
+        self._grids[image.digest] = prepared.grid if isinstance(prepared, PreparedImage) else prepared.fault
+        return prepared
+
+    async def _request_images(self, prompt: PromptNode, readable: ReadableMessages) -> tuple[RequestImage, ...]:
+        """Return the images of a prompt. An image that is not kept is decoded again, from the request's messages."""
+        spans = prompt.all_images()
+        if not spans:
+            return ()
+        if len(spans) > MAX_IMAGES:
+            raise _too_many_images()
+        assert self._images is not None
+        found: dict[str, PreparedImage] = {}
+        missing: set[str] = set()
+        for span in spans:
+            kept = self._images.kept(span.digest)
+            if kept is None:
+                missing.add(span.digest)
+            else:
+                found[span.digest] = kept
+        if missing:
+            messages = await self._read_images(readable, partial(parse_messages, readable))
+            for image in (image for message in messages for image in images_in(message)):
+                if image.digest in missing and isinstance(prepared := await self._images.prepare(image), PreparedImage):
+                    found[image.digest] = prepared
+                    missing.discard(image.digest)
+        if missing or any(found[span.digest].grid != span.grid for span in spans):
+            raise RequestError("an image of the recorded conversation cannot be decoded as before", field="messages")
+        if sum(len(found[span.digest].item) for span in spans) > MAX_IMAGE_BYTES:
+            raise RequestError(
+                f"the images of the prompt have more than {MAX_IMAGE_BYTES >> 20} MiB of pixel values",
+                field="messages",
+                hint="send fewer or smaller images, or have the operator lower model.image_tokens",
+            )
+        return tuple(RequestImage(span=span, item=found[span.digest].item) for span in spans)
 
     def _wanted_thinking(self, request: ModelRequest) -> bool | None:
         """Return True if the model should reason and False if not: the task's choice, else the client's choice. None
@@ -595,6 +673,14 @@ def _readable(request: ModelRequest, *, images: bool) -> ReadableMessages:
     """Return the request's messages as the model of an engine reads them. `images` is True if the engine takes
     images."""
     return ReadableMessages(request.messages, images=images or request.needs_images)
+
+
+def _too_many_images() -> RequestError:
+    return RequestError(
+        f"a prompt may have at most {MAX_IMAGES} images",
+        field="messages",
+        hint="leave out the oldest, as programs do that compact their history",
+    )
 
 
 def _bytes_of(turn: Turn) -> int:

@@ -266,19 +266,23 @@ def _images(path: Sequence[AnyTurn]) -> tuple[SampleImage, ...]:
     position = 0
     for turn in path:
         messages: Sequence[Message | MessageOutline] = turn.messages
+        places = iter(turn.images)
         for at, message in enumerate(messages, position):
             if message.parts:  # most messages have none
-                found += [
-                    SampleImage(
-                        turn=turn.index,
-                        message=at,
-                        digest=image.digest,
-                        media_type=image.media_type,
-                        size=image.size,
-                        url=image.url,
+                for image in images_in(message):
+                    place = next(places, None)
+                    found.append(
+                        SampleImage(
+                            turn=turn.index,
+                            message=at,
+                            digest=image.digest,
+                            media_type=image.media_type,
+                            size=image.size,
+                            url=image.url,
+                            span=(place.start, place.start + place.length) if place is not None else None,
+                            grid=place.grid if place is not None else None,
+                        )
                     )
-                    for image in images_in(message)
-                ]
         position += len(turn.messages) + 1  # 1 is added for the reply
     return tuple(found)
 

@@ -74,6 +74,7 @@ class ServerReply(Generic[EventT]):
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._prompt_ids: list[int] | None = None
+        self.prompt_images: list[tuple[int, int]] | None = None
         self._last: Chunk | None = None
 
     @property
@@ -147,8 +148,10 @@ class ServerReply(Generic[EventT]):
         """Return a chunk of the tokens that were read but not yet returned, None if there are no such tokens."""
         if not self._ids:
             return None
-        chunk = Chunk(ids=self._ids, logprobs=self._logprobs, prompt_ids=self._prompt_ids)
-        self._ids, self._logprobs, self._prompt_ids = [], [], None
+        chunk = Chunk(
+            ids=self._ids, logprobs=self._logprobs, prompt_ids=self._prompt_ids, prompt_images=self.prompt_images
+        )
+        self._ids, self._logprobs, self._prompt_ids, self.prompt_images = [], [], None, None
         return chunk
 
     def check_finished(self) -> None:
@@ -161,7 +164,13 @@ class ServerReply(Generic[EventT]):
     def last(self) -> Chunk:
         """Return the finishing chunk. Call this only when `finished` is True."""
         assert self._last is not None
-        return msgspec.structs.replace(self._last, ids=self._ids, logprobs=self._logprobs, prompt_ids=self._prompt_ids)
+        return msgspec.structs.replace(
+            self._last,
+            ids=self._ids,
+            logprobs=self._logprobs,
+            prompt_ids=self._prompt_ids,
+            prompt_images=self.prompt_images,
+        )
 
 
 ReplyT = TypeVar("ReplyT", bound=ServerReply[Any])

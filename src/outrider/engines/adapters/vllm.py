@@ -10,16 +10,19 @@ only together with the log-probability that the server sent for the same id.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+import orjson
 
 from outrider.concurrency.retries import RetryPolicy
-from outrider.engines.adapters.ids_json import body_with_ids
+from outrider.engines.adapters.ids_json import body_with_ids, ids_json
 from outrider.engines.adapters.options import ServerOptions, read_options
 from outrider.engines.adapters.policy_versions import LabelSpan
 from outrider.engines.adapters.server_api import (
@@ -36,9 +39,9 @@ from outrider.engines.adapters.server_engine import (
     ServerEvent,
     ServerReply,
 )
-from outrider.engines.base import Chunk, EngineOptions, GenerateRequest, PauseMode
+from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest, PauseMode, RequestImage
 from outrider.engines.http.client import DEFAULT_RETRY
-from outrider.engines.http.failures import StatusFailure
+from outrider.engines.http.failures import StatusFailure, translate
 from outrider.errors import EngineMisbehaved, EngineRejected, EngineUnavailable
 from outrider.trajectory import FinishReason
 from outrider.wire.http_connections import Buffer
@@ -47,6 +50,13 @@ log = logging.getLogger("outrider.engine")
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+RENDER = "/v1/chat/completions/render"
+PROBE_IMAGE = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAK0lEQVR42u3MMREAAAgEoNfkRjeEmwcB"
+    "qMlNRyAQCAQCgUAgEAgEAsHzYAFAdAEArKmlZAAAAABJRU5ErkJggg=="
+)
+"""An image of 64x64 pixels."""
 ROUTE_MISSING = frozenset({403, 404})
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -90,7 +100,14 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Cached | None = None
 
 
+class _Place(msgspec.Struct):
+    offset: int
+    length: int
+
+
 class _Event(ServerEvent):
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: dict[str, list[_Place]] | None = None
     choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
 
@@ -108,11 +125,14 @@ class _VLLMReply(ServerReply[_Event]):
         if not event.choices:
             return
         choice = event.choices[0]
+        if event.mm_placeholders is not None:
+            places = event.mm_placeholders.get("image", [])
+            self.prompt_images = [(place.offset, place.offset + place.length) for place in places]
         ids = choice.token_ids or []
         if ids:
             self.first_token()
         self.add(ids, _logprobs(choice.logprobs, ids, self._engine))
-        self._prompt_ids = choice.prompt_token_ids or self._prompt_ids
+        self._prompt_ids = choice.prompt_token_ids or event.prompt_token_ids or self._prompt_ids
         if choice.finish_reason is not None:
             self.finish(finish_of(choice.finish_reason, self._engine), choice.stop_reason, choice.weight_versions)
 
@@ -135,6 +155,7 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
     """
 
     reply = _VLLMReply
+    capabilities = ServerEngine.capabilities | {Capability.READS_IMAGES}
     route = GENERATE
     label_route = "/weight_info"
     session_header = "X-Session-ID"
@@ -147,6 +168,42 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         super().__init__(options, own, retry)
         self.logprob_kind = LOGPROB_KINDS[own.logprobs_mode]
         self._control = own.control
+        self._takes_levels = False
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        return self._generate_with_images(request) if request.images else super().generate(request)
+
+    async def _generate_with_images(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if not self._takes_levels:
+            await self._check_pixel_form()
+            self._takes_levels = True
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _check_pixel_form(self) -> None:
+        """Have the servers prepare a small image, which shows in which form their models take pixels. A model that was
+        given another form would read another image, without an error. Raises EngineRejected unless the form is that of
+        `RequestImage.item`."""
+        part = {"type": "image_url", "image_url": {"url": PROBE_IMAGE}}
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
+        if self._model is not None:
+            body["model"] = self._model
+        try:
+            rendered = await self._servers.query_all(lambda server: server.post(RENDER, body))
+        except StatusFailure as failure:
+            fault = translate(failure, self.name).message
+            raise EngineRejected(
+                f"engine {self.name!r} does not show how its model takes pixels: {fault}",
+                hint="images need vLLM 0.32 or later with --enable-scale-out, and a chat template that takes images",
+            ) from None
+        for answer in rendered:
+            form = pixel_form(answer)
+            if form != "uint8":
+                raise EngineRejected(
+                    f"engine {self.name!r} takes pixels as {form}, and not as levels of 8 bits",
+                    hint="start vLLM 0.32 or later, with --mm-device-do-normalize",
+                )
 
     def body(self, request: GenerateRequest, route: str, salt: Callable[[], str], attempt: int) -> list[Buffer]:
         sampling = request.sampling
@@ -180,7 +237,20 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
             body["model"] = self._model
         if route == GENERATE:
             body["sampling_params"] = params
+            if request.images:
+                body["return_token_ids"] = True  # otherwise the server does not report the images
+                return [
+                    *_features(request.images),
+                    b"," + orjson.dumps(body)[1:-1] + b',"token_ids":',
+                    ids_json(request.input_ids),
+                    b"}",
+                ]
             return body_with_ids(body, "token_ids", request.input_ids)
+        if request.images:
+            raise EngineRejected(
+                f"engine {self.name!r} has no route {GENERATE}, the only one that takes ids with images",
+                hint="start vLLM with --enable-scale-out",
+            )
         body |= {**params, "return_token_ids": True, "return_weight_versions": True}
         return body_with_ids(body, "prompt", request.input_ids)
 
@@ -257,6 +327,28 @@ class VLLMEngine(ServerEngine[_VLLMReply]):
         if any(isinstance(answer, dict) and answer.get("success") is False for answer in answers):
             raise EngineUnavailable(f"engine {self.name!r} has new weights, and keeps the prefix cache of the old ones")
         await self.set_version(version)
+
+
+def pixel_form(rendered: Any) -> str:
+    """Return the type of the pixel values in a reply of the route for rendering, "unknown" if there are none."""
+    try:
+        [item] = (rendered[0] if isinstance(rendered, list) else rendered)["features"]["kwargs_data"]["image"]
+        return str(msgspec.msgpack.decode(base64.b64decode(item))["pixel_values"]["data"][0])
+    except (LookupError, TypeError, ValueError, msgspec.DecodeError):
+        return "unknown"
+
+
+def _features(images: Sequence[RequestImage]) -> list[Buffer]:
+    """Return the beginning of a body with the images of a prompt, in pieces. Their pixel values are many megabytes, and
+    are sent as they are kept."""
+    placed = {
+        "mm_hashes": {"image": [image.span.digest for image in images]},
+        "mm_placeholders": {"image": [{"offset": image.span.start, "length": image.span.length} for image in images]},
+    }
+    pieces: list[Buffer] = [b'{"features":' + orjson.dumps(placed)[:-1] + b',"kwargs_data":{"image":']
+    for at, image in enumerate(images):
+        pieces += [b',"' if at else b'["', image.item, b'"']
+    return [*pieces, b"]}}"]
 
 
 def unreadable_weights(servers: Sequence[str], weights: str) -> str | None:

@@ -255,7 +255,10 @@ class PoolReply(Generic[T]):
                 asked = self._continued.request()
 
     def _check_same_kind(self, member: EngineRecord) -> None:
-        """Raise EngineUnavailable if the reply so far has log-probabilities of another kind than the engine's."""
+        """Raise EngineUnavailable if the reply so far has log-probabilities of another kind than the engine's, or if
+        the engine does not take the images of the request."""
+        if isinstance(self._request, GenerateRequest) and self._request.images and not serving(member).reads_images:
+            raise EngineUnavailable(f"engine {member.name!r} takes no images", hint="ask again")
         begun = self._continued is not None and self._continued.versions
         if begun and self.served.logprob_kind is not member.engine.logprob_kind:
             raise EngineUnavailable(

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.engines.base import AnyRequest, ChatChunk, Chunk, EngineHealth, GenerateRequest, SamplingParams
+from outrider.engines.base import (
+    AnyRequest,
+    ChatChunk,
+    Chunk,
+    EngineHealth,
+    GenerateRequest,
+    RequestImage,
+    SamplingParams,
+)
 from outrider.errors import ContextOverflow, EngineMisbehaved, EngineRejected, InvalidField
 from outrider.messages import Message, images_in
 from outrider.tokens.rendering.tokenizer import ANY_IDS, Vocabulary
@@ -108,8 +116,11 @@ def _bytes_of(message: Message) -> int:
 class TokenCheck:
     """Checks one reply of token ids, chunk by chunk. `ids` holds the ids of the chunks so far."""
 
-    def __init__(self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, engine: str, sampling: SamplingParams, vocabulary: Vocabulary, images: Sequence[RequestImage] = ()
+    ) -> None:
         self._engine = engine
+        self._unread = [(image.span.start, image.span.start + image.span.length) for image in images]
         self._sampling = sampling
         self._max_tokens = sampling.max_tokens
         self._vocabulary = vocabulary
@@ -121,6 +132,13 @@ class TokenCheck:
         if self._finished:
             raise EngineMisbehaved(f"engine {self._engine!r} went on after the end of its reply")
         new, ids = chunk.ids, self.ids
+        if self._unread and new:
+            if chunk.prompt_images != self._unread:
+                raise EngineMisbehaved(
+                    f"engine {self._engine!r} does not report that it has read the {len(self._unread)} images of the"
+                    f" prompt where they are: {str(chunk.prompt_images)[:MAX_QUOTED]}"
+                )
+            self._unread = []
         if new or chunk.logprobs:
             ids.extend(new)
             if len(ids) > self._max_tokens:
@@ -192,8 +210,9 @@ class ChatCheck:
 
 def check_of(request: AnyRequest, engine: str, vocabulary: Vocabulary) -> TokenCheck | ChatCheck:
     """Make the check for the reply to a request."""
-    kind = TokenCheck if isinstance(request, GenerateRequest) else ChatCheck
-    return kind(engine, request.sampling, vocabulary)
+    if isinstance(request, GenerateRequest):
+        return TokenCheck(engine, request.sampling, vocabulary, request.images)
+    return ChatCheck(engine, request.sampling, vocabulary)
 
 
 def check_health(engine: str, health: EngineHealth) -> None:

@@ -83,6 +83,7 @@ class ContinuedGeneration:
         return GenerateRequest(
             request_id=blake2b(name, digest_size=16).hexdigest(),
             session_key=first.session_key,
+            images=first.images,
             input_ids=np.concatenate((first.input_ids, np.asarray(self._sampled, dtype=np.int32))),
             sampling=msgspec.structs.replace(
                 sampling,

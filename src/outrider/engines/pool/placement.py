@@ -75,8 +75,8 @@ reply, and neither may delay a check."""
 
 class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a session's engine. `engine` is the name, `version` the last known policy version,
-    `context_tokens` the context (None if unknown), `constraints` the supported kinds of constraints on replies, and
-    `keeps_ids` whether the engine has `Capability.KEEPS_IDS`."""
+    `context_tokens` the context (None if unknown), `constraints` the supported kinds of constraints on replies,
+    `keeps_ids` and `reads_images` whether the engine has these capabilities."""
 
     engine: str
     mode: TokenMode
@@ -85,6 +85,7 @@ class ServingEngine(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int | None
     constraints: frozenset[ConstraintKind] = frozenset()
     keeps_ids: bool = False
+    reads_images: bool = False
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -470,6 +471,7 @@ def serving(record: EngineRecord) -> ServingEngine:
         context_tokens=record.health.context_tokens,
         constraints=record.constraints,
         keeps_ids=Capability.KEEPS_IDS in capabilities_of(record.engine),
+        reads_images=Capability.READS_IMAGES in capabilities_of(record.engine),
     )
 
 

@@ -255,6 +255,8 @@ def probe_request(request: AnyRequest) -> AnyRequest:
     prompt, or one short message."""
     sampling = SamplingParams(max_tokens=1)
     if isinstance(request, GenerateRequest):
-        return msgspec.structs.replace(request, input_ids=request.input_ids[:16], sampling=sampling)
+        # without the images, whose placeholders must not be in the prompt either
+        end = min([16, *(image.span.start for image in request.images[:1])])
+        return msgspec.structs.replace(request, input_ids=request.input_ids[:end], sampling=sampling, images=())
     said = Message(role=Role.USER, content="Say one word.")
     return msgspec.structs.replace(request, messages=(said,), tools=(), sampling=sampling)

@@ -15,6 +15,7 @@ from outrider.sessions.calls.limits import Intake, TokenShare
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.trajectory import Ids, Turn
+from outrider.vision.preparer import ImagePreparer
 
 if TYPE_CHECKING:  # for annotations only: this module gets open pools and makes none
     from outrider.engines.pool.call import PoolReply
@@ -26,7 +27,8 @@ T_contra = TypeVar("T_contra", bound=Chunk | ChatChunk, contravariant=True)
 
 
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts shared by all conversations of a node with one model. `renderer` and `pool` belong to the model. All
+    """The parts shared by all conversations of a node with one model. `renderer`, `pool` and
+    `images` (None if the model reads no images) belong to the model. All
     models share `intake`, the limit of memory for arriving requests, and `offload`, the thread for long work on
     requests."""
 
@@ -35,6 +37,7 @@ class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     context_tokens: int | None = None
     intake: Intake = msgspec.field(default_factory=Intake)
+    images: ImagePreparer | None = None
     offload: OffloadThread = msgspec.field(default_factory=OffloadThread)
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from outrider.dialects.base import Completion, ModelRequest, Opening
-from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
+from outrider.engines.base import Chunk, GenerateRequest, RequestImage, SamplingParams
 from outrider.engines.pool.waits import Overdue
 from outrider.errors import EngineUnavailable
 from outrider.messages import Delta, Message, Role
@@ -49,6 +49,7 @@ class TokenCall:
         thinking: bool | None,
         received: float,
         overdue: Overdue,
+        images: tuple[RequestImage, ...] = (),
     ) -> None:
         self.id = os.urandom(16).hex()
         self.promised_tokens = min(sampling.max_tokens, PROMISED_TOKENS)
@@ -62,6 +63,7 @@ class TokenCall:
         self._dialect = dialect
         self._session_key = session_key
         self._overdue = overdue
+        self._images = images
         self._received = received
         self._joined_at = time.time()
         self._first_token: float | None = None
@@ -95,6 +97,7 @@ class TokenCall:
                 session_key=self._session_key,
                 input_ids=self._prompt,
                 sampling=self._sampling,
+                images=self._images,
             ),
             self._overdue,
         )
@@ -210,6 +213,7 @@ class TokenCall:
             cached_tokens=self._last.cached_tokens if self._last else None,
             drift_tokens=self._drift,
             messages=self._joined.added,
+            images=prompt.images,
             reply=reply,
             tool_specs=() if prompt.parent else self._request.tools,
             malformed_calls=self._malformed,

@@ -17,7 +17,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.errors import InvalidField, RequestError
-from outrider.messages import Message, Role
+from outrider.messages import Image, Message, Role
 from outrider.tokens.rendering.tokenizer import read_settings
 from outrider.tokens.tree.canonical import is_parsed_as_json
 
@@ -26,7 +26,7 @@ MessageDict = dict[str, Any]
 
 def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
     """Convert a whole conversation to dictionaries. Without `late_system`, several system messages at the beginning
-    become one, and later system messages become user messages. Raises RequestError for an image."""
+    become one, and later system messages become user messages. Raises RequestError for an image without a grid."""
     if late_system:
         return [message_dict(message) for message in messages]
     leading = next((at for at, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
@@ -40,7 +40,7 @@ def conversation_dicts(messages: Sequence[Message], *, late_system: bool) -> lis
 
 def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list[MessageDict]:
     """Convert messages that follow other messages to dictionaries. Without `late_system`, system messages become user
-    messages. Raises RequestError for an image."""
+    messages. Raises RequestError for an image without a grid."""
     dicts = [message_dict(message) for message in messages]
     for message in dicts if not late_system else ():
         if message["role"] == Role.SYSTEM.value:
@@ -50,14 +50,22 @@ def new_message_dicts(messages: Sequence[Message], *, late_system: bool) -> list
 
 def message_dict(message: Message) -> MessageDict:
     """Convert one message to a dictionary. A call's arguments become an object if their text is a JSON object of
-    bounded size (`is_parsed_as_json`); otherwise they stay text. Raises RequestError for an image."""
-    if message.parts:
-        raise RequestError(
-            "this model is given text only: its engine takes token ids, and images have none",
-            field="messages",
-            hint="leave the image out, or serve the model through an engine of kind 'openai'",
-        )
+    bounded size (`is_parsed_as_json`); otherwise they stay text. Raises RequestError for an image without a grid, and
+    for an image in a system message."""
     found: MessageDict = {"role": message.role.value, "content": message.content}
+    if message.parts:
+        if message.role is Role.SYSTEM or any(isinstance(part, Image) and part.grid is None for part in message.parts):
+            raise RequestError(
+                "this model is given text only: its engine takes token ids, and images have none"
+                if message.role is not Role.SYSTEM
+                else "a system message has no images",
+                field="messages",
+                hint="leave the image out, or serve the model through an engine of kind 'openai'",
+            )
+        found["content"] = [
+            {"type": "image"} if isinstance(part, Image) else {"type": "text", "text": part.text}
+            for part in message.parts
+        ]
     if message.reasoning is not None:
         found["reasoning_content"] = message.reasoning
     if message.tool_calls:

@@ -23,10 +23,12 @@ from pydantic import TypeAdapter, ValidationError
 from renderers.base import ToolCallParseStatus
 
 from outrider.errors import InvalidField, RequestError
-from outrider.messages import Message, Role, ToolCall, ToolSpec
+from outrider.messages import Image, Message, Role, ToolCall, ToolSpec, images_in
 from outrider.tokens.rendering.chat_template import ChatTemplate, conversation_dicts, new_message_dicts
+from outrider.tokens.rendering.image_grids import PLACEHOLDER, ImageSettings, read_image_settings
 from outrider.tokens.rendering.tokenizer import SHORT_TEXT, Tokenizer
 from outrider.tokens.tree.canonical import ALL_PRINTED, PRINTED_FIELDS
+from outrider.trajectory import Ids, ImageSpan
 
 History = Literal["recorded", "template"]
 """How earlier turns appear in a prompt. "recorded": with their recorded ids. "template": without their reasoning, where
@@ -121,11 +123,25 @@ class Renderer:
 
     If the family or the template refuses a system message after other messages, the model sees such a message as a user
     message, and several system messages at the beginning as one. Rendering and bridging do the same.
+
+    With `images`, a message may have images whose grid is known, and each image is as many placeholder tokens as the
+    model reads for it. Without `images`, an image is a RequestError.
     """
 
-    def __init__(self, tokenizer: Tokenizer, family: str, *, template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        family: str,
+        *,
+        template: ChatTemplate | None = None,
+        images: ImageSettings | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.family = family
+        self.images = images
+        self._image_id: int | None = None
+        if images is not None:
+            self._image_id = tokenizer.backend.token_to_id(PLACEHOLDER)
         self.markup = MARKUP.get(family)
         self.printed = PRINTED_FIELDS.get(family, ALL_PRINTED) if template is None else ALL_PRINTED
         self._template = template
@@ -155,20 +171,82 @@ class Renderer:
         except UNRENDERABLE as error:
             raise RequestError(f"the {self.family} template cannot render these messages: {error}") from error
 
-    def _fill(self, *parts: Sequence[int]) -> list[list[int]]:
-        """Replace the placeholders in the parts of a layout with the ids of their texts."""
-        if self._placeholders is None:
-            return [list(part) for part in parts]
-        return self._placeholders.fill(parts)
+    def _fill(self, *parts: tuple[Sequence[int], Sequence[Message]]) -> list[list[int]]:
+        """Replace the placeholders in the parts of a layout with the ids of their texts, and the single placeholder of
+        each image with the image's own number of placeholders. Each part is given with its messages. Raises
+        RequestError if a part has other placeholders of images than those of its messages."""
+        ids = [part for part, _ in parts]
+        filled = [list(part) for part in ids] if self._placeholders is None else self._placeholders.fill(ids)
+        if self._image_id is None:
+            return filled
+        return [self._with_images(part, messages) for part, (_, messages) in zip(filled, parts, strict=True)]
+
+    def _with_images(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        counts = [self._count_of(image) for message in messages for image in images_in(message)]
+        if not counts and self._placeholder_id not in ids:
+            return ids
+        places = [at for at, token_id in enumerate(ids) if token_id == self._image_id]
+        if len(places) != len(counts):
+            raise RequestError(
+                f"the placeholder of an image, {PLACEHOLDER}, is in the text of a message",
+                field="messages",
+                hint="leave the text out: the model would read it as an image",
+            )
+        for at, count in zip(reversed(places), reversed(counts), strict=True):
+            ids[at : at + 1] = [self._placeholder_id] * count
+        return ids
+
+    @property
+    def _placeholder_id(self) -> int:
+        assert self._image_id is not None
+        placeholder: int = self._image_id
+        return placeholder
+
+    def _count_of(self, image: Image) -> int:
+        assert self.images is not None
+        assert image.grid is not None
+        return self.images.tokens_of(image.grid)
+
+    def image_spans(self, delta: Ids, start: int, messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
+        """Return the places of the images of `messages` in a prompt whose ids from position `start` on are `delta`.
+        Raises RequestError if `delta` has other placeholders than those of the images."""
+        if self._image_id is None:
+            return ()
+        places = np.flatnonzero(delta == self._image_id)
+        spans: list[ImageSpan] = []
+        taken = 0
+        for message in messages:
+            for image in images_in(message):
+                count = self._count_of(image)
+                own = places[taken : taken + count]
+                if len(own) < count or int(own[-1]) - int(own[0]) != count - 1:
+                    break
+                assert image.grid is not None
+                spans.append(ImageSpan(image.digest, start + int(own[0]), count, image.grid))
+                taken += count
+        if taken != len(places) or len(spans) != sum(len(images_in(message)) for message in messages):
+            raise RequestError(
+                "a placeholder of an image that the model itself has sampled is in the prompt",
+                hint="begin a new conversation",
+            )
+        return tuple(spans)
+
+    def _laid_out(self, dicts: list[dict[str, Any]], tools: Sequence[ToolSpec]) -> Any:
+        """Return the layout of a whole prompt. An image is one placeholder."""
+        unread = {"process_multimodal": False} if self._image_id is not None else {}
+        return self._recorded_family.render(dicts, tools=list(tools) or None, add_generation_prompt=True, **unread)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the ids of the whole prompt, up to the point where the model's reply begins."""
         dicts = conversation_dicts(messages, late_system=self._late_system)
         with self._refusals():
             if self._template is not None:
-                return self.tokenizer.encode(self._template.render(dicts, list(tools)))
+                ids = self.tokenizer.encode(self._template.render(dicts, list(tools)))
+                return ids if self._image_id is None else self._with_images(ids, messages)
+            if self._image_id is not None:
+                return self._fill((self._laid_out(dicts, tools).token_ids, messages))[0]
             ids = self._recorded_family.render_ids(dicts, tools=list(tools) or None, add_generation_prompt=True)
-            return self._fill(ids)[0]
+            return self._fill((ids, ()))[0]
 
     def render_split(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> SplitPrompt | None:
         """Return the prompt of `render`, cut before the first message that is not a system message. Returns None if the
@@ -178,7 +256,7 @@ class Renderer:
             return None
         with self._refusals():
             dicts = conversation_dicts(messages, late_system=self._late_system)
-            layout = self._recorded_family.render(dicts, tools=list(tools) or None, add_generation_prompt=True)
+            layout = self._laid_out(dicts, tools)
             # for each id, the index of its message; -1 if the id belongs to no message
             owners = np.asarray(layout.message_indices)
             first = leading - (len(messages) - len(dicts))
@@ -188,7 +266,7 @@ class Renderer:
             cut = int(behind[0])
             if np.any((owners[cut:] >= 0) & (owners[cut:] < first)):
                 return None  # the family renders a system message, or the tools, after other messages
-            return SplitPrompt(*self._fill(layout.token_ids[:cut], layout.token_ids[cut:]))
+            return SplitPrompt(*self._fill((layout.token_ids[:cut], ()), (layout.token_ids[cut:], messages)))
 
     def bridge(
         self,
@@ -206,11 +284,12 @@ class Renderer:
         before = [*prompt, *output]
         dicts = new_message_dicts(new, late_system=self._late_system)
         with self._refusals():
-            bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None)
+            unread = {"process_multimodal": False} if self._image_id is not None else {}
+            bridged = family.bridge_to_next_turn(list(prompt), list(output), dicts, tools=list(tools) or None, **unread)
             # The library should only append ids. Every result is checked, because otherwise sampled ids would change.
             if bridged is None or list(bridged.token_ids[: len(before)]) != before:
                 return None
-            return self._fill(bridged.token_ids[len(before) :])[0]
+            return self._fill((bridged.token_ids[len(before) :], new))[0]
 
     def bridge_rewritten(
         self,
@@ -239,7 +318,7 @@ class Renderer:
             return None
         with self._refusals():
             dicts = conversation_dicts(messages, late_system=self._late_system)
-            layout = self._recorded_family.render(dicts, tools=list(tools) or None, add_generation_prompt=True)
+            layout = self._laid_out(dicts, tools)
             owners = np.asarray(layout.message_indices)
             owned = np.flatnonzero(owners >= 0)
             merged = len(messages) - len(dicts)
@@ -248,7 +327,9 @@ class Renderer:
                 return None  # the family renders messages in another order, or leaves some out
             first_at, reply_at = (int(owned[np.searchsorted(owners[owned], at)]) for at in (first, reply))
             ids, end = layout.token_ids, int(owned[-1]) + 1
-            shown, added, opener = self._fill(ids[first_at:reply_at], ids[reply_at:], ids[end:])
+            shown, added, opener = self._fill(
+                (ids[first_at:reply_at], new[:before_reply]), (ids[reply_at:], new[before_reply:]), (ids[end:], ())
+            )
         # Both the bridge and the rendering end with `opener`, the ids that open the model's turn. In the bridge,
         # `opener` follows `shown`; in the rendering, `added`.
         shown += opener
@@ -396,12 +477,15 @@ class PlaceholderTokenizer:
         return filled
 
 
-def make_renderer(tokenizer: Tokenizer, name: str | None) -> Renderer:
+def make_renderer(tokenizer: Tokenizer, name: str | None, *, image_tokens: int = 0) -> Renderer:
     """Make the renderer called `name`: a family, or `template:FAMILY`, which renders whole prompts by the chat
     template in the tokenizer's folder, and appends later messages by the rules of the family. If `name` is None, the
     family comes from the table of model names in the `renderers` package. Raises InvalidField if the table has no
     family for the model, the family is unknown, the tokenizer is not of the family, or the folder has no template that
-    can be read."""
+    can be read.
+
+    An image has at most `image_tokens` tokens. With 0, and for a folder without an image processor, images are
+    refused."""
     folder = Path(tokenizer.name_or_path)
     if name is None:
         table = renderers.base.MODEL_RENDERER_MAP
@@ -416,7 +500,7 @@ def make_renderer(tokenizer: Tokenizer, name: str | None) -> Renderer:
     if name.startswith("template:"):
         name = name.removeprefix("template:")
         template = ChatTemplate.load(folder)
-    return Renderer(tokenizer, name, template=template)
+    return Renderer(tokenizer, name, template=template, images=read_image_settings(folder, name, image_tokens))
 
 
 @cache

@@ -24,7 +24,7 @@ from outrider.errors import RequestError, TooLarge
 from outrider.messages import Message, Role, ToolSpec, WireMessages
 from outrider.tokens.rendering.renderer import ThinkingSwitch
 from outrider.tokens.tree.canonical import MessageKey, PrintedFields, digest, extend, message_key, tools_key
-from outrider.trajectory import ForkCause, Ids, unpack_ids
+from outrider.trajectory import ForkCause, Ids, ImageSpan, unpack_ids
 
 MIN_REMEMBERED = 16
 """Minimum number of messages in a stored prefix. Shorter requests can be indexed again in the same time."""
@@ -64,6 +64,7 @@ class PromptNode:
         independently of earlier conversations, or with other tools or another system prompt.
     fork: the cause and the source turn of the fork if the tools or the system prompt changed; None otherwise.
     first_turn: the index of the first turn sampled from the prompt; None until there is one.
+    images: the places in the prompt of the images in this node's own ids.
 
     The class has `__slots__` and is not a struct, in order to save memory: a session has one node per turn, and a test
     limits the bytes per turn (tests/tokens/test_cost.py).
@@ -75,6 +76,7 @@ class PromptNode:
         "first_turn",
         "fork",
         "history_digest",
+        "images",
         "length",
         "matched",
         "message_count",
@@ -120,6 +122,7 @@ class PromptNode:
         self.conversation = 0
         self.fork: tuple[ForkCause, int] | None = None
         self.first_turn: int | None = None
+        self.images: tuple[ImageSpan, ...] = ()
 
     def ids(self) -> Ids:
         """Return the ids of the whole prompt, int32 of shape (length,)."""
@@ -136,6 +139,16 @@ class PromptNode:
             prompt = turn.prompt
         parts.reverse()
         return unpack_ids(b"".join(parts))
+
+    def all_images(self) -> list[ImageSpan]:
+        """Return the places of all images in the prompt, in order."""
+        nodes: list[tuple[ImageSpan, ...]] = []
+        prompt: PromptNode | None = self
+        while prompt is not None:
+            if prompt.images:
+                nodes.append(prompt.images)
+            prompt = prompt.parent.prompt if prompt.parent is not None else None
+        return [span for spans in reversed(nodes) for span in spans]
 
     def tail(self, tail_start: Callable[[Sequence[int]], int]) -> list[int]:
         """Return the end of the prompt, as far as bridging and parsing need it. `tail_start` is

@@ -158,6 +158,9 @@ class TokenTree:
             )
         start = prompt.parent.prompt.message_count + 1 if prompt.parent is not None else 0
         joined = msgspec.structs.replace(joined, added=tuple(request.parse_from(start)))
+        if repeated is None and self._renderer.images is not None:
+            own = unpack_ids(prompt.delta)
+            prompt.images = self._renderer.image_spans(own, prompt.length - len(own), joined.added)
         # Nothing fails below this line, so a refused request leaves no trace.
         if repeated is None:
             self._record(request, joined)
@@ -231,6 +234,7 @@ class TokenTree:
                 layout = found
         prompt = request.make_prompt(parent, layout.delta, splice=layout.splice, sampled=layout.sampled)
         prompt.conversation = turn.conversation
+        prompt.images = turn.images
         return prompt
 
     def _index(

@@ -46,7 +46,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     of the weights and the spans, as in 0.26; `cached_token_counts` False omits the counts of cached tokens, as a server
     without `--enable-prompt-tokens-details` does; `finishes_aborted` False omits the finish of generations aborted by a
     pause, as 0.26 often does; `dev_mode` False omits the routes that pause, label or load weights;
-    `refuses_while_paused` returns 503 during a pause, as in 0.33. SGLang: `incremental` streams deltas as with
+    `refuses_while_paused` returns 503 during a pause, as in 0.33; `pixel_form` is the type of the pixel values that the
+    model takes, "float32" before 0.32. SGLang: `incremental` streams deltas as with
     `--incremental-streaming-output`; `spans` reports `weight_versions`, as from 0.5.19 on. Both: requests are looked up
     in `prefix_cache` and added to it.
     """
@@ -60,6 +61,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     finishes_aborted: bool = True
     dev_mode: bool = True
     refuses_while_paused: bool = False
+    pixel_form: str = "uint8"
     incremental: bool = False
     spans: bool = False
     prefix_cache: PrefixCache | None = None

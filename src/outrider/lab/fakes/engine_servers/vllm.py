@@ -7,19 +7,22 @@ this server renders nothing.
 
 from __future__ import annotations
 
+import base64
+import math
 from contextlib import aclosing
 from typing import Any, Literal
 from urllib.parse import parse_qs
 
 import msgspec
+import numpy as np
 
 from outrider.constraint import Constraint, ConstraintKind
 from outrider.engines.adapters.policy_versions import label_of
-from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode
+from outrider.engines.base import Chunk, Engine, GenerateRequest, PauseMode, RequestImage
 from outrider.errors import EngineError, EngineRejected, EngineUnavailable
 from outrider.lab.fakes.engine_servers.asgi import AskedSampling, HttpCall, Routes, Served, ServeSettings, labelled
 from outrider.tokens.rendering.tokenizer import TextStream
-from outrider.trajectory import FinishReason
+from outrider.trajectory import FinishReason, ImageSpan
 
 PAUSE_MODES: dict[str, PauseMode] = {"wait": "finish", "abort": "abort", "keep": "keep"}
 DEV_ROUTES = ("/pause", "/resume", "/weight_info", "/update_weight_version", "/collective_rpc", "/reset_prefix_cache")
@@ -61,8 +64,35 @@ class _Sampling(AskedSampling, kw_only=True):
     structured_outputs: _StructuredOutputs | None = None
 
 
+class _Place(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Place]]
+    kwargs_data: dict[str, list[str]]
+
+    def images(self) -> tuple[RequestImage, ...]:
+        """Return the images. Raises EngineRejected for an image whose pixel values do not fit its grid."""
+        found = []
+        parts = (each.get("image", []) for each in (self.mm_hashes, self.mm_placeholders, self.kwargs_data))
+        for digest, place, item in zip(*parts, strict=True):
+            fields = msgspec.msgpack.decode(base64.b64decode(item))
+            time, rows, columns = np.frombuffer(fields["image_grid_thw"]["data"][2].data, np.int64).tolist()
+            grid = time, rows, columns
+            kind, shape, values = fields["pixel_values"]["data"]
+            if kind != "uint8" or shape[0] != math.prod(grid) or len(values.data) != math.prod(shape):
+                raise EngineRejected("the pixel values of an image do not fit its grid")
+            found.append(RequestImage(span=ImageSpan(digest, place.offset, place.length, grid), item=item.encode()))
+        return tuple(found)
+
+
 class _Generate(msgspec.Struct, kw_only=True):
     token_ids: list[int]
+    features: _Features | None = None
+    return_token_ids: bool = False
     sampling_params: _Sampling
     request_id: str = ""
     cache_salt: str | None = None
@@ -101,6 +131,7 @@ class ServedVLLM(Served):
             ("GET", "/health"): self._health,
             ("POST", "/inference/v1/generate"): self._generate,
             ("POST", "/v1/completions"): self._complete,
+            ("POST", "/v1/chat/completions/render"): self._render,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("GET", "/weight_info"): self._weight_info,
@@ -126,8 +157,18 @@ class ServedVLLM(Served):
             return
         body = await call.read(_Generate)
         request = await self._request(call, body.token_ids, body.sampling_params, body.request_id, None)
-        reply = _VLLMWriter(request, _TokenChoices(body.request_id, self.settings), self.settings)
+        if body.features is not None:
+            request = msgspec.structs.replace(request, images=body.features.images())
+        echo = body if body.return_token_ids else None
+        reply = _VLLMWriter(request, _TokenChoices(body.request_id, self.settings, echo), self.settings)
         await call.while_connected(self._respond(call, request, reply, body))
+
+    async def _render(self, call: HttpCall) -> None:
+        """Answer with the form in which the model takes pixels. Nothing is rendered."""
+        await call.read(dict)
+        item = {"pixel_values": {"data": [self.settings.pixel_form, [0, 0], b""]}}
+        encoded = base64.b64encode(msgspec.msgpack.encode(item)).decode()
+        await call.answer(200, {"token_ids": [], "features": {"kwargs_data": {"image": [encoded]}}})
 
     async def _complete(self, call: HttpCall) -> None:
         body = await call.read(_Completion)
@@ -276,13 +317,20 @@ class _VLLMWriter:
 class _TokenChoices:
     """The format of the generate route."""
 
-    def __init__(self, request_id: str, settings: ServeSettings) -> None:
+    def __init__(self, request_id: str, settings: ServeSettings, echo: _Generate | None) -> None:
+        self._echo = echo
         self._id = f"generate-tokens-{request_id}"
         self._text_token_ids = settings.text_token_ids
         self._labels = settings.labels
 
     def envelope(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
-        return {"request_id": self._id, "choices": choices, "usage": usage}
+        envelope: dict[str, Any] = {"request_id": self._id, "choices": choices, "usage": usage}
+        if (asked := self._echo) is not None:
+            self._echo = None
+            envelope["prompt_token_ids"] = asked.token_ids
+            if asked.features is not None:
+                envelope["mm_placeholders"] = msgspec.to_builtins(asked.features.mm_placeholders)
+        return envelope
 
     def choice(self, chunk: Chunk) -> dict[str, Any]:
         pairs = zip(chunk.ids, chunk.logprobs, strict=True)

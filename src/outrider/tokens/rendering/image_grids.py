@@ -1,0 +1,122 @@
+"""How a model divides an image into patches: the settings in the model's folder, and the grid of an image by its size.
+
+The rule is that of the Qwen-VL families: an image is scaled to a multiple of the size of a merged patch, keeps its
+proportions as well as this allows, and stays between a least and a most number of pixels. Each merged patch is one
+placeholder token. The module reads no pixels. Invariant: the grid of an image depends on its size and the settings
+only, so the placeholders of a prompt are known before the image is decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from outrider.errors import InvalidField
+
+IMAGE_FAMILIES = frozenset({"qwen3-vl", "qwen3.5", "qwen3.6"})
+"""Families whose images are given to engines that take token ids. Their image processor is the same."""
+PLACEHOLDER = "<|image_pad|>"
+SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
+PROCESSORS = ("Qwen2VLImageProcessor", "Qwen3VLImageProcessor")
+"""Beginnings of the names of image processors that work by the rule of this module."""
+MAX_PROPORTION = 200
+"""An image may be at most this many times as long as it is wide."""
+
+Grid = tuple[int, int, int]
+"""Numbers of patches of an image: in time (always 1), vertically and horizontally."""
+
+
+class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The image processor of a model. `patch` is the side of a patch in pixels, and `merge` x `merge` patches are one
+    token. `frames` is the number of times that a patch of a still image is repeated. `least` and `most` are the bounds
+    of the scaled image in pixels. `mean` and `std` are given for each of the colours, from 0 to 1."""
+
+    patch: int
+    merge: int
+    frames: int
+    least: int
+    most: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height to which an image is scaled. Raises ValueError for an image that is too narrow
+        for the model."""
+        if max(width, height) > MAX_PROPORTION * min(width, height):
+            raise ValueError(f"an image may be at most {MAX_PROPORTION} times as long as it is wide")
+        unit = self.patch * self.merge
+        scaled_width, scaled_height = round(width / unit) * unit, round(height / unit) * unit
+        if scaled_width * scaled_height > self.most:
+            ratio = math.sqrt(width * height / self.most)
+            scaled_width = max(unit, math.floor(width / ratio / unit) * unit)
+            scaled_height = max(unit, math.floor(height / ratio / unit) * unit)
+        elif scaled_width * scaled_height < self.least:
+            ratio = math.sqrt(self.least / (width * height))
+            scaled_width = math.ceil(width * ratio / unit) * unit
+            scaled_height = math.ceil(height * ratio / unit) * unit
+        return scaled_width, scaled_height
+
+    def tokens_of(self, grid: Grid) -> int:
+        """Return the number of placeholder tokens of an image."""
+        return math.prod(grid) // self.merge**2
+
+
+def read_image_settings(folder: Path, family: str, tokens: int) -> ImageSettings | None:
+    """Return the image settings of a model, with at most `tokens` tokens for an image. Returns None for a family and a
+    model without images, and for 0 tokens. Raises InvalidField for settings that this module cannot follow."""
+    found = _settings(folder) if tokens and family in IMAGE_FAMILIES else None
+    if found is None:
+        return None
+    kind = str(found.get("image_processor_type", PROCESSORS[0]))
+    changed = [name for name in ("do_resize", "do_rescale", "do_normalize") if found.get(name, True) is not True]
+    if not kind.startswith(PROCESSORS) or changed or found.get("resample", 3) != 3:
+        raise InvalidField(
+            f"the image processor in {folder} ({kind}) is not one of the Qwen-VL families'",
+            field="model.image_tokens",
+            hint="0 serves the model without images",
+        )
+    size = found.get("size") or {}
+    try:
+        patch, merge = int(found.get("patch_size", 14)), int(found.get("merge_size", 2))
+        settings = ImageSettings(
+            patch=patch,
+            merge=merge,
+            frames=int(found.get("temporal_patch_size", 2)),
+            least=int(found.get("min_pixels") or size.get("shortest_edge") or 56 * 56),
+            most=int(found.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280),
+            mean=_colours(found.get("image_mean", (0.48145466, 0.4578275, 0.40821073))),
+            std=_colours(found.get("image_std", (0.26862954, 0.26130258, 0.27577711))),
+        )
+        if min(patch, merge, settings.frames, settings.least, *settings.std) <= 0:
+            raise ValueError("a number must be positive")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidField(
+            f"the image processor in {folder} cannot be read: {error}",
+            field="model.image_tokens",
+            hint="0 serves the model without images",
+        ) from error
+    most = min(settings.most, tokens * (patch * merge) ** 2)
+    return msgspec.structs.replace(settings, most=most, least=min(settings.least, most))
+
+
+def _settings(folder: Path) -> dict[str, Any] | None:
+    for name in SETTINGS_FILES:
+        try:
+            found = json.loads((folder / name).read_text())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise InvalidField(f"cannot read {folder / name}: {error}", field="model.image_tokens") from error
+        found = found.get("image_processor", found) if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def _colours(values: Any) -> tuple[float, float, float]:
+    red, green, blue = (float(value) for value in values)
+    return red, green, blue

@@ -1,0 +1,117 @@
+"""Decodes an image and divides it into the patches of a model of the Qwen-VL families.
+
+The module needs Pillow (`pip install 'outrider[images]'`). The results equal those of the image processor in
+`transformers` (a test compares them). Transparent pixels are shown on white, as vLLM shows them. Invariant: `pixels_of`
+returns patches whose grid follows from the size of the image by `ImageSettings.size_of`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from outrider.tokens.rendering.image_grids import Grid, ImageSettings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+"""The formats that are decoded. Others are refused, because every decoder is code that reads an agent's bytes."""
+MAX_PIXELS = 50_000_000
+"""Maximum number of pixels of an image before it is scaled. A file of a few kilobytes may have billions."""
+RAW_VIEW = 3
+"""vLLM's code of the MessagePack extension with the bytes of a tensor."""
+
+
+class UnreadableImage(Exception):
+    """The image cannot be decoded, or is too large. The message has the reason."""
+
+
+class Pixels(msgspec.Struct, frozen=True):
+    """`levels` are the levels of the colours, uint8 of shape (patches, colours x frames x patch x patch)."""
+
+    grid: Grid
+    levels: npt.NDArray[np.uint8]
+
+    def values(self, settings: ImageSettings) -> npt.NDArray[np.float32]:
+        """Return the normalised pixel values, which the model's first layer reads. The shape is that of `levels`."""
+        per_colour = self.levels.reshape(len(self.levels), 3, -1) / np.float64(255)
+        mean, std = (np.asarray(colours).reshape(1, 3, 1) for colours in (settings.mean, settings.std))
+        normalised: npt.NDArray[np.float32] = ((per_colour - mean) / std).astype(np.float32)
+        return normalised.reshape(self.levels.shape)
+
+
+def decoded(data: bytes) -> Picture:
+    """Decode an image (the first one of an animation) to RGB. Raises UnreadableImage."""
+    from PIL import Image, UnidentifiedImageError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise UnreadableImage(f"the image has {width}x{height} pixels, more than {MAX_PIXELS:,}")
+                image.load()
+                if image.mode == "RGB" and "transparency" not in image.info:
+                    return image.copy()
+                shown = image.convert("RGBA")
+                white = Image.new("RGBA", shown.size, (255, 255, 255, 255))
+                return Image.alpha_composite(white, shown).convert("RGB")
+        except UnidentifiedImageError as error:
+            raise UnreadableImage(f"the image is none of {', '.join(FORMATS)}") from error
+        # Pillow's decoders raise errors of many types for damaged files.
+        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+            raise UnreadableImage(f"the image cannot be decoded: {str(error)[:200]}") from error
+        except MemoryError as error:
+            raise UnreadableImage("the image takes too much memory") from error
+
+
+def scaled(data: bytes, settings: ImageSettings) -> Picture:
+    """Return the image as the model reads it, before its colours are normalised. Raises UnreadableImage."""
+    from PIL import Image
+
+    image = decoded(data)
+    try:
+        size = settings.size_of(*image.size)
+    except ValueError as error:
+        raise UnreadableImage(str(error)) from error
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def pixels_of(data: bytes, settings: ImageSettings) -> Pixels:
+    """Return the patches of an image. Raises UnreadableImage."""
+    image = scaled(data, settings)
+    patch, merge = settings.patch, settings.merge
+    rows, columns = image.height // patch, image.width // patch
+    levels = np.asarray(image)  # (height, width, colour)
+    # Patches that are merged into one token are adjacent.
+    parts = levels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    parts = parts.transpose(0, 3, 1, 4, 6, 2, 5)
+    repeated = np.repeat(parts[:, :, :, :, :, None], settings.frames, axis=5)
+    return Pixels((1, rows, columns), np.ascontiguousarray(repeated.reshape(rows * columns, -1)))
+
+
+def vllm_item(pixels: Pixels) -> bytes:
+    """Return an image in the form of vLLM's `features.kwargs_data`: base64 of its `MultiModalKwargsItem`. The levels
+    are sent as they are, and vLLM normalises them (`--mm-device-do-normalize`, the default since 0.32)."""
+    levels = pixels.levels
+    grid = np.asarray(pixels.grid, dtype=np.int64)
+    item = {
+        "pixel_values": {
+            "data": _tensor("uint8", levels),
+            "field": ("flat", {"slices": [[(0, len(levels), None)]], "dim": 0, "keep_on_cpu": False}),
+        },
+        "image_grid_thw": {"data": _tensor("int64", grid), "field": ("batched", {"keep_on_cpu": True})},
+    }
+    return base64.b64encode(msgspec.msgpack.encode(item))
+
+
+def _tensor(kind: str, values: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], msgspec.msgpack.Ext]:
+    return kind, values.shape, msgspec.msgpack.Ext(RAW_VIEW, values.tobytes())

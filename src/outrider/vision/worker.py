@@ -1,0 +1,76 @@
+"""The process that decodes images. It reads requests from standard input and writes one answer to each.
+
+Image decoders are native code that reads an agent's bytes. So the process is confined like a check of an answer: it can
+read Python's files, and cannot write a file, open a socket, start a program or send a signal; its memory is limited.
+Each message has a length (8 bytes, little-endian), then MessagePack. Invariant: the process ends with its standard
+input, so also when the process that started it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from outrider.evaluators.checks.confinement import calculation, confine_zygote
+from outrider.sandbox.runtimes.guest.isolation import seccomp
+from outrider.tokens.rendering.image_grids import Grid, ImageSettings
+from outrider.vision.pixels import UnreadableImage, pixels_of, vllm_item
+
+MAX_MEMORY = 3 << 30
+"""Maximum address space in bytes. An image of MAX_PIXELS pixels takes half a gigabyte."""
+LENGTH = 8
+
+
+class ImageRequest(msgspec.Struct, frozen=True):
+    data: bytes
+    settings: ImageSettings
+
+
+class ImageAnswer(msgspec.Struct, frozen=True):
+    """The image in the form of vLLM's features and its grid, or the reason why it cannot be read."""
+
+    grid: Grid | None = None
+    item: bytes = b""
+    fault: str = ""
+
+
+def main() -> None:
+    # The modules of Pillow's decoders are loaded before the process is confined.
+    from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+    for plugin in (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin):
+        assert plugin.__name__
+    Image.new("RGB", (2, 2)).resize((4, 4), Image.Resampling.BICUBIC)
+    confine_zygote()
+    for limit, value in (
+        (resource.RLIMIT_AS, MAX_MEMORY),
+        (resource.RLIMIT_CORE, seccomp.core_limit()),
+        (resource.RLIMIT_FSIZE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+    seccomp.install(calculation(os.uname().machine))
+    serve(sys.stdin.buffer, sys.stdout.buffer)
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    decoder = msgspec.msgpack.Decoder(ImageRequest)
+    while len(length := requests.read(LENGTH)) == LENGTH:
+        request = decoder.decode(requests.read(int.from_bytes(length, "little")))
+        answer = msgspec.msgpack.encode(answer_to(request))
+        answers.write(len(answer).to_bytes(LENGTH, "little"))
+        answers.write(answer)
+        answers.flush()
+
+
+def answer_to(request: ImageRequest) -> ImageAnswer:
+    try:
+        pixels = pixels_of(request.data, request.settings)
+        return ImageAnswer(pixels.grid, vllm_item(pixels))
+    except UnreadableImage as error:
+        return ImageAnswer(fault=str(error))
+    except MemoryError:
+        return ImageAnswer(fault="the image takes too much memory")

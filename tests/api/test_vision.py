@@ -1,0 +1,204 @@
+"""Images on an engine that takes token ids, from the agent's request to the trainer's sample, in every dialect."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.client.client import AsyncClient
+from outrider.config import ModelConfig
+from outrider.engines.base import Capability, EngineOptions, GenerateRequest
+from outrider.lab.fakes.engine_servers import ServeSettings
+from outrider.lab.fakes.engine_servers.app import DEFAULT_SETTINGS, EngineProtocol, engine_app, serving
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.service.service import Service
+from outrider.spec import EngineSpec
+from outrider.tokens.rendering.image_grids import PLACEHOLDER
+from outrider.tokens.rendering.tokenizer import Tokenizer
+from outrider.trajectory import Sample, SampleImage, TokenMode
+from support.pictures import PATHS
+from support.service import END, running_service, say
+from support.vision import REFUSALS, picture, task
+from support.vision_model import write_vision_tokenizer
+
+MERGED = 4
+CALL = f'<tool_call>\n{{"name": "screenshot", "arguments": {{}}}}\n</tool_call>{END}'
+
+
+@asynccontextmanager
+async def vision_service(
+    tmp_path: Path,
+    replies: Sequence[str],
+    *,
+    protocol: EngineProtocol = "vllm",
+    served: ServeSettings = DEFAULT_SETTINGS,
+    **settings: Any,
+) -> AsyncIterator[tuple[Service, AsyncClient, ScriptedEngine]]:
+    """The service with a model that reads images, its client, and the engine behind the server's protocol."""
+    folder = tmp_path / "vision"
+    write_vision_tokenizer(folder)
+    script = EngineOptions(name="scripted", tokenizer=str(folder), options={"replies": list(replies)})
+    engine = ScriptedEngine(script)
+    model = ModelConfig(tokenizer=str(folder), renderer="qwen3-vl", **settings)
+    async with serving(engine_app(engine, protocol, served)) as server:
+        spec = EngineSpec(kind=protocol, name="sees", url=server)
+        async with (
+            running_service(tmp_path=tmp_path, model=model, engines=(spec,)) as (service, url),
+            AsyncClient(url) as client,
+        ):
+            yield service, client, engine
+
+
+async def sample_of(client: AsyncClient, asked: dict[str, Any]) -> Sample:
+    """The only row of the task's only session."""
+    [done] = await client.wait([(await client.submit({"task": asked})).id])
+    assert done.sessions[0].last_error is None, done.sessions[0].last_error
+    [sample] = await client.samples(done.sessions[0].id)
+    return sample
+
+
+async def refusal_of(client: AsyncClient, asked: dict[str, Any]) -> str:
+    """The reply with which a call of the task's only session was refused."""
+    REFUSALS.clear()
+    await client.wait([(await client.submit({"task": asked | {"max_attempts": 1}})).id])
+    [refusal] = REFUSALS
+    return refusal
+
+
+def check_images(folder: Path, sample: Sample, pictures: Sequence[bytes]) -> None:
+    """Each picture is in the row with its digest, its grid, and as many placeholders as the grid has tokens, at its
+    span; no other id of the row is a placeholder."""
+    pad = Tokenizer.load(folder).convert_tokens_to_ids(PLACEHOLDER)
+    assert [image.digest for image in sample.images] == [hashlib.sha256(data).hexdigest() for data in pictures]
+    ids = sample.ids.tolist()
+    places: set[int] = set()
+    for image in sample.images:
+        assert image.span is not None
+        assert image.grid is not None
+        start, end = image.span
+        assert end - start == math.prod(image.grid) // MERGED > 0
+        assert set(ids[start:end]) == {pad}
+        places |= set(range(start, end))
+    assert {at for at, token_id in enumerate(ids) if token_id == pad} == places
+    assert not any(sample.loss_mask[at] for at in places)
+
+
+def spans_of(images: Sequence[SampleImage]) -> list[tuple[int, int]]:
+    return [image.span for image in images if image.span is not None]
+
+
+def sent_spans(request: GenerateRequest) -> list[tuple[int, int]]:
+    return [(image.span.start, image.span.start + image.span.length) for image in request.images]
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+async def test_images_reach_the_engine_and_the_sample_and_history_grows_by_delta(tmp_path: Path, dialect: str) -> None:
+    turns = [("look", [0]), ("and here", [1, 0]), ("bye", [])]
+    async with vision_service(tmp_path, [say("one"), say("two"), say("three")]) as (_, client, engine):
+        sample = await sample_of(client, task(dialect, turns))
+        assert sample.mode is TokenMode.TOKENS
+        pictures = [picture(64, 64, seed=0), picture(96, 64, seed=1), picture(64, 64, seed=0)]
+        check_images(tmp_path / "vision", sample, pictures)
+        assert [image.grid for image in sample.images] == [(1, 4, 4), (1, 4, 6), (1, 4, 4)]
+        first, second, third = engine.requests
+        assert [len(request.images) for request in engine.requests] == [1, 3, 3]
+        assert sent_spans(third) == sent_spans(second) == spans_of(sample.images)
+        assert [image.item for image in second.images[::2]] == [first.images[0].item] * 2
+        ids = sample.ids.tolist()
+        for request in engine.requests:
+            prompt = request.input_ids.tolist()
+            assert ids[: len(prompt)] == prompt
+        assert (await client.image(sample.images[1].digest)).data == pictures[1]
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+async def test_images_of_a_tools_result_reach_the_engine_and_the_sample(tmp_path: Path, dialect: str) -> None:
+    turns = [("look", []), ("tool", [2])]
+    async with vision_service(tmp_path, [CALL, say("done")]) as (_, client, engine):
+        sample = await sample_of(client, task(dialect, turns))
+        check_images(tmp_path / "vision", sample, [picture(128, 64, seed=2)])
+        assert len(sample.turns) == 2
+        text = Tokenizer.load(tmp_path / "vision").decode(sample.ids.tolist())
+        response = text.partition("<tool_response>")[2].partition("</tool_response>")[0]
+        assert PLACEHOLDER * 8 in response
+        assert [len(request.images) for request in engine.requests] == [0, 1]
+
+
+async def test_a_picture_that_cannot_be_decoded_is_refused_and_a_tools_is_described(tmp_path: Path) -> None:
+    broken = "\x89PNG no picture"
+    async with vision_service(tmp_path, [CALL, say("done")]) as (_, client, engine):
+        refused = await refusal_of(client, task("chat", [("look", [broken])]))
+        assert "the image is none of PNG, JPEG, WEBP, GIF, BMP" in refused
+        assert not engine.requests
+        sample = await sample_of(client, task("chat", [("look", []), ("tool", [broken])]))
+        assert sample.images == ()
+        text = Tokenizer.load(tmp_path / "vision").decode(sample.ids.tolist())
+        assert "the image cannot be read]" in text
+
+
+async def test_a_placeholder_in_a_text_is_refused(tmp_path: Path) -> None:
+    async with vision_service(tmp_path, [say("one")]) as (_, client, engine):
+        for pictures in ([], [0]):
+            assert "placeholder of an image" in await refusal_of(client, task("chat", [(f"a{PLACEHOLDER}b", pictures)]))
+        assert not engine.requests
+
+
+async def test_a_model_served_without_images_refuses_them(tmp_path: Path) -> None:
+    async with vision_service(tmp_path, [say("one")], image_tokens=0) as (_, client, engine):
+        assert "given text only" in await refusal_of(client, task("chat", [("look", [0])]))
+        assert not engine.requests
+
+
+async def test_larger_images_are_scaled_to_the_tokens_of_the_setting(tmp_path: Path) -> None:
+    async with vision_service(tmp_path, [say("one")], image_tokens=16) as (_, client, _engine):
+        sample = await sample_of(client, task("chat", [("look", [8])]))
+        [image] = sample.images
+        assert image.grid is not None
+        assert 8 <= math.prod(image.grid) // MERGED <= 16
+
+
+async def test_a_server_whose_model_takes_other_pixels_is_refused(tmp_path: Path) -> None:
+    settings = ServeSettings(pixel_form="float32")
+    async with vision_service(tmp_path, [say("one")], served=settings) as (_, client, engine):
+        refused = await refusal_of(client, task("chat", [("look", [0])]))
+        assert "takes pixels as float32" in refused
+        assert "--mm-device-do-normalize" in refused
+        assert not engine.requests
+
+
+@pytest.mark.parametrize(("protocol", "served"), [("sglang", {}), ("vllm", {"generate_route": False})])
+async def test_servers_without_a_place_for_images_refuse_them(
+    tmp_path: Path, protocol: EngineProtocol, served: dict[str, Any]
+) -> None:
+    settings = ServeSettings(**served)
+    async with vision_service(tmp_path, [say("one")], protocol=protocol, served=settings) as (_, client, engine):
+        refused = await refusal_of(client, task("chat", [("look", [0])]))
+        assert "given text only" in refused or "has no route /inference/v1/generate" in refused
+        assert not engine.requests
+
+
+class Blind(ScriptedEngine):
+    """An engine whose server ignores images."""
+
+    capabilities = ScriptedEngine.capabilities | {Capability.READS_IMAGES}
+
+
+async def test_an_engine_that_does_not_report_the_images_is_not_believed(tmp_path: Path) -> None:
+    folder = tmp_path / "vision"
+    write_vision_tokenizer(folder)
+    options = {"replies": [f"one{END}"]}
+    engine = Blind(EngineOptions(name="blind", tokenizer=str(folder), options=options))
+    model = ModelConfig(tokenizer=str(folder), renderer="qwen3-vl")
+    async with (
+        running_service(tmp_path=tmp_path, model=model, engine=engine) as (_, url),
+        AsyncClient(url) as client,
+    ):
+        assert "does not report that it has read the 1 images" in await refusal_of(
+            client, task("chat", [("look", [0])])
+        )

@@ -1,0 +1,160 @@
+"""Images as a model reads them: the grid, the patches, and the process that decodes them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import struct
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from outrider.errors import InvalidField, ServiceError
+from outrider.messages import image_from_bytes
+from outrider.tokens.rendering.image_grids import ImageSettings, read_image_settings
+from outrider.vision.pixels import MAX_PIXELS, UnreadableImage, decoded, pixels_of
+from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage
+from support.vision import picture
+from support.vision_model import PREPROCESSOR, write_vision_tokenizer
+
+SETTINGS = ImageSettings(
+    patch=16, merge=2, frames=2, least=4096, most=262144, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2)
+)
+SIZES = [(64, 64), (640, 480), (1280, 720), (33, 31), (10, 300), (1000, 20), (600, 600)]
+
+
+@asynccontextmanager
+async def a_preparer() -> AsyncIterator[ImagePreparer]:
+    preparer = ImagePreparer(SETTINGS)
+    try:
+        yield preparer
+    finally:
+        await preparer.close()
+
+
+def as_file(image: Pillow.Image, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind)
+    return file.getvalue()
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few hundred bytes that claims to have so many pixels."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(100_000), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_grids_and_pixels_are_those_of_the_models_own_processor(size: tuple[int, int]) -> None:
+    pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    processor = pil.Qwen2VLImageProcessorPil(
+        patch_size=SETTINGS.patch,
+        merge_size=SETTINGS.merge,
+        temporal_patch_size=SETTINGS.frames,
+        size={"shortest_edge": SETTINGS.least, "longest_edge": SETTINGS.most},
+        image_mean=list(SETTINGS.mean),
+        image_std=list(SETTINGS.std),
+    )
+    data = picture(*size)
+    theirs = processor(images=[Pillow.open(io.BytesIO(data))], return_tensors="np")
+    ours = pixels_of(data, SETTINGS)
+    assert [list(ours.grid)] == theirs["image_grid_thw"].tolist()
+    assert np.abs(ours.values(SETTINGS) - theirs["pixel_values"]).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "none of PNG"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "none of PNG"),
+        (as_file(Pillow.new("RGB", (8, 8)), "TIFF"), "none of PNG"),
+        (picture(640, 480)[:300], "cannot be decoded"),
+        (bomb(60_000, 60_000), "bomb"),
+        (bomb(8000, 8000), f"more than {MAX_PIXELS:,}"),
+        (bomb(7000, 7000), "cannot be decoded"),
+        (as_file(Pillow.new("1", (3000, 9))), "200 times"),
+    ],
+)
+def test_unreadable_images_have_a_reason(data: bytes, reason: str) -> None:
+    with pytest.raises(UnreadableImage, match=reason):
+        pixels_of(data, SETTINGS)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1", "I;16", "CMYK"])
+def test_any_mode_is_shown_in_three_colours(mode: str) -> None:
+    shown = decoded(as_file(Pillow.new(mode, (8, 8)), "JPEG" if mode == "CMYK" else "PNG"))
+    assert (shown.mode, shown.size) == ("RGB", (8, 8))
+    if mode in ("RGBA", "LA"):
+        assert shown.getpixel((0, 0)) == (255, 255, 255)
+
+
+async def test_images_are_decoded_in_one_process_and_each_once() -> None:
+    async with a_preparer() as preparer:
+        image = image_from_bytes("image/png", picture(96, 64))
+        both = await asyncio.gather(preparer.prepare(image), preparer.prepare(image))
+        assert isinstance(both[0], PreparedImage)
+        assert both[0] is both[1] is preparer.kept(image.digest)
+        assert both[0].grid == (1, 4, 6)
+        broken = await preparer.prepare(image_from_bytes("image/png", b"no"))
+        assert isinstance(broken, UnreadImage)
+        assert isinstance(
+            await preparer.prepare(image_from_bytes("image/gif", picture(64, 64, kind="GIF"))), PreparedImage
+        )
+
+
+async def test_a_killed_process_is_the_services_fault_and_the_next_image_gets_another() -> None:
+    async with a_preparer() as preparer:
+        await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
+        for number, error in ((signal.SIGKILL, ServiceError), (signal.SIGSEGV, None)):
+            assert preparer.process_id is not None
+            os.kill(preparer.process_id, number)
+            other = image_from_bytes("image/png", picture(64, 64, seed=int(number)))
+            if error is not None:
+                with pytest.raises(error, match="decodes images failed"):
+                    await preparer.prepare(other)
+            else:  # as if the image had made the decoder crash
+                assert isinstance(await preparer.prepare(other), UnreadImage)
+            assert isinstance(await preparer.prepare(other), PreparedImage)
+
+
+async def test_the_process_ends_with_its_preparer() -> None:
+    async with a_preparer() as preparer:
+        await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
+        process_id = preparer.process_id
+    assert preparer.process_id is None
+    assert process_id is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
+
+
+def test_settings_come_from_the_models_folder(tmp_path: Path) -> None:
+    write_vision_tokenizer(tmp_path)
+    found = read_image_settings(tmp_path, "qwen3-vl", 64)
+    assert found is not None
+    assert (found.patch, found.merge, found.most) == (16, 2, 64 * 32 * 32)
+    assert read_image_settings(tmp_path, "qwen3-vl", 0) is None
+    assert read_image_settings(tmp_path, "qwen3", 64) is None
+    assert read_image_settings(tmp_path / "other", "qwen3-vl", 64) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"image_processor_type": "CLIPImageProcessor"}, {"do_normalize": False}, {"patch_size": 0}, {"image_std": [1]}],
+)
+def test_other_image_processors_are_refused(tmp_path: Path, changed: dict[str, object]) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR | changed))
+    with pytest.raises(InvalidField, match="image processor"):
+        read_image_settings(tmp_path, "qwen3-vl", 64)
