@@ -288,6 +288,15 @@ class TellsImage(Protocol):
         ...
 
 
+@runtime_checkable
+class QueuesStarts(Protocol):
+    """A runtime whose `start` may wait until another system has room, or until its turn."""
+
+    def queued_seconds(self) -> float:
+        """Return the seconds, up to now, for which the start has waited. No time limit counts these seconds."""
+        ...
+
+
 class SavesLayers(Protocol):
     """A runtime that can copy every file written in a sandbox into another sandbox."""
 

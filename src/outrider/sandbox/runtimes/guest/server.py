@@ -1,9 +1,9 @@
 """The tool server: Outrider's program inside each sandbox. Standard library only, Python 3.8 or newer.
 
 The server carries out the calls that the host sends over one connection: commands, live shells, files, archives. In a
-sandbox with a network of its own, the server also bridges 127.0.0.1 to the model gateway's socket. Invariant: the
-server reaps all its children, adopted orphans included, while it runs, and kills all processes below it before it
-exits.
+sandbox with a network of its own, the server also bridges 127.0.0.1 to the model gateway: to its socket, or on another
+machine through the connection to the host. Invariant: the server reaps all its children, adopted orphans included,
+while it runs, and kills all processes below it before it exits.
 
 `runtimes/tool_server/bundle.py` joins the modules of this folder into one program, which starts in bare interpreters.
 Modules with a load time of more than a millisecond are therefore imported in the functions that need them.
@@ -30,6 +30,7 @@ from outrider.sandbox.runtimes.guest.poll_loop import Loop
 from outrider.sandbox.runtimes.guest.process_watch import ProcessWatch
 from outrider.sandbox.runtimes.guest.processes import SPARE, kill_tree, read_or_empty
 from outrider.sandbox.runtimes.guest.shells.shell import LiveShell
+from outrider.sandbox.runtimes.guest.tunnel import Tunnel
 
 if TYPE_CHECKING:
     import signal as _signal
@@ -57,6 +58,7 @@ class Server:
         self.shells: dict[int, LiveShell] = {}
         self.restores: dict[int, Restore] = {}
         self.watch: ProcessWatch | None = None
+        self.tunnel: Tunnel | None = None
 
     def dispatch(self, frame: bytes) -> None:
         call, method, args = Unpacker(frame).value()
@@ -211,6 +213,20 @@ class Server:
         restore = self.restores.pop(args["key"], None)
         if restore is not None:
             restore.cancel()
+
+    def do_tunnel(self, call: int, args: dict[str, Any]) -> None:
+        """Carry connections to the model gateway through this connection, until the call is cancelled."""
+        self.tunnel = Tunnel(self.loop, args["port"], self.calls, call)
+
+    def do_tunnel_data(self, call: int, args: dict[str, Any]) -> None:
+        """Pass bytes of the gateway to a client. Sends no reply."""
+        if self.tunnel is not None:
+            self.tunnel.take(args["client"], args["data"])
+
+    def do_tunnel_drop(self, call: int, args: dict[str, Any]) -> None:
+        """Close a client. Sends no reply."""
+        if self.tunnel is not None:
+            self.tunnel.drop(args["client"])
 
     def do_stop(self, call: int, args: dict[str, Any]) -> None:
         self.calls.reply(call, {"left": len(kill_tree({posix.getpid()}))})

@@ -57,6 +57,7 @@ MODULES = (
     "child_reply",
     "shells.shell",
     "bridge",
+    "tunnel",
     "filesystem.trees",
     "filesystem.tree_writer",
     "filesystem.files",

@@ -1,0 +1,137 @@
+"""A bridge from 127.0.0.1 in a sandbox on another machine to the model gateway, through the connection to the host.
+
+The clients' bytes travel as parts of one call of the host, and the gateway's bytes as calls `tunnel_data`. The host's
+end is `runtimes/remote.py`. Invariant: each client has a number of its own, and no part names a number after the part
+that closes the client.
+"""
+
+from __future__ import annotations
+
+import select
+from typing import TYPE_CHECKING
+
+from outrider.sandbox.runtimes.guest.bridge import Bridge, BridgedConnection
+from outrider.sandbox.runtimes.guest.poll_loop import CHUNK, POLL_READ, Loop
+
+if TYPE_CHECKING:
+    import _socket
+
+    from outrider.sandbox.runtimes.guest.connection import Calls
+
+READY, OPENED, DATA, ENDED, CLOSED = range(5)
+"""The kinds of parts: the tunnel listens; a client has connected; bytes of a client; a client sends no more; a client
+is closed. A part begins with its kind and, in four bytes, the client's number."""
+
+
+class Tunnel(Bridge):
+    """Listens on 127.0.0.1:port while `call` of the host runs."""
+
+    def __init__(self, loop: Loop, port: int, calls: Calls, call: int) -> None:
+        super().__init__(loop, port, "")
+        self.calls = calls
+        self.call = call
+        self.number = 0
+        self.ends: dict[int, TunnelEnd] = {}
+        calls.running[call] = self.end
+        self.tell(READY, 0)
+
+    def tell(self, kind: int, number: int, data: bytes = b"") -> None:
+        self.calls.part(self.call, bytes((kind,)) + number.to_bytes(4, "big") + data)
+
+    def take(self, number: int, data: bytes) -> None:
+        """Pass bytes of the gateway to a client; no bytes are the end of the gateway's bytes."""
+        end = self.ends.get(number)
+        if end is not None:
+            end.take(data)
+
+    def drop(self, number: int) -> None:
+        """Close a client whose connection to the gateway is lost."""
+        end = self.ends.get(number)
+        if end is not None:
+            end.close()
+
+    def end(self) -> None:
+        """Close the listener and all clients, and end the call."""
+        self.calls.running.pop(self.call, None)
+        self.loop.unwatch(self.listener.fileno())
+        self.listener.close()
+        for end in list(self.ends.values()):
+            end.close()
+        self.calls.fail(self.call, "ended", "the tunnel was closed")
+
+    def _connect(self, client: _socket.socket, tries: int) -> None:
+        try:
+            near, far = self.socket.socketpair()
+        except OSError:  # no descriptor is free
+            self._refuse(client)
+            return
+        near.setblocking(False)
+        far.setblocking(False)
+        self.number += 1
+        self.tell(OPENED, self.number)
+        self.ends[self.number] = TunnelEnd(self, self.number, far)
+        BridgedConnection(self.loop, client, near, self._closed)
+
+
+class TunnelEnd:
+    """The tunnel's end of a client. `socket` leads to the client's connection. `buffer` has the gateway's bytes that
+    are not yet written."""
+
+    def __init__(self, tunnel: Tunnel, number: int, socket: _socket.socket) -> None:
+        self.tunnel = tunnel
+        self.number = number
+        self.socket = socket
+        self.buffer = bytearray()
+        self.ended = False
+        """True when the gateway sends no more."""
+        self.heard_all = False
+        """True when the client sends no more."""
+        self._watch()
+
+    def take(self, data: bytes) -> None:
+        self.buffer += data
+        self.ended = self.ended or not data
+        self._push()
+
+    def close(self) -> None:
+        del self.tunnel.ends[self.number]
+        self.tunnel.loop.unwatch(self.socket.fileno())
+        self.socket.close()
+        self.tunnel.tell(CLOSED, self.number)
+
+    def _ready(self, events: int) -> None:
+        if events & POLL_READ and not self.heard_all:
+            try:
+                data = self.socket.recv(CHUNK)
+            except BlockingIOError:
+                data = None
+            except OSError:
+                self.close()
+                return
+            if data is not None:
+                self.heard_all = not data
+                self.tunnel.tell(DATA if data else ENDED, self.number, data)
+        self._push()
+
+    def _push(self) -> None:
+        try:
+            while self.buffer:
+                del self.buffer[: self.socket.send(self.buffer[:CHUNK])]
+            if self.ended and self.heard_all:
+                self.close()
+                return
+            if self.ended:
+                self.socket.shutdown(1)  # SHUT_WR
+        except BlockingIOError:
+            pass
+        except OSError:  # the client is gone
+            self.close()
+            return
+        self._watch()
+
+    def _watch(self) -> None:
+        mask = (0 if self.heard_all else select.POLLIN) | (select.POLLOUT if self.buffer else 0)
+        if mask:
+            self.tunnel.loop.watch(self.socket.fileno(), mask, self._ready)
+        else:
+            self.tunnel.loop.unwatch(self.socket.fileno())

@@ -1,0 +1,265 @@
+"""The common parts of runtimes whose sandboxes run on other machines: the labels of sandboxes, the pace of starts, and
+the way to the model gateway.
+
+Nothing here depends on a service that runs sandboxes. Invariants: a sandbox is taken for an orphan only if the process
+of its node has certainly ended; no time in which a start waits for its turn is charged to the session; programs in a
+sandbox reach the gateway of their node and nothing else through the tunnel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider.concurrency.chores import Chores
+from outrider.environment import host_id
+from outrider.errors import RuntimeFailure
+from outrider.sandbox.runtimes.base import SandboxContext
+from outrider.sandbox.runtimes.guest.bridge import MAX_PAIRS
+from outrider.sandbox.runtimes.guest.tunnel import CLOSED, DATA, ENDED, OPENED, READY
+from outrider.sandbox.runtimes.node_host import Host, lives
+from outrider.sandbox.runtimes.tool_server.client import Done, ToolClient
+from outrider.sandbox.runtimes.tool_server.launch import BRIDGE_PORT, START_SECONDS, RunningServer
+from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
+from outrider.spec import RuntimeSpec
+
+NODE_LABEL = "outrider.node"
+SESSION_LABEL = "outrider.session"
+ATTEMPT_LABEL = "outrider.attempt"
+"""Keys of the labels of every sandbox: the node that started the sandbox, its session, and the attempt."""
+
+MACHINE_CHARACTERS = 8
+HEAD = 5
+"""Bytes before a part's data: its kind and the client's number."""
+MOST_WAITING = 64 << 20
+"""Maximum bytes of a client that the gateway has not yet read."""
+UNBOUNDED = 1 << 62
+
+
+def node_label(host: Host) -> str:
+    """Return the value of NODE_LABEL for the sandboxes of a node: at most 63 letters, digits and dashes."""
+    return f"{_machine()}-{host.name}"
+
+
+def labels_of(context: SandboxContext) -> dict[str, str]:
+    """Return the labels of a sandbox."""
+    return {
+        NODE_LABEL: node_label(context.host),
+        SESSION_LABEL: context.session_id,
+        ATTEMPT_LABEL: str(context.attempt),
+    }
+
+
+def is_orphan(label: str) -> bool:
+    """Return whether the node with this label has ended.
+
+    False if this machine cannot tell: for a node of another machine, of this machine before it was started again, or of
+    another pid namespace. A sandbox of such a node ends at the end of its own term."""
+    machine, _, name = label.partition("-")
+    return machine == _machine() and not lives(name)
+
+
+def _machine() -> str:
+    """Return a name of this machine's boot. Other machines of a service have other names, although their process ids
+    and namespaces may be the same."""
+    boot = host_id().partition(" ")[0]
+    return hashlib.sha256(boot.encode()).hexdigest()[:MACHINE_CHARACTERS]
+
+
+class StartQueue:
+    """The starts of a node at one service, in order of their requests: at most `per_second`."""
+
+    def __init__(self, per_second: float) -> None:
+        self._pause = 1 / per_second
+        self._next = 0.0
+        self._turns = asyncio.Lock()
+
+    async def turn(self) -> None:
+        """Wait until the next start may be requested. A cancelled wait takes no turn."""
+        clock = asyncio.get_running_loop().time
+        async with self._turns:
+            while (wait := self._next - clock()) > 0:  # noqa: ASYNC110  # `hold` may move the time meanwhile
+                await asyncio.sleep(wait)
+            self._next = clock() + self._pause
+
+    def hold(self, seconds: float) -> None:
+        """Let no start begin within the next `seconds`, because the service has no room."""
+        self._next = max(self._next, asyncio.get_running_loop().time() + seconds)
+
+
+class QueueClock:
+    """The time that the start of one sandbox has waited for its turn or for room."""
+
+    def __init__(self) -> None:
+        self._waited = 0.0
+        self._since: float | None = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited = self.seconds()
+            self._since = None
+
+    def seconds(self) -> float:
+        return self._waited + (0.0 if self._since is None else time.monotonic() - self._since)
+
+
+RemoteLaunch = Callable[[RuntimeSpec, SandboxContext, QueueClock], AbstractAsyncContextManager[RunningServer]]
+
+
+class RemoteSandbox(ToolServerSandbox):
+    """A sandbox on another machine, with a tool server. Its launch notes in the clock how long it is queued."""
+
+    def __init__(self, launch: RemoteLaunch, spec: RuntimeSpec, context: SandboxContext, **options: Any) -> None:
+        self._queued = QueueClock()
+        super().__init__(lambda spec, context: launch(spec, context, self._queued), spec, context, **options)
+
+    def queued_seconds(self) -> float:
+        """See `QueuesStarts`."""
+        return self._queued.seconds()
+
+
+@asynccontextmanager
+async def gateway_tunnel(
+    tools: ToolClient, gateway: Path, chores: Chores, *, port: int = BRIDGE_PORT, seconds: float
+) -> AsyncIterator[None]:
+    """Forward connections to 127.0.0.1:port in the sandbox to the Unix socket `gateway` of this machine, within the
+    block and for at most `seconds`. The tunnel's tasks belong to `chores`. Raises RuntimeFailure when the tunnel cannot
+    be opened.
+
+    The gateway is reached through the connection to the tool server. So the sandbox needs no network, and the node no
+    address that other machines can reach."""
+    tunnel = _GatewayTunnel(tools, gateway, chores)
+    served = chores.create_task(tunnel.serve(port, seconds), name="gateway tunnel")
+    try:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await tunnel.opened.wait()
+        except TimeoutError as error:
+            raise RuntimeFailure(f"the way to the model was not open within {START_SECONDS:.0f} s") from error
+        if tunnel.failure is not None:
+            raise RuntimeFailure(f"the way to the model cannot be opened: {tunnel.failure}") from tunnel.failure
+        yield
+    finally:
+        served.cancel()
+        tunnel.close()
+
+
+class _GatewayTunnel:
+    """The host's end of a tunnel; the sandbox's end is guest/tunnel.py. `opened` is set when the sandbox's end listens,
+    or cannot."""
+
+    def __init__(self, tools: ToolClient, gateway: Path, chores: Chores) -> None:
+        self.opened = asyncio.Event()
+        self.failure: Exception | None = None
+        self._tools = tools
+        self._gateway = gateway
+        self._chores = chores
+        self._streams: dict[int, _GatewayStream] = {}
+
+    async def serve(self, port: int, seconds: float) -> None:
+        try:
+            await self._tools.call("tunnel", {"port": port}, Done, seconds=seconds, on_part=self._take, room=UNBOUNDED)
+        except (RuntimeFailure, OSError) as error:  # the sandbox is gone, or its port is taken
+            self.failure = error
+        finally:
+            self.opened.set()
+
+    def close(self) -> None:
+        for stream in list(self._streams.values()):
+            stream.abort()
+
+    def _take(self, part: bytes) -> None:
+        """Handle a part, which any program in the sandbox may have forged. Raises ValueError for a part that the tool
+        server does not send; the client of the tool server then drops the connection."""
+        if len(part) < HEAD:
+            raise ValueError("a part of the tunnel without a number")
+        kind, number, data = part[0], int.from_bytes(part[1:HEAD], "big"), part[HEAD:]
+        stream = self._streams.get(number)
+        if kind == READY:
+            self.opened.set()
+        elif kind == OPENED and stream is None:
+            if len(self._streams) >= MAX_PAIRS:
+                self._tools.send("tunnel_drop", {"client": number})
+                return
+            self._streams[number] = stream = _GatewayStream(self._tools, number, self._streams.pop)
+            self._chores.create_task(stream.connect(self._gateway), name="gateway tunnel")
+        elif stream is not None and kind == DATA:
+            stream.send(data)
+        elif stream is not None and kind == ENDED:
+            stream.send_end()
+        elif stream is not None and kind == CLOSED:
+            stream.abort()
+
+
+class _GatewayStream(asyncio.Protocol):
+    """A connection to the gateway for one client. `closed` is called with the client's number when the stream is lost.
+    Bytes of the client that come before the connection is open wait."""
+
+    def __init__(self, tools: ToolClient, number: int, closed: Callable[[int, None], object]) -> None:
+        self._tools = tools
+        self._number = number
+        self._closed = closed
+        self._transport: asyncio.Transport | None = None
+        self._early = bytearray()
+        self._ended = False
+        self._lost = False
+
+    async def connect(self, gateway: Path) -> None:
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: self, str(gateway))
+        except OSError:  # the gateway is closed
+            self.connection_lost(None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if self._lost:
+            transport.abort()
+            return
+        transport.write(bytes(self._early))
+        if self._ended:
+            transport.write_eof()
+
+    def send(self, data: bytes) -> None:
+        transport = self._transport
+        waiting = len(self._early) if transport is None else transport.get_write_buffer_size()
+        if waiting + len(data) > MOST_WAITING:
+            self.abort()
+        elif transport is None:
+            self._early += data
+        else:
+            transport.write(data)
+
+    def send_end(self) -> None:
+        self._ended = True
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self.connection_lost(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._tools.send("tunnel_data", {"client": self._number, "data": data})
+
+    def eof_received(self) -> bool:
+        self._tools.send("tunnel_data", {"client": self._number, "data": b""})
+        return True  # the client may still send
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._lost:
+            self._lost = True
+            self._closed(self._number, None)
+            self._tools.send("tunnel_drop", {"client": self._number})
