@@ -142,6 +142,8 @@ class SandboxesConfig(Section):
     ] = None
     """Names of the [GPUs](gpus.md) that sandboxes may set aside: an index or a UUID for NVIDIA's,
     `vendor/class=device` for others."""
+    starts_per_second: Annotated[float, Field(gt=0, le=1000)] = 5.0
+    """Sandboxes [elsewhere](runtimes.md#elsewhere) that a process starts per second, at most, at each service."""
     warm: Annotated[int, Field(ge=0, le=1024), Setting("--warm N")] = 0
     """Sandboxes of each recently used kind to [make ahead](runtimes.md#made-ahead)."""
     warm_memory_mb: Annotated[int, Field(ge=16), Setting("--warm-memory-mb MIB")] = 4096

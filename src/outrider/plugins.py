@@ -32,6 +32,7 @@ BUILTINS: dict[str, dict[str, str]] = {
     "runtime": {
         "apptainer": "outrider.sandbox.runtimes.apptainer.runtime:ApptainerRuntime",
         "docker": "outrider.sandbox.runtimes.containers.runtime:DOCKER",
+        "e2b": "outrider.sandbox.runtimes.e2b.runtime:E2BRuntime",
         "gvisor": "outrider.sandbox.runtimes.containers.runtime:GVISOR",
         "memory": "outrider.lab.fakes.memory_runtime.runtime:MemoryRuntime",
         "namespace": "outrider.sandbox.runtimes.namespace.runtime:NamespaceRuntime",

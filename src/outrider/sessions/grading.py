@@ -41,12 +41,12 @@ from outrider.plugins import plugin_code
 from outrider.sandbox.network.door import Door
 from outrider.sandbox.network.record import NetworkRecord
 from outrider.sandbox.node_folder import remove_tree
-from outrider.sandbox.runtimes.base import NoShell, Runtime, SavesLayers, ShellKind, TellsCause
+from outrider.sandbox.runtimes.base import NoShell, QueuesStarts, Runtime, SavesLayers, ShellKind, TellsCause
 from outrider.sandbox.sandbox import Sandbox, Sandboxes, collect
 from outrider.sessions.artifacts import GradingLog
 from outrider.sessions.attempt import Attempt
 from outrider.sessions.blame import Blame, Facts, Stage, decide, end_of
-from outrider.sessions.clock import PausableTimeout, Stopwatch
+from outrider.sessions.clock import Budget, PausableTimeout, Stopwatch
 from outrider.sessions.lanes import Lane, Lanes
 from outrider.sessions.patches import PatchBases, apply_patch, carried_paths, is_unchanged, make_patch, place_of
 from outrider.sessions.priority_semaphore import Slot
@@ -557,7 +557,7 @@ class GraderSandbox:
     """A sandbox for grading. A task of `owner` makes and starts the sandbox, as soon as this object is made.
 
     The slots of `starts` bound the number of such sandboxes that start at once. A start takes at most `seconds`, not
-    counting the wait for a slot.
+    counting the waits for a slot and for the service of a runtime elsewhere.
     """
 
     def __init__(
@@ -602,11 +602,14 @@ class GraderSandbox:
     async def _start(
         self, make: Callable[[], Awaitable[Sandbox]], starts: Lane, line: tuple[int, str], seconds: float
     ) -> None:
-        limit = asyncio.timeout(seconds)
+        queued: list[QueuesStarts] = []
+        limit = Budget(seconds, lambda: sum(one.queued_seconds() for one in queued))
         try:
-            async with await starts.take(*line), limit:
+            async with await starts.take(*line), limit.spend():
                 began = time.time()
                 sandbox = await make()
+                if isinstance(sandbox.runtime, QueuesStarts):
+                    queued.append(sandbox.runtime)
                 self._noted.enter_context(self._timelines.sandbox(self._timeline, sandbox, GRADING))
                 await sandbox.ready()
                 if sandbox.door is not None:
@@ -617,7 +620,7 @@ class GraderSandbox:
                 self._sandbox = sandbox
         except Exception as error:  # raised by `ready`, because raising here would end the node's background tasks
             late = f"a sandbox for grading was not ready within {seconds:g} s"
-            self._failure = RuntimeFailure(late) if limit.expired() else error
+            self._failure = RuntimeFailure(late) if limit.exhausted else error
 
 
 @asynccontextmanager

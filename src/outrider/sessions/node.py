@@ -98,7 +98,8 @@ class LocalNode:
         resolve("runtime", self._config.sandboxes.default_kind, field="sandboxes.default_kind")
         async with AsyncExitStack() as held:
             self._folder = await held.enter_async_context(opened_in_thread(NodeFolder.make, NodeFolder.remove))
-            host = await held.enter_async_context(Host(self._folder.path))
+            pace = self._config.sandboxes.starts_per_second
+            host = await held.enter_async_context(Host(self._folder.path, starts_per_second=pace))
             await sweep(host, self.failures)
             await held.enter_async_context(self._background)
             watchdog = await held.enter_async_context(Watchdog())

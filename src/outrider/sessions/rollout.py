@@ -51,7 +51,7 @@ from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
 from outrider.plugins import plugin_code
 from outrider.sandbox.network.record import NetworkRecord, record_file
-from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.base import QueuesStarts, Runtime
 from outrider.sandbox.sandbox import CommandFailed, Sandbox, Sandboxes, collect, prepare
 from outrider.sandbox.warm_pool import WarmPool
 from outrider.schemas import ArtifactList
@@ -146,8 +146,12 @@ class Rollout:
         self._key = key
         self._node = node
         self._overdue = Overdue()
-        overdue = self._overdue  # the lambda must not refer to this rollout: see `on_limit` below
-        self._stalled_seconds: Callable[[], float] = lambda: node.stalled_seconds() + overdue.seconds()
+        self._queued: list[QueuesStarts] = []
+        """Runtimes whose starts may be queued elsewhere."""
+        overdue, queued = self._overdue, self._queued  # the lambda must not refer to this rollout: see `on_limit` below
+        self._stalled_seconds: Callable[[], float] = lambda: (
+            node.stalled_seconds() + overdue.seconds() + sum(one.queued_seconds() for one in queued)
+        )
         """Returns the total seconds, up to now, that no clock of the session counts."""
         self._budget = Budget(attempt.task.limits.session_seconds, self._stalled_seconds)
         logged = attempt.logged
@@ -267,7 +271,7 @@ class Rollout:
             ready = await held.enter_async_context(await lanes.ready.take(*line))
             init = await held.enter_async_context(await lanes.init.take(*line))
             self._stopwatch.lap("queued")
-            preparing = Budget(self._task.limits.prepare_seconds, self._node.stalled_seconds)
+            preparing = Budget(self._task.limits.prepare_seconds, self._stalled_seconds)
             try:
                 async with self._budget.spend(), preparing.spend():
                     started = self._timeline.begin(EntryKind.SANDBOX, self._task.runtime.kind or "", sandbox=AGENT)
@@ -277,6 +281,8 @@ class Rollout:
                     held.enter_context(self._node.timelines.sandbox(self._timeline, sandbox, AGENT))
                     held.push_async_callback(self.models.close)  # so that no call outlives the agent's sandbox
                     warm = sandbox.started
+                    if not warm and isinstance(sandbox.runtime, QueuesStarts):
+                        self._queued.append(sandbox.runtime)
                     await sandbox.ready()
                     self._timeline.end(started, warm=warm)
                     context = await self._ready(sandbox, harness)

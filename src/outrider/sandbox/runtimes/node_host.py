@@ -31,10 +31,12 @@ SWEEP_SECONDS = 60.0
 
 class Host:
     """A node's identity and its shared parts. `folder` is the node's private folder. `name` is unique to this node for
-    all time, and encodes the process whose existence `lives` checks."""
+    all time, and encodes the process whose existence `lives` checks. `starts_per_second`: see the setting
+    `sandboxes.starts_per_second`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, starts_per_second: float = 5.0) -> None:
         self.folder = folder
+        self.starts_per_second = starts_per_second
         end = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else secrets.token_hex(4)
         self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{started(os.getpid())}-{end}"
         self._stack = AsyncExitStack()

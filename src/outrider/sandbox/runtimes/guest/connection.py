@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 
 
 class HostConnection:
-    """A stream of frames over the socket `fd`. `on_frame` is called with each frame. When the connection has ended, the
-    loop stops, and messages sent afterwards are dropped."""
+    """A stream of frames over the socket `fd`; or, with `out`, over two pipes, of which `out` is for writing.
+    `on_frame` is called with each frame. When the connection has ended, the loop stops, and messages sent afterwards
+    are dropped."""
 
-    def __init__(self, loop: Loop, fd: int, on_frame: Callable[[bytes], object]) -> None:
+    def __init__(self, loop: Loop, fd: int, on_frame: Callable[[bytes], object], out: int = -1) -> None:
         self.loop = loop
         self.fd = fd
+        self.out = fd if out < 0 else out
         self.received = bytearray()
         self.outgoing = bytearray()
         self.on_frame = on_frame
         self.open = True
         posix.set_blocking(fd, False)
+        posix.set_blocking(self.out, False)
         self._watch()
 
     def send(self, message: object) -> None:
@@ -44,12 +47,26 @@ class HostConnection:
             self._flush()
 
     def _watch(self) -> None:
-        self.loop.watch(self.fd, POLL_READ | (select.POLLOUT if self.outgoing else 0), self._ready)
+        writes = select.POLLOUT if self.outgoing else 0
+        if self.out == self.fd:
+            self.loop.watch(self.fd, POLL_READ | writes, self._ready)
+            return
+        self.loop.watch(self.fd, POLL_READ, self._ready)
+        if writes:
+            self.loop.watch(self.out, writes, self._writable)
+        else:
+            self.loop.unwatch(self.out)
+
+    def _writable(self, events: int) -> None:
+        """Handle events of a pipe for writing, also the end of its reader."""
+        self._flush()
+        if self.open:
+            self._watch()
 
     def _flush(self) -> None:
         try:
             while self.outgoing:
-                del self.outgoing[: posix.write(self.fd, self.outgoing[:CHUNK])]
+                del self.outgoing[: posix.write(self.out, self.outgoing[:CHUNK])]
         except BlockingIOError:
             self._watch()
         except OSError:
@@ -58,8 +75,9 @@ class HostConnection:
     def _end(self) -> None:
         self.open = False
         self.outgoing.clear()
-        self.loop.unwatch(self.fd)
-        posix.close(self.fd)
+        for fd in {self.fd, self.out}:
+            self.loop.unwatch(fd)
+            posix.close(fd)
         self.loop.stop()
 
     def _ready(self, events: int) -> None:

@@ -50,11 +50,13 @@ SEARCH_FAILED = f"it failed, or took longer than {SEARCH_SECONDS} s"
 class Server:
     """The calls of the host: `do_NAME(call, arguments)` carries out the call NAME."""
 
-    def __init__(self, loop: Loop, fd: int, save_layers: Callable[[int], None] | None, gateway: int) -> None:
+    def __init__(
+        self, loop: Loop, fd: int, save_layers: Callable[[int], None] | None, gateway: int, out: int = -1
+    ) -> None:
         self.loop = loop
         self.save_layers = save_layers
         self.gateway = gateway
-        self.calls = Calls(loop, HostConnection(loop, fd, self.dispatch))
+        self.calls = Calls(loop, HostConnection(loop, fd, self.dispatch, out))
         self.shells: dict[int, LiveShell] = {}
         self.restores: dict[int, Restore] = {}
         self.watch: ProcessWatch | None = None
@@ -254,24 +256,38 @@ def preload() -> None:
 
 def main() -> None:
     """Serve the connection on descriptors 0 and 1 until the loop stops, then kill all remaining processes."""
-    connection = posix.dup(0)  # the connection moves to another descriptor, because every program would inherit 0 and 1
-    null = posix.open("/dev/null", posix.O_RDWR)
-    for fd in (0, 1):
-        posix.dup2(null, fd)
-    close_others({0, 1, 2, connection})
-    posix.umask(0o022)
+    # The connection moves to other descriptors, because every program would inherit 0 and 1.
+    connection = posix.dup(0)
+    _without_programs({connection})
     serve(connection)
 
 
-def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1) -> None:
+def main_on_pipes() -> None:
+    """Serve as `main` does, where descriptor 0 is a pipe for reading and descriptor 1 a pipe for writing."""
+    connection, out = posix.dup(0), posix.dup(1)
+    _without_programs({connection, out})
+    serve(connection, out=out)
+
+
+def _without_programs(kept: set[int]) -> None:
+    """Keep the descriptors in `kept` from programs, and give programs the usual mask."""
+    null = posix.open("/dev/null", posix.O_RDWR)
+    for fd in (0, 1):
+        posix.dup2(null, fd)
+    close_others({0, 1, 2, *kept})
+    posix.umask(0o022)
+
+
+def serve(fd: int, *, save_layers: Callable[[int], None] | None = None, gateway: int = -1, out: int = -1) -> None:
     """Serve a connection until it ends or the loop stops otherwise. Then kill all processes below this process.
 
-    `save_layers` writes an archive of the sandbox's writable layers to a descriptor, and is None if there are no
-    layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path leads to the socket."""
+    `out`: see `HostConnection`. `save_layers` writes an archive of the sandbox's writable layers to a descriptor, and
+    is None if there are no layers. `gateway` is a descriptor of the gateway's socket, for sandboxes in which no path
+    leads to the socket."""
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
     SPARE.hold()
     loop = Loop()
-    Server(loop, fd, save_layers, gateway)
+    Server(loop, fd, save_layers, gateway, out)
     loop.run()
     kill_tree({posix.getpid()})
 

@@ -36,6 +36,9 @@ BOOT = (
     "exec(marshal.loads(take(int.from_bytes(take(4),'big'))),scope)\n"
     "scope['main']()\n"
 )
+TEXT_BOOT = BOOT.replace("marshal.loads(", "compile(").replace("'big')))", "'big')),'toolserver','exec',0,True,2)")
+PIPES_BOOT = TEXT_BOOT.replace("main", "main_on_pipes")
+"""Starts the program from its text, and with two pipes in place of a socket."""
 COMPILE = (
     "import sys,marshal\n"
     "if sys.version_info<(3,8): sys.exit('Python %d.%d is older than 3.8'%sys.version_info[:2])\n"
@@ -160,6 +163,19 @@ def _bytecode(name: str, text: str) -> bytes:
 def server_command(interpreter: str) -> list[str]:
     """Return the command that starts the tool server. Its standard input must begin with `delivery(bytecode)`."""
     return [interpreter, *FLAGS, "-c", BOOT]
+
+
+def remote_command() -> list[str]:
+    """Return the command that starts the tool server with the Python of another machine. Its standard input and
+    output may be pipes, and the input must begin with `remote_delivery()`."""
+    return ["python3", *FLAGS, "-c", PIPES_BOOT]
+
+
+@functools.cache
+def remote_delivery() -> bytes:
+    """Return the tool server's text for an interpreter of any version: its bytecode would depend on the version."""
+    with COMPILING:
+        return delivery(program().encode())
 
 
 def delivery(bytecode: bytes) -> bytes:

@@ -1,0 +1,203 @@
+"""The calls of the E2B API that sandboxes need, and where the API is.
+
+No call is repeated or undone here. Wire: https://e2b.dev/docs/api-reference. Invariants: the API key is sent to the
+API's own address only, and is in no error; every failure is an `E2BError` with the service's own text and status, or
+with status 0 if it is unknown whether the call was carried out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from outrider.environment import environment
+from outrider.errors import RuntimeUnavailable
+
+DOMAIN = "e2b.app"
+ENVD_PORT = 49983
+"""Port in every sandbox of `envd`, the program that starts processes and copies files."""
+CALL_SECONDS = 60.0
+CONNECT_SECONDS = 10.0
+MAX_REPLY = 16 << 20
+TEXT_MAX = 500
+ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+T = TypeVar("T")
+
+
+class E2BError(Exception):
+    """A failed call. `status` is the HTTP status, or 0 without a reply. `wait` is the number of seconds after which the
+    service asks to call again, None without one."""
+
+    def __init__(self, status: int, message: str, wait: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.wait = wait
+
+
+@dataclass(frozen=True)
+class E2BSettings:
+    """Where the API is. `sandbox_url` is the address of all sandboxes, "" if each has a name below `domain`."""
+
+    key: str = field(repr=False)
+    url: str
+    domain: str
+    sandbox_url: str
+
+    @classmethod
+    def read(cls) -> E2BSettings:
+        """Read the variables of E2B's own SDK. Raises RuntimeUnavailable."""
+        key = (environment("E2B_API_KEY") or "").strip()
+        if not key:
+            raise RuntimeUnavailable(
+                "E2B_API_KEY is not set",
+                hint="set E2B_API_KEY in the service's environment; E2B_DOMAIN or E2B_API_URL name another service",
+            )
+        domain = environment("E2B_DOMAIN") or DOMAIN
+        url = (environment("E2B_API_URL") or f"https://api.{domain}").rstrip("/")
+        sandbox_url = (environment("E2B_SANDBOX_URL") or "").rstrip("/")
+        for name, address in (("E2B_API_URL", url), ("E2B_SANDBOX_URL", sandbox_url or url)):
+            if urlsplit(address).scheme not in ("http", "https") or not urlsplit(address).hostname:
+                raise RuntimeUnavailable(f"{name} is not an http address", hint="write it as https://host[:port]")
+        return cls(key, url, domain, sandbox_url)
+
+
+class MadeSandbox(msgspec.Struct, frozen=True, rename="camel"):
+    """A sandbox just created. `envd_access_token` is the credential for its processes and files."""
+
+    sandbox_id: str = msgspec.field(name="sandboxID")
+    envd_access_token: str | None = None
+    traffic_access_token: str | None = None
+    domain: str | None = None
+
+
+class ListedSandbox(msgspec.Struct, frozen=True):
+    id: str = msgspec.field(name="sandboxID")
+    metadata: dict[str, str] | None = None
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """The body of a failed call."""
+
+    message: str = ""
+
+
+class E2BApi:
+    """A client of one service, to be closed after use. A call that fails raises E2BError."""
+
+    def __init__(self, settings: E2BSettings) -> None:
+        self.settings = settings
+        timeout = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
+        self.http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        """Also used for the calls to sandboxes, which carry no API key."""
+
+    async def close(self) -> None:
+        await self.http.close()
+
+    async def create(self, template: str, metadata: Mapping[str, str], *, seconds: int, key: str) -> MadeSandbox:
+        """Create a sandbox that ends after `seconds` and has no way into the internet. A service that knows the
+        idempotency `key` creates one sandbox only."""
+        body = {
+            "templateID": template,
+            "timeout": seconds,
+            "autoPause": False,
+            "secure": True,
+            "allow_internet_access": False,
+            "metadata": dict(metadata),
+        }
+        made = await self._call("POST", "/sandboxes", MadeSandbox, body, {"Idempotency-Key": key})
+        if ID.fullmatch(made.sandbox_id) is None:
+            raise E2BError(0, "the service gave a sandbox an id that cannot be part of an address")
+        return made
+
+    async def labelled(self, label: str, value: str | None = None) -> list[ListedSandbox]:
+        """Return the sandboxes with the label, and with this value of the label if one is given."""
+        query = {} if value is None else {"metadata": f"{label}={value}"}
+        found = await self._call("GET", "/sandboxes", list[ListedSandbox], query=query)
+        own = [one for one in found if label in (one.metadata or {}) and ID.fullmatch(one.id)]
+        return [one for one in own if value is None or (one.metadata or {})[label] == value]
+
+    async def exists(self, sandbox: str) -> bool:
+        try:
+            await self._call("GET", f"/sandboxes/{sandbox}", ListedSandbox)
+        except E2BError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def extend(self, sandbox: str, seconds: int) -> None:
+        """Let the sandbox end `seconds` from now."""
+        await self._call("POST", f"/sandboxes/{sandbox}/timeout", None, {"timeout": seconds})
+
+    async def delete(self, sandbox: str) -> bool:
+        """Kill a sandbox. Returns False if there is none with this id."""
+        try:
+            await self._call("DELETE", f"/sandboxes/{sandbox}", None)
+        except E2BError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        reply: type[T] | None,
+        body: object = None,
+        headers: Mapping[str, str] = {},
+        *,
+        query: Mapping[str, str] = {},
+    ) -> T:
+        sent = {"X-API-Key": self.settings.key, **headers}
+        async with (
+            translated(),
+            self.http.request(
+                method, self.settings.url + path, json=body, params=query, headers=sent, allow_redirects=False
+            ) as answer,
+        ):
+            data = await bounded(answer)
+            if answer.status >= 300:
+                raise refusal(answer, data)
+            if reply is None:
+                return None  # type: ignore[return-value]  # such calls use no result
+            return msgspec.json.decode(data, type=reply)
+
+
+async def bounded(answer: aiohttp.ClientResponse, limit: int = MAX_REPLY) -> bytes:
+    """Return the body of a reply. Raises E2BError for a longer one than `limit` bytes."""
+    data = bytearray()
+    async for piece in answer.content.iter_any():
+        data += piece
+        if len(data) > limit:
+            raise E2BError(0, f"the reply has more than {limit} bytes")
+    return bytes(data)
+
+
+def refusal(answer: aiohttp.ClientResponse, data: bytes) -> E2BError:
+    """Return the error for a reply with a status that is no success."""
+    try:
+        text = msgspec.json.decode(data, type=Problem).message
+    except (msgspec.MsgspecError, ValueError):
+        text = data.decode("utf-8", "replace")
+    wait = answer.headers.get("Retry-After", "")
+    seconds = float(wait) if wait.isascii() and wait.isdigit() else None
+    return E2BError(answer.status, f"status {answer.status}: {text.strip()[:TEXT_MAX] or answer.reason}", seconds)
+
+
+@asynccontextmanager
+async def translated() -> AsyncIterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise E2BError(0, "no reply in time") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:  # also a reply of another form
+        raise E2BError(0, f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,265 @@
+"""A process in an E2B sandbox whose standard input and output are a socket of this machine.
+
+The wire is the Connect protocol with JSON, as of E2B's own SDKs: `process.Process/Start` streams the output, and each
+`SendInput` carries a piece of the input. Invariants: pieces of the input arrive in order and at most once; when the
+stream of the output breaks or is silent for SILENCE_SECONDS, the socket is closed, because bytes may be missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import aiohttp
+import msgspec
+
+from outrider.errors import LOG_TAIL, RuntimeFailure
+from outrider.sandbox.runtimes.e2b.api import (
+    CALL_SECONDS,
+    CONNECT_SECONDS,
+    ENVD_PORT,
+    E2BApi,
+    E2BError,
+    MadeSandbox,
+    bounded,
+    refusal,
+    translated,
+)
+
+USER = "root"
+"""The user of the processes: the sandbox is a machine of its own."""
+PIECE = 1 << 20
+"""Maximum bytes of the input in one call."""
+MAX_FRAME = 16 << 20
+PING_SECONDS = 20
+SILENCE_SECONDS = 120.0
+"""Seconds without a frame after which the stream counts as broken. A service that ignores the wish for a sign of life
+every PING_SECONDS sends one every 90 seconds."""
+COMPRESSED, LAST = 1, 2
+"""Flags of a frame."""
+
+
+class DataEvent(msgspec.Struct, frozen=True):
+    """Output, in base64."""
+
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class EndEvent(msgspec.Struct, frozen=True, rename="camel"):
+    exit_code: int = 0
+    status: str = ""
+    error: str | None = None
+
+
+class StartEvent(msgspec.Struct, frozen=True):
+    pid: int
+
+
+class ProcessEvent(msgspec.Struct, frozen=True):
+    """One of them is set, or none for a sign of life."""
+
+    start: StartEvent | None = None
+    data: DataEvent | None = None
+    end: EndEvent | None = None
+
+
+class StartFrame(msgspec.Struct, frozen=True):
+    event: ProcessEvent
+
+
+class Fault(msgspec.Struct, frozen=True):
+    code: str = "unknown"
+    message: str = ""
+
+
+class LastFrame(msgspec.Struct, frozen=True):
+    error: Fault | None = None
+
+
+class Envd:
+    """The program `envd` of one sandbox."""
+
+    def __init__(self, api: E2BApi, sandbox: MadeSandbox) -> None:
+        settings = api.settings
+        domain = sandbox.domain or settings.domain
+        self._http = api.http
+        self._url = settings.sandbox_url or f"https://{ENVD_PORT}-{sandbox.sandbox_id}.{domain}"
+        self._headers = {"E2b-Sandbox-Id": sandbox.sandbox_id, "E2b-Sandbox-Port": str(ENVD_PORT)}
+        if sandbox.envd_access_token:
+            self._headers["X-Access-Token"] = sandbox.envd_access_token
+        if sandbox.traffic_access_token:
+            self._headers["E2B-Traffic-Access-Token"] = sandbox.traffic_access_token
+
+    async def status(self) -> int:
+        """Return the status of envd's health, or 0 without a reply."""
+        with contextlib.suppress(E2BError):
+            async with translated(), self._get("/health") as answer:
+                return answer.status
+        return 0
+
+    def _get(self, path: str) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._http.get(self._url + path, headers=self._headers, allow_redirects=False)
+
+    async def upload(self, path: str, data: aiohttp.payload.Payload | AsyncIterator[bytes]) -> None:
+        """Create or replace a file, with its folders. Raises E2BError."""
+        form = aiohttp.FormData()
+        form.add_field("file", data, filename=path, content_type="application/octet-stream")
+        query = {"path": path, "username": USER}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=CALL_SECONDS)
+        async with (
+            translated(),
+            self._http.post(
+                f"{self._url}/files",
+                params=query,
+                data=form,
+                headers=self._headers,
+                timeout=timeout,
+                allow_redirects=False,
+            ) as answer,
+        ):
+            if answer.status >= 300:
+                raise refusal(answer, await bounded(answer))
+
+    @contextlib.asynccontextmanager
+    async def start(self, command: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Start a process. Yields the stream of its events. Raises E2BError."""
+        program, *args = command
+        config = {"cmd": program, "args": args, "envs": dict(env), "cwd": "/"}
+        body = frame(msgspec.json.encode({"process": config, "stdin": True}))
+        headers = {
+            **self._rpc_headers("application/connect+json"),
+            "Keepalive-Ping-Interval": str(PING_SECONDS),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENCE_SECONDS)
+        async with (
+            translated(),
+            self._http.post(
+                f"{self._url}/process.Process/Start",
+                data=body,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+            ) as answer,
+        ):
+            if answer.status != 200:
+                raise refusal(answer, await bounded(answer))
+            yield answer
+
+    async def send(self, pid: int, data: bytes) -> None:
+        """Write to the standard input of a process. Raises E2BError."""
+        text = base64.b64encode(data).decode()
+        body = msgspec.json.encode({"process": {"pid": pid}, "input": {"stdin": text}})
+        async with (
+            translated(),
+            self._http.post(
+                f"{self._url}/process.Process/SendInput",
+                data=body,
+                headers=self._rpc_headers("application/json"),
+                allow_redirects=False,
+            ) as answer,
+        ):
+            reply = await bounded(answer)
+            if answer.status != 200:
+                raise refusal(answer, reply)
+
+    def _rpc_headers(self, content: str) -> dict[str, str]:
+        user = base64.b64encode(f"{USER}:".encode()).decode()
+        return {
+            **self._headers,
+            "Content-Type": content,
+            "Connect-Protocol-Version": "1",
+            "Authorization": f"Basic {user}",
+        }
+
+
+def frame(data: bytes) -> bytes:
+    """Return a message as a frame of a stream."""
+    return struct.pack(">BI", 0, len(data)) + data
+
+
+async def frames(stream: aiohttp.StreamReader) -> AsyncIterator[ProcessEvent]:
+    """Yield the events of a process up to the last frame. Raises E2BError if the stream ends before, and ValueError for
+    other data than events."""
+    while True:
+        try:
+            flags, size = struct.unpack(">BI", await stream.readexactly(5))
+            if size > MAX_FRAME or flags & COMPRESSED:
+                raise ValueError("a frame that was not asked for")
+            data = await stream.readexactly(size)
+        except asyncio.IncompleteReadError as error:
+            raise E2BError(0, "the stream ended in the middle") from error
+        if flags & LAST:
+            fault = msgspec.json.decode(data, type=LastFrame).error
+            if fault is not None:
+                raise E2BError(0, f"{fault.code}: {fault.message[:LOG_TAIL]}")
+            return
+        yield msgspec.json.decode(data, type=StartFrame).event
+
+
+class ProcessSocket:
+    """The process `command` of a sandbox. `end` is the socket of its input and output. After `run` has ended, `exit` is
+    how the process ended, None if the stream broke before."""
+
+    def __init__(self, envd: Envd) -> None:
+        self.end, self._far = socket.socketpair()
+        self._far.setblocking(False)
+        self._envd = envd
+        self._log = b""
+        self._reason = ""
+        self.exit: EndEvent | None = None
+
+    def log_tail(self) -> str:
+        """Return the end of the standard error, and why the connection has ended."""
+        parts = [self._log.decode("utf-8", "replace").strip(), self._reason]
+        return "\n".join(filter(None, parts))
+
+    async def run(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Run the process until it ends, the stream breaks, or the task is cancelled. Raises nothing."""
+        try:
+            async with self._envd.start(command, env) as answer, asyncio.TaskGroup() as group:
+                feeding: asyncio.Task[None] | None = None
+                async for event in frames(answer.content):
+                    if event.start is not None and feeding is None:
+                        feeding = group.create_task(self._feed(event.start.pid))
+                    if event.data is not None:
+                        await self._put(event.data)
+                    if event.end is not None:
+                        self.exit = event.end
+                        self._reason = f"the tool server ended: {event.end.error or event.end.status}"[:LOG_TAIL]
+                        break
+                if feeding is not None:
+                    feeding.cancel()
+        except* (E2BError, OSError, ValueError) as errors:  # msgspec's errors are ValueErrors
+            self._reason = self._reason or f"{errors.exceptions[0]}"[:LOG_TAIL]
+        finally:
+            self._far.close()
+
+    async def _put(self, data: DataEvent) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if data.stdout:
+                await loop.sock_sendall(self._far, base64.b64decode(data.stdout, validate=True))
+            if data.stderr:
+                self._log = (self._log + base64.b64decode(data.stderr, validate=True))[-LOG_TAIL:]
+        except binascii.Error as error:
+            raise ValueError("output that is not base64") from error
+
+    async def _feed(self, pid: int) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await loop.sock_recv(self._far, PIECE):
+            await self._envd.send(pid, data)
+        raise OSError("this machine has closed the connection")
+
+    def close(self) -> None:
+        """Close this machine's side, if `run` never began."""
+        self._far.close()
+
+
+def failure(what: str, error: E2BError) -> RuntimeFailure:
+    return RuntimeFailure(f"the E2B service cannot {what}: {error}")

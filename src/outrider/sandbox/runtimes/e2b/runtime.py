@@ -1,0 +1,155 @@
+"""The kind `e2b`: sandboxes of a service that speaks the E2B API, with our tool server inside.
+
+The tool server is a process that `envd` starts; its input and output are the connection, which also carries the model
+calls. So the sandbox needs no network, and the node no public address. Invariant: when `stop` returns, the service has
+confirmed that it has no such sandbox, or the failure is logged and the next sweep tries again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
+
+import msgspec
+
+from outrider.concurrency.chores import Chores, Failures
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
+from outrider.sandbox.runtimes.base import Availability, SandboxContext
+from outrider.sandbox.runtimes.e2b.api import E2BSettings
+from outrider.sandbox.runtimes.e2b.envd import Envd, ProcessSocket
+from outrider.sandbox.runtimes.e2b.service import EXTEND_SECONDS, E2BService, Start
+from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE
+from outrider.sandbox.runtimes.remote import QueueClock, RemoteSandbox, gateway_tunnel, labels_of
+from outrider.sandbox.runtimes.tool_server.bundle import remote_command, remote_delivery
+from outrider.sandbox.runtimes.tool_server.client import ToolClient, ToolPart
+from outrider.sandbox.runtimes.tool_server.launch import RunningServer, configure, rooted_setup, undone
+from outrider.spec import RuntimeSpec
+
+TEMPLATE = "base"
+"""The template of a task without an image."""
+PROBE_SECONDS = 5.0
+OF_TEMPLATE = ("cpus", "memory_mb", "disk_mb", "pids")
+
+
+class E2BRuntime:
+    """The kind `e2b`. `task.runtime.image` names the template."""
+
+    shows_mounts = False
+    part = E2BService
+    """See `RuntimeKind`."""
+
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> RemoteSandbox:
+        return RemoteSandbox(launch, spec, context)
+
+    @classmethod
+    def available(cls) -> Availability:
+        """Ask the service for its sandboxes, with the key. Blocks."""
+        try:
+            settings = E2BSettings.read()
+        except RuntimeUnavailable as error:
+            return Availability(ok=False, detail=error.message, hint=error.hint)
+        try:
+            status = list_status(settings)
+        except (OSError, HTTPException) as error:
+            hint = "check E2B_DOMAIN or E2B_API_URL, and that this machine may connect to it"
+            return Availability(ok=False, detail=f"no E2B service at {settings.url}: {error}", hint=hint)
+        if status in (401, 403):
+            return Availability(ok=False, detail=f"{settings.url} refuses the key", hint="check E2B_API_KEY")
+        if status != 200:
+            return Availability(ok=False, detail=f"{settings.url} answers with status {status}", hint="try again later")
+        return Availability(ok=True, detail=f"the E2B service at {settings.url}; the key is valid")
+
+    @classmethod
+    def check_spec(cls, spec: RuntimeSpec) -> None:
+        for name in ("rootfs", "mounts", "users"):
+            if getattr(spec, name) != RuntimeSpec.model_fields[name].get_default(call_default_factory=True):
+                raise InvalidField(
+                    f"{spec.kind!r} sandboxes are machines of another service, made of its templates",
+                    field=f"task.runtime.{name}",
+                    hint="leave it out, and name a template in task.runtime.image",
+                )
+        for name in OF_TEMPLATE:
+            if name in spec.resources.model_fields_set:
+                raise InvalidField(
+                    f"the resources of {spec.kind!r} sandboxes are those of the template",
+                    field=f"task.runtime.resources.{name}",
+                    hint="leave it out, and name a template that has the resources",
+                )
+
+
+def list_status(settings: E2BSettings) -> int:
+    """Return the status of a request for the list of sandboxes. Blocks; raises OSError, HTTPException."""
+    url = urlsplit(settings.url)
+    kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+    connection = kind(url.hostname or "", url.port, timeout=PROBE_SECONDS)
+    try:
+        connection.request("GET", f"{url.path}/sandboxes?limit=1", headers={"X-API-Key": settings.key})
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@asynccontextmanager
+async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock) -> AsyncIterator[RunningServer]:
+    """Make a sandbox with the service. See tool_server/launch.py."""
+    name = context.directory.name
+    service = await context.host.part(E2BService)
+    start = Start()
+    async with AsyncExitStack() as undo:
+        chores = await undo.enter_async_context(Chores(Failures()))
+        undo.callback(chores.cancel)
+        undo.push_async_callback(undone, name, partial(service.remove, start))
+        made = await service.create(start, spec.image or TEMPLATE, labels_of(context), queued)
+        chores.begin(
+            f"term of sandbox {start.sandbox}", partial(service.extend, start), every=EXTEND_SECONDS, at_once=False
+        )
+        envd = Envd(service.api, made)
+        process = ProcessSocket(envd)
+        undo.callback(process.close)
+        tools = ToolClient(process.end, process.log_tail)
+        undo.push_async_callback(undone, name, tools.close)
+        await tools.open()
+        mark = rooted_setup(spec, context, {}, memory=0).marking()
+        chores.create_task(process.run(remote_command(), mark), name="process in a sandbox")
+        tools.send_raw(remote_delivery())
+        try:
+            image_env = await _environment(tools)
+        except RuntimeFailure as error:
+            raise _without_python(process) or error from error
+        setup = msgspec.structs.replace(rooted_setup(spec, context, image_env, memory=0), bridge_port=0, subreaper=True)
+        await configure(tools, setup)
+        await undo.enter_async_context(
+            gateway_tunnel(tools, context.gateway_socket, chores, seconds=spec.lifetime_seconds)
+        )
+
+        async def ended_inside() -> bool:
+            """Return whether programs inside ended the tool server or envd. If the service has the sandbox no more, or
+            does not respond, the cause was outside."""
+            if not await service.exists(start):
+                return False
+            return process.exit is not None or await envd.status() == 502
+
+        yield RunningServer(tools=tools, ended_inside=ended_inside)
+
+
+async def _environment(tools: ToolClient) -> dict[str, str]:
+    """Return the variables of the template."""
+    data = (await tools.call("environ", {}, ToolPart)).data.decode("utf-8", "replace")
+    pairs = (entry.partition("=") for entry in data.split("\0") if entry)
+    return {name: value for name, _, value in pairs if name != VARIABLE}
+
+
+def _without_python(process: ProcessSocket) -> RuntimeUnavailable | None:
+    """Return the error of a sandbox in which no Python starts, or None if the failure has another cause."""
+    if process.exit is None and "python3" not in process.log_tail():
+        return None
+    return RuntimeUnavailable(
+        "no usable Python in the sandbox",
+        field="task.runtime.image",
+        hint="use a template with python3, 3.8 or newer",
+        log_tail=process.log_tail() or None,
+    )

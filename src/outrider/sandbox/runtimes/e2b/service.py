@@ -1,0 +1,193 @@
+"""The E2B service that all sandboxes of a node share.
+
+Invariants: a sandbox of this node is in `_ours` from before the request for its creation until `remove` has ended; the
+next `sweep` removes every other sandbox with the label of this node or of a dead node; a sandbox that nobody removes
+ends by itself TERM_SECONDS after its node has stopped extending its term.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Any, Self
+
+from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.retries import RetryPolicy
+from outrider.errors import RuntimeFailure, RuntimeUnavailable
+from outrider.sandbox.runtimes.e2b.api import E2BApi, E2BError, E2BSettings, MadeSandbox
+from outrider.sandbox.runtimes.e2b.envd import failure
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue, is_orphan, node_label
+
+START_LABEL = "outrider.start"
+"""Key of the label with a random name for one request, by which its sandbox is found after a lost reply."""
+TERM_SECONDS = 300
+EXTEND_SECONDS = 60.0
+REMOVE_SECONDS = 60.0
+ROOM_SECONDS = 3600.0
+"""Seconds for which a start waits until the service has room."""
+CREATE = RetryPolicy(first=1.0, longest=10.0, attempts=3)
+ROOM = RetryPolicy(first=2.0, longest=60.0)
+REMOVE = RetryPolicy(first=0.5, longest=5.0)
+
+log = logging.getLogger("outrider.runtime")
+
+
+class E2BService:
+    """The part of a node's host (see node_host.py) that makes sandboxes."""
+
+    def __init__(self, host: Host) -> None:
+        self.node = node_label(host)
+        self._queue = StartQueue(host.starts_per_second)
+        self._ours: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        """Connect and sweep. Raises RuntimeUnavailable, RuntimeFailure."""
+        self.api = E2BApi(E2BSettings.read())
+        try:
+            await self.sweep()
+        except BaseException:  # also a cancellation
+            await shielded(self.api.close)
+            raise
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        try:
+            await self.sweep()
+        except RuntimeFailure as problem:
+            log.warning("E2B sandboxes may be left for the next node to remove: %s", problem)
+        finally:
+            await self.api.close()
+
+    async def create(self, start: Start, template: str, labels: Mapping[str, str], queued: QueueClock) -> MadeSandbox:
+        """Create a sandbox, after the wait for its turn and for room. `remove` must follow, even when this method
+        raises or is cancelled. Raises RuntimeUnavailable if the service refuses the key or the template, and
+        RuntimeFailure."""
+        failures = waits = 0
+        while True:
+            self._begin(start)
+            with queued.waiting():
+                await self._queue.turn()
+            try:
+                return await shielded(lambda: self._request(start, template, labels))
+            except E2BError as error:
+                if error.status == 429:
+                    if queued.seconds() > ROOM_SECONDS:
+                        raise failure("make room for a sandbox", error) from error
+                    self._queue.hold(ROOM.wait(waits, error.wait))
+                    waits += 1
+                    continue
+                if error.status in (401, 403):
+                    raise RuntimeUnavailable(
+                        f"the E2B service refuses the key: {error}", hint="check E2B_API_KEY and E2B_DOMAIN"
+                    ) from error
+                if error.status in (400, 404, 422):
+                    raise RuntimeUnavailable(
+                        f"the E2B service makes no sandbox of template {template!r}: {error}",
+                        field="task.runtime.image",
+                        hint="name a template of the key's team",
+                    ) from error
+                failures += 1
+                if failures >= (CREATE.attempts or 1):
+                    raise failure("create a sandbox", error) from error
+                # The reply may be lost although there is a sandbox.
+                await self._forget(start)
+                await asyncio.sleep(CREATE.wait(failures))
+
+    def _begin(self, start: Start) -> None:
+        self._ours.discard(start.key)
+        start.key = secrets.token_hex(16)
+        self._ours.add(start.key)
+
+    async def _request(self, start: Start, template: str, labels: Mapping[str, str]) -> MadeSandbox:
+        """Send one request to create a sandbox. Its reply is awaited even after a cancellation, because only the reply
+        shows whether there is a sandbox to remove."""
+        start.requested = True
+        made = await self.api.create(
+            template,
+            {**labels, NODE_LABEL: self.node, START_LABEL: start.key},
+            seconds=TERM_SECONDS,
+            key=start.key,
+        )
+        start.sandbox = made.sandbox_id
+        return made
+
+    async def _forget(self, start: Start) -> None:
+        """Remove the sandbox of a request without a reply. Raises RuntimeFailure; then a sweep removes the sandbox."""
+        try:
+            for one in await self.api.labelled(START_LABEL, start.key):
+                await self.api.delete(one.id)
+        except E2BError as error:
+            raise failure("find the sandbox of a lost reply", error) from error
+
+    async def extend(self, start: Start) -> None:
+        """Extend the sandbox's term. Raises RuntimeFailure."""
+        try:
+            await self.api.extend(start.sandbox, TERM_SECONDS)
+        except E2BError as error:
+            if error.status != 404:  # a sandbox that is gone is found by its tool server
+                raise failure("extend the term of a sandbox", error) from error
+
+    async def exists(self, start: Start) -> bool | None:
+        """Return whether the service still has the sandbox; None if the service does not respond."""
+        try:
+            return await self.api.exists(start.sandbox)
+        except E2BError:
+            return None
+
+    async def remove(self, start: Start) -> None:
+        """Kill the sandbox, and wait until the service has none. Raises RuntimeFailure if that fails; the next sweep
+        tries again."""
+        try:
+            if start.sandbox:
+                await self._delete(start.sandbox)
+            elif start.requested:
+                await self._forget(start)
+        finally:
+            self._ours.discard(start.key)
+
+    async def _delete(self, sandbox: str) -> None:
+        failures = 0
+        try:
+            async with asyncio.timeout(REMOVE_SECONDS):
+                while True:
+                    try:
+                        if not await self.api.delete(sandbox):
+                            return
+                    except E2BError as error:
+                        log.debug("the E2B service does not yet remove %s: %s", sandbox, error)
+                        await asyncio.sleep(REMOVE.wait(failures))
+                        failures += 1
+        except TimeoutError as error:
+            raise RuntimeFailure(
+                f"the E2B service did not remove sandbox {sandbox} within {REMOVE_SECONDS:.0f} s",
+                hint=f"its next sweep tries again; the sandbox ends by itself after {TERM_SECONDS} s",
+            ) from error
+
+    async def sweep(self) -> int:
+        """Remove the sandboxes of dead nodes, and the sandboxes of this node that nothing uses any more. Returns the
+        number of removed sandboxes. Raises RuntimeFailure when the service does not respond."""
+        try:
+            listed = await self.api.labelled(NODE_LABEL)
+            left = [one.id for one in listed if self._is_left(one.metadata or {})]
+            for sandbox in left:
+                await self.api.delete(sandbox)
+        except E2BError as error:
+            raise failure("list its sandboxes", error) from error
+        return len(left)
+
+    def _is_left(self, labels: Mapping[str, str]) -> bool:
+        if labels[NODE_LABEL] == self.node:
+            return labels.get(START_LABEL) not in self._ours
+        return is_orphan(labels[NODE_LABEL])
+
+
+class Start:
+    """The start of one sandbox. `key` names its last request. `sandbox` is the sandbox's id, "" before a reply."""
+
+    def __init__(self) -> None:
+        self.key = ""
+        self.requested = False
+        self.sandbox = ""
