@@ -1,0 +1,63 @@
+"""The Connect protocol with JSON, on the server's side: one message, or a stream of frames."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+from aiohttp import web
+
+LAST = 2
+STATUS = {
+    "invalid_argument": 400,
+    "not_found": 404,
+    "already_exists": 409,
+    "unauthenticated": 401,
+    "unimplemented": 501,
+    "unavailable": 503,
+}
+
+
+class Fault(Exception):
+    """A refused call, by its code of the Connect protocol."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def fault_reply(code: str, message: str) -> web.Response:
+    return web.json_response({"code": code, "message": message}, status=STATUS.get(code, 500))
+
+
+def frame(message: dict[str, Any], flags: int = 0) -> bytes:
+    data = json.dumps(message).encode()
+    return struct.pack(">BI", flags, len(data)) + data
+
+
+def last_frame(fault: Fault | None = None) -> bytes:
+    return frame({} if fault is None else {"error": {"code": fault.code, "message": str(fault)}}, LAST)
+
+
+def messages(data: bytes) -> list[dict[str, Any]]:
+    """Return the messages of a whole stream. Raises Fault."""
+    found: list[dict[str, Any]] = []
+    while data:
+        if len(data) < 5 or len(data) < 5 + (size := struct.unpack(">I", data[1:5])[0]) or data[0] & 1:
+            raise Fault("invalid_argument", "a broken frame")
+        if not data[0] & LAST:
+            found.append(read(data[5 : 5 + size]))
+        data = data[5 + size :]
+    return found
+
+
+def read(data: bytes) -> dict[str, Any]:
+    """Return a message. Raises Fault."""
+    try:
+        message = json.loads(data or b"{}")
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise Fault("invalid_argument", "not a JSON object")
+    return message
