@@ -13,7 +13,7 @@ from outrider.sandbox.runtimes.namespace.plan import make_skeleton
 from outrider.sandbox.runtimes.node_host import Host
 
 from . import engines
-from .world import World
+from .world import E2B, World
 
 
 @pytest.fixture
@@ -46,6 +46,7 @@ async def world(folder: Path, skeleton: Path) -> AsyncIterator[World]:
 
 @pytest.fixture(scope="session", autouse=True)
 def images() -> Iterator[None]:
-    """Those that were made for container engines are removed at the end."""
+    """Those that were made for container engines are removed at the end, and the E2B server ends."""
     yield
     engines.remove_images()
+    E2B.stop()

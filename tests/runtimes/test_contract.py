@@ -19,8 +19,8 @@ from outrider.sandbox.runtimes.kernel.process_marks import mark_of, marked
 from .world import IN_CONTAINERS, World, snapshot
 
 LANDLOCK = pytest.param("process-landlock", marks=pytest.mark.deep)  # it is "process" behind a filter of paths
-ALL = ["process", LANDLOCK, "namespace", "memory", *IN_CONTAINERS]
-REAL = ["process", LANDLOCK, "namespace", *IN_CONTAINERS]
+ALL = ["process", LANDLOCK, "namespace", "memory", "e2b", *IN_CONTAINERS]
+REAL = ["process", LANDLOCK, "namespace", "e2b", *IN_CONTAINERS]
 
 
 @pytest.fixture(params=ALL)

@@ -18,6 +18,7 @@ from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.tool_server.launch import Launch
 from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import RuntimeSpec
+from support.e2b import E2BProcess
 
 from . import engines, sif_images
 
@@ -39,7 +40,9 @@ KINDS = {
     "gvisor": "runtimes.engines:GVISOR",
     "podman": "runtimes.engines:PODMAN",
     "podman-rootless": "runtimes.engines:ROOTLESS_PODMAN",
+    "e2b": "outrider.sandbox.runtimes.e2b.runtime:E2BRuntime",
 }
+E2B = E2BProcess()
 
 
 async def snapshot(sandbox: Runtime, folder: Path, *paths: str, alone: bool = False) -> bytes:
@@ -85,6 +88,9 @@ class World:
         if module == "runtimes.engines":
             fields = {"image": engines.prepared(kind, self.environment), **fields}
             self.folder.chmod(0o711)  # what an engine of another user mounts, it must be able to reach
+        if kind == "e2b":
+            for variable, value in E2B.start().items():
+                self.environment.setenv(variable, value)
         if not (can := runtime.available()).ok:
             told = pytest.fail if kind == "namespace" and "CI" in os.environ else pytest.skip
             told(f"{kind}: {can.detail}")

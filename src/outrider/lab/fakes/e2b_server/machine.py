@@ -18,7 +18,20 @@ from pathlib import Path
 from typing import Any, Self
 
 ISOLATE = (
-    *("unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc", "--uts", "--fork"),
+    *(
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--pid",
+        "--net",
+        "--ipc",
+        "--uts",
+        "--fork",
+    ),
     "--kill-child=KILL",
 )
 ENTER = ("--user", "--preserve-credentials", "--mount", "--pid", "--net", "--ipc", "--uts", "--root")
