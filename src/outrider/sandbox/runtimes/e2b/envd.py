@@ -106,7 +106,7 @@ class Envd:
     def _get(self, path: str) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._http.get(self._url + path, headers=self._headers, allow_redirects=False)
 
-    async def upload(self, path: str, data: aiohttp.payload.Payload | AsyncIterator[bytes]) -> None:
+    async def upload(self, path: str, data: AsyncIterator[bytes]) -> None:
         """Create or replace a file, with its folders. Raises E2BError."""
         form = aiohttp.FormData()
         form.add_field("file", data, filename=path, content_type="application/octet-stream")

@@ -20,6 +20,7 @@ from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
 from outrider.sandbox.runtimes.e2b.api import E2BSettings
 from outrider.sandbox.runtimes.e2b.envd import Envd, ProcessSocket
+from outrider.sandbox.runtimes.e2b.programs import show_programs
 from outrider.sandbox.runtimes.e2b.service import EXTEND_SECONDS, E2BService, Start
 from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE
 from outrider.sandbox.runtimes.remote import QueueClock, RemoteSandbox, gateway_tunnel, labels_of
@@ -37,7 +38,6 @@ OF_TEMPLATE = ("cpus", "memory_mb", "disk_mb", "pids")
 class E2BRuntime:
     """The kind `e2b`. `task.runtime.image` names the template."""
 
-    shows_mounts = False
     part = E2BService
     """See `RuntimeKind`."""
 
@@ -122,6 +122,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
             raise _without_python(process) or error from error
         setup = msgspec.structs.replace(rooted_setup(spec, context, image_env, memory=0), bridge_port=0, subreaper=True)
         await configure(tools, setup)
+        await show_programs(tools, envd, service.archives, context.mounts)
         await undo.enter_async_context(
             gateway_tunnel(tools, context.gateway_socket, chores, seconds=spec.lifetime_seconds)
         )

@@ -18,6 +18,7 @@ from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.e2b.api import E2BApi, E2BError, E2BSettings, MadeSandbox
 from outrider.sandbox.runtimes.e2b.envd import failure
+from outrider.sandbox.runtimes.e2b.programs import ProgramArchives
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue, is_orphan, node_label
 
@@ -42,6 +43,7 @@ class E2BService:
         self.node = node_label(host)
         self._queue = StartQueue(host.starts_per_second)
         self._ours: set[str] = set()
+        self.archives = ProgramArchives(host.folder)
 
     async def __aenter__(self) -> Self:
         """Connect and sweep. Raises RuntimeUnavailable, RuntimeFailure."""

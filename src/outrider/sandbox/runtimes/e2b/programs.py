@@ -1,0 +1,92 @@
+"""The harness's programs in a sandbox on another machine: folders of this machine, copied to the same paths.
+
+A folder whose path exists in the sandbox is not copied: a template may contain the programs. Invariant: an archive is
+made once per node, of folders that do not change once they are installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tarfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.concurrency.cancellation import shielded
+from outrider.errors import RuntimeFailure
+from outrider.sandbox.runtimes.e2b.api import E2BError
+from outrider.sandbox.runtimes.e2b.envd import Envd, failure
+from outrider.sandbox.runtimes.tool_server.client import ExecDone, ToolClient
+
+ARCHIVE_AT = "/tmp/.outrider-programs"
+PIECE = 1 << 18
+LEVEL = 1
+"""Of the compression: the archive is sent once per sandbox, and compressed once per node."""
+UNPACK_SECONDS = 600.0
+UNPACK = (
+    "import os,sys,tarfile\n"
+    "with tarfile.open(sys.argv[1]) as archive:\n"
+    " trusted={'filter':'fully_trusted'} if hasattr(tarfile,'fully_trusted_filter') else {}\n"
+    " archive.extractall('/',**trusted)\n"
+    "os.remove(sys.argv[1])\n"
+)
+
+
+class ProgramArchives:
+    """The archives of one node, in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[Path, Path] = {}
+        self._making = asyncio.Lock()
+
+    async def of(self, path: Path) -> Path:
+        """Return the archive of a file or folder. Raises OSError."""
+        async with self._making:
+            if path not in self._made:
+                target = self._folder / f"programs-{len(self._made)}.tgz"
+                await shielded(lambda: asyncio.to_thread(_archive, path, target))
+                self._made[path] = target
+        return self._made[path]
+
+
+def _archive(path: Path, target: Path) -> None:
+    with tarfile.open(target, "w:gz", compresslevel=LEVEL) as archive:
+        archive.add(path, str(path).lstrip("/"))
+
+
+async def show_programs(tools: ToolClient, envd: Envd, archives: ProgramArchives, paths: Sequence[Path]) -> None:
+    """Copy files and folders of this machine into the sandbox, unless they are there. Raises RuntimeFailure."""
+    for path in paths:
+        if await _exit_code(tools, ["test", "-e", str(path)]) == 0:
+            continue
+        try:
+            await envd.upload(ARCHIVE_AT, _pieces(await archives.of(path)))
+        except E2BError as error:
+            raise failure(f"copy {path} into a sandbox", error) from error
+        except OSError as error:
+            raise RuntimeFailure(f"{path} cannot be copied into a sandbox: {error}") from error
+        if await _exit_code(tools, ["python3", "-I", "-S", "-c", UNPACK, ARCHIVE_AT]) != 0:
+            raise RuntimeFailure(
+                f"{path} cannot be unpacked in a sandbox", hint="the template needs more disk, or the programs inside"
+            )
+
+
+async def _exit_code(tools: ToolClient, command: list[str]) -> int | None:
+    args: dict[str, Any] = {
+        "argv": command,
+        "script": "",
+        "merged": True,
+        "env": {},
+        "cwd": "/",
+        "stdin": b"",
+        "ms": round(UNPACK_SECONDS * 1000),
+        "cap": 4096,
+    }
+    return (await tools.call("exec", args, ExecDone, seconds=UNPACK_SECONDS)).code
+
+
+async def _pieces(archive: Path) -> AsyncIterator[bytes]:
+    with await asyncio.to_thread(archive.open, "rb") as file:
+        while data := await asyncio.to_thread(file.read, PIECE):
+            yield data
