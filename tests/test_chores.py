@@ -242,6 +242,8 @@ OTHER_TASKS = {
     "service/service.py": "the scheduler, which is the one that may end the service, and those that hold chores",
     "store/postgresql.py": "the writer, which gives each failure to the caller of the write",
     "lab/fakes/memory_runtime/runtime.py": "one command of a sandbox",
+    "sandbox/runtimes/e2b/envd.py": "one process of a sandbox: it catches what they raise",
+    "lab/fakes/e2b_server/envd.py": "one process of a sandbox",
 }
 """Where asyncio.TaskGroup is used itself, whose tasks end each other, and why a failure there may do that."""
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,12 +43,17 @@ def mounts(ipython_home: Path) -> Iterator[tuple[Path, ...]]:
         yield ipython_mounts()
 
 
-@pytest.fixture(params=ALL)
+def late(kind: Any) -> Any:
+    """A kind into which the interpreter is copied takes many seconds."""
+    return pytest.param(kind, marks=pytest.mark.deep) if kind == "e2b" else kind
+
+
+@pytest.fixture(params=[late(kind) for kind in ALL])
 async def sandbox(request: pytest.FixtureRequest, world: World, mounts: tuple[Path, ...]) -> Runtime:
     return await world.start(request.param, mounts=mounts)
 
 
-@pytest.fixture(params=REAL)
+@pytest.fixture(params=[late(kind) for kind in REAL])
 async def real(request: pytest.FixtureRequest, world: World, mounts: tuple[Path, ...]) -> Runtime:
     return await world.start(request.param, mounts=mounts)
 

@@ -33,6 +33,7 @@ from outrider.sandbox.network.rules import NetworkRules
 from outrider.sandbox.node_folder import SWEEP_EVERY_SECONDS, NodeFolder, sweep
 from outrider.sandbox.rootfs.pull import pull
 from outrider.sandbox.rootfs.store import ImageStore, RootImage, has_image
+from outrider.sandbox.runtimes.elsewhere import join_services
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.sandbox import Sandboxes
 from outrider.sandbox.warm_pool import WarmLimits, WarmPool
@@ -106,6 +107,7 @@ class LocalNode:
             self._background.begin(
                 "sweeps", partial(sweep, host, self.failures), every=SWEEP_EVERY_SECONDS, at_once=False
             )
+            self._background.until_done("sandboxes elsewhere", partial(join_services, host))
             sandboxes = Sandboxes(
                 host=host,
                 background=self._background,

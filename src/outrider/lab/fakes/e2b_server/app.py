@@ -200,9 +200,9 @@ async def serving_e2b(server: FakeE2B, port: int = 0) -> AsyncIterator[FakeE2B]:
     """Serve on a port of this machine within the block. `server.url` is set to the address."""
     app = web.Application(client_max_size=MAX_BODY)
     app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port, shutdown_timeout=0.1)
+    site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     host, port = runner.addresses[0][:2]
     server.url = f"http://{host}:{port}"

@@ -92,9 +92,10 @@ class Problem(msgspec.Struct, frozen=True):
 class E2BApi:
     """A client of one service, to be closed after use. A call that fails raises E2BError."""
 
-    def __init__(self, settings: E2BSettings) -> None:
+    def __init__(self, settings: E2BSettings, *, seconds: float = CALL_SECONDS) -> None:
+        """A call, with its whole reply, takes at most `seconds`."""
         self.settings = settings
-        timeout = aiohttp.ClientTimeout(total=CALL_SECONDS, sock_connect=CONNECT_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         self.http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         """Also used for the calls to sandboxes, which carry no API key."""
 

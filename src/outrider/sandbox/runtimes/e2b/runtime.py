@@ -7,6 +7,7 @@ confirmed that it has no such sandbox, or the failure is logged and the next swe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from outrider.sandbox.runtimes.e2b.envd import Envd, ProcessSocket
 from outrider.sandbox.runtimes.e2b.programs import show_programs
 from outrider.sandbox.runtimes.e2b.service import EXTEND_SECONDS, E2BService, Start
 from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE
+from outrider.sandbox.runtimes.probe_cache import ProbeCache
 from outrider.sandbox.runtimes.remote import QueueClock, RemoteSandbox, gateway_tunnel, labels_of
 from outrider.sandbox.runtimes.tool_server.bundle import remote_command, remote_delivery
 from outrider.sandbox.runtimes.tool_server.client import ToolClient, ToolPart
@@ -47,21 +49,11 @@ class E2BRuntime:
 
     @classmethod
     def available(cls) -> Availability:
-        """Ask the service for its sandboxes, with the key. Blocks."""
+        """Return whether the service accepts the key. The first call blocks."""
         try:
-            settings = E2BSettings.read()
+            return Availability(ok=True, detail=_probe_of(E2BSettings.read()).get())
         except RuntimeUnavailable as error:
             return Availability(ok=False, detail=error.message, hint=error.hint)
-        try:
-            status = list_status(settings)
-        except (OSError, HTTPException) as error:
-            hint = "check E2B_DOMAIN or E2B_API_URL, and that this machine may connect to it"
-            return Availability(ok=False, detail=f"no E2B service at {settings.url}: {error}", hint=hint)
-        if status in (401, 403):
-            return Availability(ok=False, detail=f"{settings.url} refuses the key", hint="check E2B_API_KEY")
-        if status != 200:
-            return Availability(ok=False, detail=f"{settings.url} answers with status {status}", hint="try again later")
-        return Availability(ok=True, detail=f"the E2B service at {settings.url}; the key is valid")
 
     @classmethod
     def check_spec(cls, spec: RuntimeSpec) -> None:
@@ -81,7 +73,28 @@ class E2BRuntime:
                 )
 
 
-def list_status(settings: E2BSettings) -> int:
+@functools.lru_cache(maxsize=8)  # the settings change in tests only
+def _probe_of(settings: E2BSettings) -> ProbeCache[str]:
+    return ProbeCache(lambda: _probe(settings))
+
+
+def _probe(settings: E2BSettings) -> str:
+    """Ask the service for its sandboxes, with the key. Returns what was found. Blocks; raises RuntimeUnavailable."""
+    try:
+        status = _list_status(settings)
+    except (OSError, HTTPException) as error:
+        raise RuntimeUnavailable(
+            f"no E2B service at {settings.url}: {error}",
+            hint="check E2B_DOMAIN or E2B_API_URL, and that this machine may connect to it",
+        ) from error
+    if status in (401, 403):
+        raise RuntimeUnavailable(f"{settings.url} refuses the key", hint="check E2B_API_KEY")
+    if status != 200:
+        raise RuntimeUnavailable(f"{settings.url} answers with status {status}", hint="try again later")
+    return f"the E2B service at {settings.url}; the key is valid"
+
+
+def _list_status(settings: E2BSettings) -> int:
     """Return the status of a request for the list of sandboxes. Blocks; raises OSError, HTTPException."""
     url = urlsplit(settings.url)
     kind = HTTPSConnection if url.scheme == "https" else HTTPConnection

@@ -16,7 +16,7 @@ from typing import Any, Self
 from outrider.concurrency.cancellation import shielded
 from outrider.concurrency.retries import RetryPolicy
 from outrider.errors import RuntimeFailure, RuntimeUnavailable
-from outrider.sandbox.runtimes.e2b.api import E2BApi, E2BError, E2BSettings, MadeSandbox
+from outrider.sandbox.runtimes.e2b.api import CALL_SECONDS, E2BApi, E2BError, E2BSettings, MadeSandbox
 from outrider.sandbox.runtimes.e2b.envd import failure
 from outrider.sandbox.runtimes.e2b.programs import ProgramArchives
 from outrider.sandbox.runtimes.node_host import Host
@@ -29,6 +29,8 @@ EXTEND_SECONDS = 60.0
 REMOVE_SECONDS = 60.0
 ROOM_SECONDS = 3600.0
 """Seconds for which a start waits until the service has room."""
+REFUSALS = (400, 401, 403, 404, 422, 429)
+"""Statuses of a request to create a sandbox after which there is certainly none."""
 CREATE = RetryPolicy(first=1.0, longest=10.0, attempts=3)
 ROOM = RetryPolicy(first=2.0, longest=60.0)
 REMOVE = RetryPolicy(first=0.5, longest=5.0)
@@ -37,9 +39,11 @@ log = logging.getLogger("outrider.runtime")
 
 
 class E2BService:
-    """The part of a node's host (see node_host.py) that makes sandboxes."""
+    """The part of a node's host (see node_host.py) that makes sandboxes. A call of the API takes at most
+    `call_seconds`."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, *, call_seconds: float = CALL_SECONDS) -> None:
+        self._call_seconds = call_seconds
         self.node = node_label(host)
         self._queue = StartQueue(host.starts_per_second)
         self._ours: set[str] = set()
@@ -47,7 +51,7 @@ class E2BService:
 
     async def __aenter__(self) -> Self:
         """Connect and sweep. Raises RuntimeUnavailable, RuntimeFailure."""
-        self.api = E2BApi(E2BSettings.read())
+        self.api = E2BApi(E2BSettings.read(), seconds=self._call_seconds)
         try:
             await self.sweep()
         except BaseException:  # also a cancellation
@@ -75,6 +79,7 @@ class E2BService:
             try:
                 return await shielded(lambda: self._request(start, template, labels))
             except E2BError as error:
+                start.requested = error.status not in REFUSALS
                 if error.status == 429:
                     if queued.seconds() > ROOM_SECONDS:
                         raise failure("make room for a sandbox", error) from error

@@ -1,0 +1,21 @@
+"""The kinds whose sandboxes run on other machines, and so outlive a node that is killed.
+
+Invariant: a kind that the operator has not set up is not imported.
+"""
+
+from __future__ import annotations
+
+from outrider.environment import environment
+from outrider.plugins import resolve
+from outrider.sandbox.runtimes.node_host import Host
+
+ELSEWHERE = {"e2b": "E2B_API_KEY"}
+"""The variable that sets up each kind. The class of a kind has a `part`: see `Host.part`."""
+
+
+async def join_services(host: Host) -> None:
+    """Connect to the services that are set up, and remove the sandboxes of this machine's dead nodes there. The sweeps
+    of the host repeat the removal. Raises RuntimeFailure."""
+    for name, variable in ELSEWHERE.items():
+        if environment(variable):
+            await host.part(resolve("runtime", name).part)

@@ -1,0 +1,441 @@
+"""The kind `e2b` against a server of the E2B API: lost replies, faults, orphans, the way to the model."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
+from outrider.lab.fakes.e2b_server.app import FakeE2B
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.e2b.api import E2BApi, E2BError, E2BSettings
+from outrider.sandbox.runtimes.e2b.runtime import E2BRuntime
+from outrider.sandbox.runtimes.e2b.service import E2BService, Start
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.remote import (
+    NODE_LABEL,
+    SESSION_LABEL,
+    QueueClock,
+    RemoteSandbox,
+    StartQueue,
+    is_orphan,
+    node_label,
+)
+from outrider.spec import RuntimeSpec
+from support.e2b import e2b, variables
+
+from .world import World
+
+Reply = Callable[[], Awaitable[web.StreamResponse]]
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeE2B]:
+    async with e2b(monkeypatch) as running:
+        yield running
+
+
+def new(world: World, **fields: object) -> RemoteSandbox:
+    sandbox = world.create_with(E2BRuntime, kind="e2b", **fields)
+    assert isinstance(sandbox, RemoteSandbox)
+    return sandbox
+
+
+async def begun(world: World, **fields: object) -> RemoteSandbox:
+    sandbox = new(world, **fields)
+    await sandbox.start()
+    return sandbox
+
+
+async def said(sandbox: Runtime, program: str) -> str:
+    done = await sandbox.exec(["python3", "-c", program], seconds=30)
+    assert (done.exit_code, done.stderr) == (0, b"")
+    return done.stdout.decode()
+
+
+def refused(status: int, **headers: str) -> Callable[[web.Request, Reply], Awaitable[web.StreamResponse]]:
+    async def fault(request: web.Request, reply: Reply) -> web.StreamResponse:
+        return web.json_response({"code": status, "message": "not now"}, status=status, headers=headers)
+
+    return fault
+
+
+async def lost(request: web.Request, reply: Reply) -> web.StreamResponse:
+    """The call is carried out, and its reply never arrives."""
+    await reply()
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def hanging(request: web.Request, reply: Reply) -> web.StreamResponse:
+    await asyncio.sleep(3600)
+    return web.Response()
+
+
+async def dripping(request: web.Request, reply: Reply) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    while True:
+        await answer.write(b" ")
+        await asyncio.sleep(0.05)
+
+
+async def test_a_sandbox_is_labelled_without_internet_and_deleted_once(server: FakeE2B, world: World) -> None:
+    sandbox = await begun(world)
+    (made,) = server.sandboxes.values()
+    assert made.metadata[SESSION_LABEL] == "s0"
+    assert world.host.name in made.metadata[NODE_LABEL]
+    assert not made.internet
+    await sandbox.stop()
+    await sandbox.stop()
+    assert server.sandboxes == {}
+    assert server.requests.count("DELETE /sandboxes/ID") == 2  # the second finds that there is none
+
+
+async def test_a_lost_reply_leaves_no_second_sandbox(server: FakeE2B, world: World) -> None:
+    server.faults["POST /sandboxes"].append(lost)
+    sandbox = await begun(world)
+    assert server.made == 2
+    assert len(server.sandboxes) == 1
+    assert await said(sandbox, "print(1)") == "1\n"
+    await sandbox.stop()
+    assert server.sandboxes == {}
+
+
+async def test_a_lost_reply_to_a_deletion_is_no_failure(server: FakeE2B, world: World) -> None:
+    sandbox = await begun(world)
+    server.faults["DELETE /sandboxes/ID"].append(lost)
+    await sandbox.stop()
+    assert server.sandboxes == {}
+
+
+async def test_a_service_that_fails_is_an_error_that_is_worth_another_attempt(server: FakeE2B, world: World) -> None:
+    server.faults["POST /sandboxes"].extend([refused(500), refused(502), refused(503)])
+    with pytest.raises(RuntimeFailure, match="create a sandbox: status 503: not now") as raised:
+        await begun(world)
+    assert raised.value.retryable
+    assert server.sandboxes == {}
+
+
+async def test_a_failure_or_two_is_passed_over(server: FakeE2B, world: World) -> None:
+    server.faults["POST /sandboxes"].extend([refused(500), refused(503)])
+    await begun(world)
+    assert server.made == 1
+
+
+@pytest.mark.parametrize("fault", [hanging, dripping])
+async def test_a_call_without_a_whole_reply_ends(
+    server: FakeE2B, fault: Callable[[web.Request, Reply], Awaitable[web.StreamResponse]]
+) -> None:
+    api = E2BApi(E2BSettings.read(), seconds=0.5)
+    server.faults["GET /sandboxes"].append(fault)
+    began = time.monotonic()
+    with pytest.raises(E2BError) as raised:
+        await api.labelled(NODE_LABEL)
+    assert raised.value.status == 0
+    assert time.monotonic() - began < 5
+    await api.close()
+
+
+async def test_a_creation_that_hangs_leaves_nothing(server: FakeE2B, world: World) -> None:
+    async with E2BService(world.host, call_seconds=0.5) as service:
+        server.faults["POST /sandboxes"].extend([lost, hanging, hanging])
+        start = Start()
+        with pytest.raises(RuntimeFailure, match="no reply in time"):
+            await service.create(start, "base", {}, QueueClock())
+        await service.remove(start)
+        assert server.sandboxes == {}
+        assert server.made == 1
+
+
+async def test_a_full_service_is_waited_for_off_the_clock(server: FakeE2B, world: World) -> None:
+    server.faults["POST /sandboxes"].extend([refused(429, **{"Retry-After": "1"})] * 2)
+    sandbox = await begun(world)
+    assert 1.9 < sandbox.queued_seconds() < 20
+    before = sandbox.queued_seconds()
+    await sandbox.exec("true", seconds=10)
+    assert sandbox.queued_seconds() == before
+
+
+async def test_what_the_service_refuses_is_refused_by_name(
+    server: FakeE2B, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RuntimeUnavailable, match="template 'none'") as raised:
+        await begun(world, image="none")
+    assert raised.value.field == "task.runtime.image"
+    server.key = "another"
+    caplog.clear()
+    with pytest.raises(RuntimeUnavailable, match="refuses the key") as raised:
+        await begun(world)
+    assert FakeE2B.key not in f"{raised.value} {raised.value.hint} {raised.value.log_tail}"
+    assert "refuses the key" in (await asyncio.to_thread(E2BRuntime.available)).detail
+    monkeypatch.delenv("E2B_API_KEY")
+    assert E2BRuntime.available().detail == "E2B_API_KEY is not set"
+    server.key = FakeE2B.key
+    assert caplog.messages == []
+
+
+async def test_a_probe_of_the_service(server: FakeE2B, monkeypatch: pytest.MonkeyPatch) -> None:
+    can = await asyncio.to_thread(E2BRuntime.available)
+    assert can.ok
+    assert server.url in can.detail
+    monkeypatch.setenv("E2B_API_URL", "http://127.0.0.1:1")
+    assert not E2BRuntime.available().ok
+    monkeypatch.setenv("E2B_API_URL", "ftp://host")
+    assert E2BRuntime.available().detail == "E2B_API_URL is not an http address"
+
+
+@pytest.mark.parametrize(
+    ("field", "spec"),
+    [
+        ("task.runtime.rootfs", {"rootfs": "/srv"}),
+        ("task.runtime.mounts", {"mounts": [{"source": "/srv"}]}),
+        ("task.runtime.users", {"users": 10}),
+        ("task.runtime.resources.cpus", {"resources": {"cpus": 1}}),
+        ("task.runtime.resources.memory_mb", {"resources": {"memory_mb": 512}}),
+    ],
+)
+def test_specs_that_a_template_decides(field: str, spec: dict[str, object]) -> None:
+    with pytest.raises(InvalidField) as raised:
+        E2BRuntime.check_spec(RuntimeSpec.model_validate({"kind": "e2b", **spec}))
+    assert raised.value.field == field
+
+
+async def test_a_sandbox_that_the_service_ends_is_nobodys_fault_inside(server: FakeE2B, world: World) -> None:
+    sandbox = await begun(world)
+    running = asyncio.create_task(sandbox.exec("sleep 60", seconds=60))
+    await sandbox.exec("true", seconds=10)
+    for id in list(server.sandboxes):
+        await server.end(id)
+    with pytest.raises(RuntimeFailure) as raised:
+        await running
+    assert raised.value.retryable
+    assert not await sandbox.broken_inside()
+
+
+async def test_a_program_that_kills_the_tool_server_is_the_cause(server: FakeE2B, world: World) -> None:
+    sandbox = await begun(world)
+    with pytest.raises(RuntimeFailure):
+        await sandbox.exec("kill -9 $PPID; sleep 60", seconds=60)
+    assert await sandbox.broken_inside()
+
+
+async def test_a_template_without_python_is_refused(server: FakeE2B, world: World) -> None:
+    async def without(request: web.Request, reply: Reply) -> web.StreamResponse:
+        (made,) = server.sandboxes.values()
+        await (await made.machine.run(["sh", "-c", "mount -t tmpfs none /usr/bin"], {}, "/")).wait()
+        return await reply()
+
+    server.faults["POST /process.Process/Start"].append(without)
+    with pytest.raises(RuntimeUnavailable, match="no usable Python"):
+        await begun(world)
+    assert server.sandboxes == {}
+
+
+@pytest.mark.parametrize("path", ["POST /process.Process/Start", "POST /process.Process/SendInput"])
+async def test_an_envd_that_fails_is_no_sandbox(server: FakeE2B, world: World, path: str) -> None:
+    server.faults[path].append(refused(500))
+    with pytest.raises(RuntimeFailure) as raised:
+        await begun(world)
+    assert raised.value.retryable
+    assert server.sandboxes == {}
+
+
+ECHO = (
+    "import http.client, sys, threading\n"
+    "data = bytes(range(256)) * 2048\n"
+    "def ask(n):\n"
+    "    c = http.client.HTTPConnection('127.0.0.1', 61080)\n"
+    "    for _ in range(3):\n"
+    "        c.request('POST', f'/{n}', data + b'%d' % n)\n"
+    "        assert c.getresponse().read() == data + b'%d' % n\n"
+    "threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]\n"
+    "[t.start() for t in threads]; [t.join() for t in threads]\n"
+    "print('same')\n"
+)
+
+
+async def echo(request: web.Request) -> web.Response:
+    return web.Response(body=await request.read())
+
+
+async def test_the_model_gateway_is_reached_without_a_network(server: FakeE2B, world: World) -> None:
+    async with world.gateway(echo):
+        sandbox = await begun(world)
+        assert sandbox.endpoint == "http://127.0.0.1:61080"
+        assert await said(sandbox, ECHO.replace("2048", "16")) == "same\n"
+        # The connection serves other calls meanwhile.
+        both = await asyncio.gather(said(sandbox, ECHO), sandbox.exec("echo hi", seconds=20))
+        assert both[0] == "same\n"
+        assert both[1].stdout == b"hi\n"
+
+
+async def test_a_reply_streams_and_a_disconnect_arrives(server: FakeE2B, world: World) -> None:
+    left = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"tick\n")
+                await asyncio.sleep(0.05)
+        finally:
+            left.set()
+
+    program = (
+        "import http.client; c = http.client.HTTPConnection('127.0.0.1', 61080); c.request('GET', '/')\n"
+        "print(c.getresponse().readline())"
+    )
+    async with world.gateway(stream):
+        sandbox = await begun(world)
+        assert await said(sandbox, program) == "b'tick\\n'\n"
+        async with asyncio.timeout(30):
+            await left.wait()
+
+
+async def test_clients_beyond_the_bound_are_closed_and_the_rest_is_served(server: FakeE2B, world: World) -> None:
+    program = (
+        "import socket, urllib.request\n"
+        "many = [socket.create_connection(('127.0.0.1', 61080)) for _ in range(400)]\n"
+        "[s.close() for s in many]\n"
+        "import time; time.sleep(0.5)\n"
+        "print(urllib.request.urlopen('http://127.0.0.1:61080/', b'x', timeout=20).read())\n"
+    )
+    async with world.gateway(echo):
+        sandbox = await begun(world)
+        assert await said(sandbox, program) == "b'x'\n"
+
+
+async def test_without_a_gateway_a_client_is_refused_quickly(server: FakeE2B, world: World) -> None:
+    sandbox = await begun(world)
+    program = "import urllib.request, sys; urllib.request.urlopen('http://127.0.0.1:61080/', timeout=5)"
+    done = await sandbox.exec(["python3", "-c", program], seconds=10)
+    assert (done.exit_code, done.timed_out) == (1, False)
+
+
+async def test_programs_of_the_harness_are_copied_unless_they_are_there(
+    server: FakeE2B, world: World, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/tool").write_text("#!/bin/sh\necho copied\n")
+    (tmp_path / "bin/tool").chmod(0o755)
+    (tmp_path / "link").symlink_to("bin/tool")
+    sandbox = await begun(world, mounts=(tmp_path, Path("/usr/bin")))
+    assert (await sandbox.exec([str(tmp_path / "link")], seconds=10)).stdout == b"copied\n"
+    assert (await sandbox.exec("ls -A /tmp | grep outrider", seconds=10)).stdout == b""
+    assert [path.name for path in world.host.folder.glob("programs-*")] == ["programs-0.tgz"]
+
+
+KILLED = """
+import asyncio, sys
+from outrider.sandbox import open_sandbox
+from outrider.spec import RuntimeSpec
+
+async def main():
+    async with open_sandbox(RuntimeSpec(kind="e2b")) as sandbox:
+        print("runs", flush=True)
+        await sandbox.exec("sleep 600", seconds=600)
+
+asyncio.run(main())
+"""
+
+
+async def test_sandboxes_of_a_killed_node_are_removed_by_the_next(server: FakeE2B, world: World) -> None:
+    own = await begun(world)
+    (kept,) = server.sandboxes
+    node = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", KILLED, stdout=subprocess.PIPE, env={**os.environ, **variables(server.url)}
+    )
+    assert node.stdout is not None
+    assert await node.stdout.readline() == b"runs\n"
+    service = await world.host.part(E2BService)
+    assert await service.sweep() == 0  # it lives
+    assert len(server.sandboxes) == 2
+    node.send_signal(signal.SIGKILL)
+    await node.wait()
+    assert await service.sweep() == 1
+    assert list(server.sandboxes) == [kept]
+    assert await said(own, "print(2)") == "2\n"
+
+
+async def test_only_what_is_certainly_dead_is_an_orphan(world: World) -> None:
+    label = node_label(world.host)
+    assert len(label) <= 63
+    machine, _, name = label.partition("-")
+    prefix, namespace, _, since, end = name.split("-")
+    dead = f"{prefix}-{namespace}-4194305-{since}-{end}"
+    assert not is_orphan(label)
+    assert is_orphan(f"{machine}-{dead}")
+    assert not is_orphan(f"00000000-{dead}")  # of another machine
+    assert not is_orphan(f"{machine}-{prefix}-1-4194305-{since}-{end}")  # of another pid namespace
+    assert not is_orphan("a word")
+
+
+async def test_a_sandbox_ends_by_itself_without_its_node(server: FakeE2B) -> None:
+    api = E2BApi(E2BSettings.read())
+    made = await api.create("base", {}, seconds=2, key="once")
+    again = await api.create("base", {}, seconds=2, key="once")
+    assert again.sandbox_id == made.sandbox_id
+    await api.extend(made.sandbox_id, 1)
+    assert await api.exists(made.sandbox_id)
+    async with asyncio.timeout(20):
+        while await api.exists(made.sandbox_id):  # noqa: ASYNC110  # the server's clock
+            await asyncio.sleep(0.1)
+    await api.close()
+
+
+async def test_starts_are_spaced_and_a_cancelled_wait_takes_no_turn() -> None:
+    queue = StartQueue(10)
+    await queue.turn()
+    cancelled = [asyncio.create_task(queue.turn()) for _ in range(50)]
+    await asyncio.sleep(0)
+    for task in cancelled:
+        task.cancel()
+    began = time.monotonic()
+    for _ in range(4):
+        await queue.turn()
+    assert 0.35 < time.monotonic() - began < 3
+
+
+async def test_a_host_takes_its_pace_from_the_settings(folder: Path, server: FakeE2B) -> None:
+    async with Host(folder, starts_per_second=4) as host:
+        world = World(host)
+        world.socket.touch()
+        began = time.monotonic()
+        sandboxes = [new(world) for _ in range(4)]
+        await asyncio.gather(*(sandbox.start() for sandbox in sandboxes))
+        assert time.monotonic() - began > 0.7
+        await asyncio.gather(*(sandbox.stop() for sandbox in sandboxes))
+    assert server.sandboxes == {}
+
+
+def sdk_python() -> str:
+    """An interpreter with E2B's own SDK."""
+    named = os.environ.get("E2B_SDK_PYTHON")
+    if named is None and importlib.util.find_spec("e2b") is None:
+        pytest.skip("the package e2b is not installed, and E2B_SDK_PYTHON names no interpreter that has it")
+    return named or sys.executable
+
+
+async def test_the_real_sdk_works_against_the_server(server: FakeE2B) -> None:
+    """So the server speaks the wire, and not only what this runtime speaks."""
+    script = Path(__file__).with_name("e2b_sdk_session.py")
+    env = {"PATH": os.environ["PATH"], "E2B_HTTP_VERSION": "1.1", **variables(server.url)}
+    process = await asyncio.create_subprocess_exec(
+        sdk_python(), str(script), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+    )
+    out, complaint = await process.communicate()
+    assert (process.returncode, out) == (0, b"all as expected\n"), complaint.decode()
+    assert server.sandboxes == {}
