@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from e2b import CommandExitException, NotFoundException, Sandbox, SandboxException, SandboxQuery
+from e2b import CommandExitException, NotFoundException, Sandbox, SandboxException, SandboxQuery  # type: ignore[import-not-found]  # in an interpreter of its own
 
 box = Sandbox.create("base", timeout=60, metadata={"who": "sdk"}, envs={"X": "1 2"})
 done = box.commands.run("echo hi $X; echo err >&2")

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from outrider.config import SandboxesConfig
-from outrider.errors import Boundary, Forbidden
+from outrider.errors import Boundary, InvalidField
 from outrider.lab.fakes.e2b_server.app import FakeE2B
 from outrider.lifecycle import StopReason
 from outrider.service.principals import Principal
@@ -40,7 +40,7 @@ def refused(status: int, **headers: str) -> object:
 
 async def test_sessions_run_and_are_graded(world: MakeWorld, server: FakeE2B) -> None:
     then = 'case "$answer" in *hello*) echo right > out;; esac'
-    async with world([SAY] * 3) as w:
+    async with world([SAY] * 3, http=True) as w:
         submitted = await w.submit(runtime=RUNTIME, harness=program(then), evaluator={"run": "grep right out"}, n=3)
         for session in (await w.done(submitted.id)).sessions:
             result = result_of(session)
@@ -54,7 +54,7 @@ async def test_sessions_run_and_are_graded(world: MakeWorld, server: FakeE2B) ->
 
 async def test_a_service_that_fails_gives_an_error_and_no_reward(world: MakeWorld, server: FakeE2B) -> None:
     server.faults["POST /sandboxes"].extend([refused(500)] * 3)  # type: ignore[list-item]  # typed as an object above
-    async with world([SAY]) as w:
+    async with world([SAY], http=True) as w:
         session = await w.run(runtime=RUNTIME, harness=program("true"), evaluator={"run": "true"}, max_attempts=1)
         result = result_of(session)
         assert result.error is not None
@@ -67,7 +67,7 @@ async def test_no_clock_runs_while_the_service_has_no_room(world: MakeWorld, ser
     full = [refused(429, **{"Retry-After": "3"})] * 4
     server.faults["POST /sandboxes"].extend(full)  # type: ignore[arg-type]  # typed as an object above
     limits = {"prepare_seconds": 8, "session_seconds": 10}
-    async with world([SAY]) as w:
+    async with world([SAY], http=True) as w:
         result = result_of(
             await w.run(runtime=RUNTIME, harness=program("true"), evaluator={"run": "true"}, limits=limits)
         )
@@ -106,12 +106,12 @@ async def test_the_next_service_removes_what_a_killed_node_has_left(world: MakeW
 
 async def test_only_tokens_that_may_use_the_kind_use_it(world: MakeWorld, server: FakeE2B) -> None:
     """A sandbox costs money: the kind is in no default list."""
-    trainer = Principal(name="trainer", role="submit")
+    trainer = Principal("trainer", "submit", "trainer")
     spec = group(runtime=RUNTIME, harness=program("true"), evaluator={"run": "true"})
-    async with world([SAY]) as w:
-        with pytest.raises(Forbidden, match="e2b"):
+    async with world([SAY], http=True) as w:
+        with pytest.raises(InvalidField, match="e2b"):
             await w.service.submit(spec, trainer)
-    async with world([SAY], sandboxes=SandboxesConfig(runtimes=("e2b",))) as w:
+    async with world([SAY], http=True, sandboxes=SandboxesConfig(runtimes=("e2b",))) as w:
         submitted = await w.service.submit(spec, trainer)
         (session,) = (await w.done(submitted.id)).sessions
         assert result_of(session).error is None

@@ -154,11 +154,12 @@ class RuntimeKind(Protocol):
     """A kind of sandbox, as named by `task.runtime.kind`: any object with these methods. With class methods, a class
     may be both the kind and the `Runtime` that the kind creates.
 
-    Five attributes are optional. `shows_mounts` is False for a kind whose programs cannot see the folders of
+    Six attributes are optional. `shows_mounts` is False for a kind whose programs cannot see the folders of
     `SandboxContext.mounts`. `saves_layers` is True for a kind whose sandboxes implement `SavesLayers`. `gives_gpus` is
     True for a kind whose programs can use exactly the GPUs of `SandboxContext.gpus`. `uses_image_store` is True for a
     kind whose images are those of `outrider image`. `filters_network` is True for a kind whose programs reach nothing
-    but `SandboxContext.gateway_socket`, at BRIDGE_URL.
+    but `SandboxContext.gateway_socket`, at BRIDGE_URL. `part` is the part of a node's host
+    (`Host.part`) of a kind whose sandboxes run elsewhere.
     """
 
     def create(self, spec: RuntimeSpec, context: SandboxContext) -> Runtime:

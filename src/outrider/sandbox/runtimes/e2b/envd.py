@@ -40,6 +40,8 @@ PING_SECONDS = 20
 SILENCE_SECONDS = 120.0
 """Seconds without a frame after which the stream counts as broken. A service that ignores the wish for a sign of life
 every PING_SECONDS sends one every 90 seconds."""
+END_SECONDS = 2.0
+"""Seconds after a failure of the input in which the end of the process may still arrive."""
 COMPRESSED, LAST = 1, 2
 """Flags of a frame."""
 
@@ -253,7 +255,11 @@ class ProcessSocket:
     async def _feed(self, pid: int) -> None:
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(self._far, PIECE):
-            await self._envd.send(pid, data)
+            try:
+                await self._envd.send(pid, data)
+            except E2BError:
+                await asyncio.sleep(END_SECONDS)  # a process that has ended does not read; its end is on its way
+                raise
         raise OSError("this machine has closed the connection")
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ confirmed that it has no such sandbox, or the failure is logged and the next swe
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -111,6 +112,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
     """Make a sandbox with the service. See tool_server/launch.py."""
     name = context.directory.name
     service = await context.host.part(E2BService)
+    program = await asyncio.to_thread(remote_delivery)
     start = Start()
     async with AsyncExitStack() as undo:
         chores = await undo.enter_async_context(Chores(Failures()))
@@ -128,7 +130,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
         await tools.open()
         mark = rooted_setup(spec, context, {}, memory=0).marking()
         chores.create_task(process.run(remote_command(), mark), name="process in a sandbox")
-        tools.send_raw(remote_delivery())
+        tools.send_raw(program)
         try:
             image_env = await _environment(tools)
         except RuntimeFailure as error:
