@@ -19,7 +19,7 @@ STATUS = {
 }
 
 
-class Fault(Exception):
+class ConnectFault(Exception):
     """A refused call, by its code of the Connect protocol."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -36,16 +36,16 @@ def frame(message: dict[str, Any], flags: int = 0) -> bytes:
     return struct.pack(">BI", flags, len(data)) + data
 
 
-def last_frame(fault: Fault | None = None) -> bytes:
+def last_frame(fault: ConnectFault | None = None) -> bytes:
     return frame({} if fault is None else {"error": {"code": fault.code, "message": str(fault)}}, LAST)
 
 
 def messages(data: bytes) -> list[dict[str, Any]]:
-    """Return the messages of a whole stream. Raises Fault."""
+    """Return the messages of a whole stream. Raises ConnectFault."""
     found: list[dict[str, Any]] = []
     while data:
         if len(data) < 5 or len(data) < 5 + (size := struct.unpack(">I", data[1:5])[0]) or data[0] & 1:
-            raise Fault("invalid_argument", "a broken frame")
+            raise ConnectFault("invalid_argument", "a broken frame")
         if not data[0] & LAST:
             found.append(read(data[5 : 5 + size]))
         data = data[5 + size :]
@@ -53,11 +53,11 @@ def messages(data: bytes) -> list[dict[str, Any]]:
 
 
 def read(data: bytes) -> dict[str, Any]:
-    """Return a message. Raises Fault."""
+    """Return a message. Raises ConnectFault."""
     try:
         message = json.loads(data or b"{}")
     except ValueError:
         message = None
     if not isinstance(message, dict):
-        raise Fault("invalid_argument", "not a JSON object")
+        raise ConnectFault("invalid_argument", "not a JSON object")
     return message

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from outrider.lab.fakes.e2b_server.connect import Fault, fault_reply, frame, last_frame, messages, read
+from outrider.lab.fakes.e2b_server.connect import ConnectFault, fault_reply, frame, last_frame, messages, read
 from outrider.lab.fakes.e2b_server.machine import FileFault, Machine
 
 VERSION = "0.6.4"
@@ -68,7 +68,7 @@ class FakeEnvd:
                 return await self._stream_input(request)
             if service == "process.Process" and method in self._calls:
                 return web.json_response(await self._calls[method](read(await request.read())))
-        except (Fault, FileFault) as fault:
+        except (ConnectFault, FileFault) as fault:
             return fault_reply(fault.code, str(fault))
         return fault_reply("unimplemented", f"this server has no {request.path}")
 
@@ -149,9 +149,9 @@ class FakeEnvd:
             stdin.write(base64.b64decode(asked["input"]["stdin"]))
             await stdin.drain()
         except (KeyError, ValueError) as error:
-            raise Fault("invalid_argument", "input without stdin in base64") from error
+            raise ConnectFault("invalid_argument", "input without stdin in base64") from error
         except OSError as error:
-            raise Fault("not_found", "the process does not read") from error
+            raise ConnectFault("not_found", "the process does not read") from error
 
     async def _send_signal(self, asked: dict[str, Any]) -> dict[str, Any]:
         self._machine.signal(self._process(asked).process.pid, SIGNALS.get(asked.get("signal", ""), 15))
@@ -171,7 +171,7 @@ class FakeEnvd:
         for pid, one in self._processes.items():
             if pid == wanted.get("pid") or (one.tag is not None and one.tag == wanted.get("tag")):
                 return one
-        raise Fault("not_found", f"no process {wanted}")
+        raise ConnectFault("not_found", f"no process {wanted}")
 
     async def _file(self, op: str, asked: dict[str, Any]) -> dict[str, Any]:
         path = asked.get("path") or asked.get("source") or ""

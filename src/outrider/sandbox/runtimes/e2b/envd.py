@@ -75,13 +75,13 @@ class StartFrame(msgspec.Struct, frozen=True):
     event: ProcessEvent
 
 
-class Fault(msgspec.Struct, frozen=True):
+class EnvdFault(msgspec.Struct, frozen=True):
     code: str = "unknown"
     message: str = ""
 
 
 class LastFrame(msgspec.Struct, frozen=True):
-    error: Fault | None = None
+    error: EnvdFault | None = None
 
 
 class Envd:

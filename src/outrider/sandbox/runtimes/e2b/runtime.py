@@ -29,7 +29,7 @@ from outrider.sandbox.runtimes.probe_cache import ProbeCache
 from outrider.sandbox.runtimes.remote import QueueClock, RemoteSandbox, gateway_tunnel, labels_of
 from outrider.sandbox.runtimes.tool_server.bundle import remote_command, remote_delivery
 from outrider.sandbox.runtimes.tool_server.client import ToolClient, ToolPart
-from outrider.sandbox.runtimes.tool_server.launch import RunningServer, configure, rooted_setup, undone
+from outrider.sandbox.runtimes.tool_server.launch import START_SECONDS, RunningServer, configure, rooted_setup, undone
 from outrider.spec import RuntimeSpec
 
 TEMPLATE = "base"
@@ -153,8 +153,13 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
 
 
 async def _environment(tools: ToolClient) -> dict[str, str]:
-    """Return the variables of the template."""
-    data = (await tools.call("environ", {}, ToolPart)).data.decode("utf-8", "replace")
+    """Return the variables of the template. Raises RuntimeFailure, also for a tool server that does not start in
+    START_SECONDS."""
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            data = (await tools.call("environ", {}, ToolPart)).data.decode("utf-8", "replace")
+    except TimeoutError as error:
+        raise RuntimeFailure(f"the sandbox's tool server did not start within {START_SECONDS:.0f} s") from error
     pairs = (entry.partition("=") for entry in data.split("\0") if entry)
     return {name: value for name, _, value in pairs if name != VARIABLE}
 
