@@ -202,14 +202,27 @@ async def test_a_probe_of_the_service(server: FakeE2B, monkeypatch: pytest.Monke
         ("task.runtime.rootfs", {"rootfs": "/srv"}),
         ("task.runtime.mounts", {"mounts": [{"source": "/srv"}]}),
         ("task.runtime.users", {"users": 10}),
-        ("task.runtime.resources.cpus", {"resources": {"cpus": 1}}),
-        ("task.runtime.resources.memory_mb", {"resources": {"memory_mb": 512}}),
     ],
 )
 def test_specs_that_a_template_decides(field: str, spec: dict[str, object]) -> None:
     with pytest.raises(InvalidField) as raised:
         E2BRuntime.check_spec(RuntimeSpec.model_validate({"kind": "e2b", **spec}))
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize(("name", "much"), [("cpus", 4000.0), ("memory_mb", 1 << 24)])
+async def test_a_template_that_is_too_small_is_refused(server: FakeE2B, world: World, name: str, much: float) -> None:
+    with pytest.raises(RuntimeUnavailable, match="less than the task asks for") as raised:
+        await begun(world, resources={name: much})
+    assert raised.value.field == f"task.runtime.resources.{name}"
+    assert server.sandboxes == {}
+
+
+async def test_memory_is_counted_in_the_sandbox(server: FakeE2B, world: World) -> None:
+    sandbox = await begun(world, resources={"cpus": 1, "memory_mb": 200})
+    done = await sandbox.exec(["python3", "-c", "import time; b = b'x' * (500 << 20); time.sleep(20)"], seconds=30)
+    assert done.exit_code == 128 + signal.SIGKILL
+    assert (await sandbox.exec("echo fine", seconds=10)).stdout == b"fine\n"
 
 
 async def test_a_sandbox_that_the_service_ends_is_nobodys_fault_inside(server: FakeE2B, world: World) -> None:
@@ -336,6 +349,38 @@ async def test_programs_of_the_harness_are_copied_unless_they_are_there(
     assert (await sandbox.exec([str(tmp_path / "link")], seconds=10)).stdout == b"copied\n"
     assert (await sandbox.exec("ls -A /tmp | grep outrider", seconds=10)).stdout == b""
     assert [path.name for path in world.host.folder.glob("programs-*")] == ["programs-0.tgz"]
+
+
+ON_UVLOOP = """
+import asyncio, contextlib, uvloop
+from outrider.sandbox import open_sandbox
+from outrider.spec import RuntimeSpec
+
+@contextlib.asynccontextmanager
+async def gateway(path):
+    async def reply(reader, writer):
+        await reader.readuntil(b"\\r\\n\\r\\n")
+        writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\nConnection: close\\r\\n\\r\\nhi")
+        await writer.drain()
+        writer.close()
+    async with await asyncio.start_unix_server(reply, path):
+        yield
+
+async def main():
+    ask = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:61080/', timeout=20).read())"
+    async with open_sandbox(RuntimeSpec(kind="e2b"), gateway=gateway) as sandbox:
+        print((await sandbox.exec(["python3", "-c", ask], seconds=30)).stdout)
+
+uvloop.run(main())
+"""
+
+
+async def test_a_sandbox_on_the_loop_of_the_service(server: FakeE2B) -> None:
+    node = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ON_UVLOOP, stdout=subprocess.PIPE, env={**os.environ, **variables(server.url)}
+    )
+    out, _ = await node.communicate()
+    assert out == b"b\"b'hi'\\\\n\"\n"
 
 
 KILLED = """

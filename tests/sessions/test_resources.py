@@ -24,7 +24,7 @@ from outrider.sessions.resources import (
     machine_capacity,
     required,
 )
-from outrider.spec import MEBIBYTE, Resources
+from outrider.spec import MEBIBYTE, RuntimeSpec
 
 GPUS = ("0", "1", "2")
 
@@ -101,7 +101,7 @@ async def test_what_asks_for_nothing_waits_for_nobody() -> None:
         line = Line(some_resources(), group)
         await line.comes("all", cpus(4))
         await line.comes("waits", cpus(1))
-        await line.comes("nothing", required(Resources()))
+        await line.comes("nothing", required(RuntimeSpec()))
         assert line.served == ["all", "nothing"]
         for name in ("all", "waits", "nothing"):
             await line.leaves(name)
@@ -287,7 +287,7 @@ async def test_what_one_can_do_without_is_taken_only_where_nobody_waits() -> Non
     first = resources.try_take(cpus(3))
     assert first is not None
     assert resources.try_take(cpus(2)) is None
-    assert resources.try_take(required(Resources())) is not None
+    assert resources.try_take(required(RuntimeSpec())) is not None
     async with asyncio.TaskGroup() as group:
         waiting = group.create_task(resources.take(cpus(2)))
         await settled()

@@ -185,7 +185,7 @@ def check_resources(task: TaskSpec, nodes: Sequence[NodeStats]) -> None:
     def fits(needs: ResourceAmount) -> bool:
         return any(needs.within(total_of(node.resources)) for node in nodes)
 
-    agent, needs = required(task.runtime.resources), session_needs(task)
+    agent, needs = required(task.runtime), session_needs(task)
     if not nodes or fits(needs):
         return
     graded = "" if not fits(agent) else ", with the sandboxes for grading,"

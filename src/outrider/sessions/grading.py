@@ -179,7 +179,7 @@ class Grading:
         GPUs until the end of the run. A sandbox that grades an earlier step gets no GPUs, and its other resources are
         part of the session's.
         """
-        needs = required(self._graders.runtime.resources)
+        needs = required(self._graders.runtime)
         if not isinstance(self._carry, list | DiffSpec) or (needs.gpus and not self._goes_on):
             return
         if not self._goes_on:

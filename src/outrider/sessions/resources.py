@@ -16,11 +16,12 @@ import msgspec
 
 from outrider.config import Config, SandboxesConfig
 from outrider.errors import InvalidField, RuntimeUnavailable
+from outrider.sandbox.runtimes.elsewhere import ELSEWHERE
 from outrider.sandbox.runtimes.kernel.cgroups import UNIFIED, by_controller
 from outrider.sandbox.runtimes.nvidia import NVIDIA, NvidiaDriver
 from outrider.schemas import ResourceStats
 from outrider.sessions.priority_semaphore import PrioritySemaphore, Quantities, Slot
-from outrider.spec import MEBIBYTE, Resources, TaskSpec
+from outrider.spec import MEBIBYTE, RuntimeSpec, TaskSpec
 
 CORES_EACH = 4
 """Processors for each node process: the process keeps one core busy, and the sandboxes of its sessions need some,
@@ -65,8 +66,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         return ResourceAmount(cpus=self.cpus, memory_mb=self.memory_mb, gpus=len(self.gpus))
 
 
-def required(resources: Resources) -> ResourceAmount:
-    """Return the amount set aside for a task's sandbox: its limits. A resource without a limit counts as 0."""
+def required(runtime: RuntimeSpec) -> ResourceAmount:
+    """Return the amount set aside for a task's sandbox: its limits. A resource without a limit counts as 0. Nothing is
+    set aside for a sandbox elsewhere."""
+    if runtime.kind in ELSEWHERE:
+        return ResourceAmount()
+    resources = runtime.resources
     return ResourceAmount(cpus=resources.cpus or 0.0, memory_mb=resources.memory_mb or 0, gpus=resources.gpus)
 
 
@@ -85,9 +90,9 @@ def session_needs(task: TaskSpec) -> ResourceAmount:
     The whole amount is taken at once. If sessions requested the second sandbox's part later, each could wait for
     resources held by the others. A sandbox beside the agent's has no GPUs.
     """
-    agent = required(task.runtime.resources)
+    agent = required(task.runtime)
     *beside, last = [
-        ResourceAmount() if step.carry is None else required((step.runtime or task.runtime).resources)
+        ResourceAmount() if step.carry is None else required(step.runtime or task.runtime)
         for step in (task.evaluator, *(later.evaluator for later in task.then))
     ]
     return ResourceAmount(

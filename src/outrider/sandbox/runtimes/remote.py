@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from outrider.concurrency.chores import Chores
 from outrider.environment import host_id
@@ -221,14 +221,13 @@ class _GatewayStream(asyncio.Protocol):
             self.connection_lost(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = opened = cast(asyncio.Transport, transport)  # uvloop's transport is of a class of its own
         if self._lost:
-            transport.abort()
+            opened.abort()
             return
-        transport.write(bytes(self._early))
+        opened.write(bytes(self._early))
         if self._ended:
-            transport.write_eof()
+            opened.write_eof()
 
     def send(self, data: bytes) -> None:
         transport = self._transport

@@ -58,7 +58,7 @@ def _archive(path: Path, target: Path) -> None:
 async def show_programs(tools: ToolClient, envd: Envd, archives: ProgramArchives, paths: Sequence[Path]) -> None:
     """Copy files and folders of this machine into the sandbox, unless they are there. Raises RuntimeFailure."""
     for path in paths:
-        if await _exit_code(tools, ["test", "-e", str(path)]) == 0:
+        if (await _run(tools, ["test", "-e", str(path)])).code == 0:
             continue
         try:
             await envd.upload(ARCHIVE_AT, _pieces(await archives.of(path)))
@@ -66,13 +66,18 @@ async def show_programs(tools: ToolClient, envd: Envd, archives: ProgramArchives
             raise failure(f"copy {path} into a sandbox", error) from error
         except OSError as error:
             raise RuntimeFailure(f"{path} cannot be copied into a sandbox: {error}") from error
-        if await _exit_code(tools, ["python3", "-I", "-S", "-c", UNPACK, ARCHIVE_AT]) != 0:
+        if (await _run(tools, ["python3", "-I", "-S", "-c", UNPACK, ARCHIVE_AT])).code != 0:
             raise RuntimeFailure(
                 f"{path} cannot be unpacked in a sandbox", hint="the template needs more disk, or the programs inside"
             )
 
 
-async def _exit_code(tools: ToolClient, command: list[str]) -> int | None:
+async def output(tools: ToolClient, command: list[str]) -> bytes:
+    """Return the output of a command."""
+    return (await _run(tools, command)).out
+
+
+async def _run(tools: ToolClient, command: list[str]) -> ExecDone:
     args: dict[str, Any] = {
         "argv": command,
         "script": "",
@@ -83,7 +88,7 @@ async def _exit_code(tools: ToolClient, command: list[str]) -> int | None:
         "ms": round(UNPACK_SECONDS * 1000),
         "cap": 4096,
     }
-    return (await tools.call("exec", args, ExecDone, seconds=UNPACK_SECONDS)).code
+    return await tools.call("exec", args, ExecDone, seconds=UNPACK_SECONDS)
 
 
 async def _pieces(archive: Path) -> AsyncIterator[bytes]:

@@ -22,7 +22,7 @@ from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.sandbox.runtimes.base import Availability, SandboxContext
 from outrider.sandbox.runtimes.e2b.api import E2BSettings
 from outrider.sandbox.runtimes.e2b.envd import Envd, ProcessSocket
-from outrider.sandbox.runtimes.e2b.programs import show_programs
+from outrider.sandbox.runtimes.e2b.programs import output, show_programs
 from outrider.sandbox.runtimes.e2b.service import EXTEND_SECONDS, E2BService, Start
 from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE
 from outrider.sandbox.runtimes.probe_cache import ProbeCache
@@ -30,12 +30,14 @@ from outrider.sandbox.runtimes.remote import QueueClock, RemoteSandbox, gateway_
 from outrider.sandbox.runtimes.tool_server.bundle import remote_command, remote_delivery
 from outrider.sandbox.runtimes.tool_server.client import ToolClient, ToolPart
 from outrider.sandbox.runtimes.tool_server.launch import START_SECONDS, RunningServer, configure, rooted_setup, undone
-from outrider.spec import RuntimeSpec
+from outrider.spec import MEBIBYTE, RuntimeSpec
 
 TEMPLATE = "base"
 """The template of a task without an image."""
 PROBE_SECONDS = 5.0
-OF_TEMPLATE = ("cpus", "memory_mb", "disk_mb", "pids")
+MEASURE = "import os; print(os.cpu_count(), os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 20)"
+KERNEL_SHARE = 0.85
+"""A machine's programs have at least this part of its memory; the rest is the kernel's."""
 
 
 class E2BRuntime:
@@ -64,13 +66,6 @@ class E2BRuntime:
                     f"{spec.kind!r} sandboxes are machines of another service, made of its templates",
                     field=f"task.runtime.{name}",
                     hint="leave it out, and name a template in task.runtime.image",
-                )
-        for name in OF_TEMPLATE:
-            if name in spec.resources.model_fields_set:
-                raise InvalidField(
-                    f"the resources of {spec.kind!r} sandboxes are those of the template",
-                    field=f"task.runtime.resources.{name}",
-                    hint="leave it out, and name a template that has the resources",
                 )
 
 
@@ -135,8 +130,10 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, queued: QueueClock)
             image_env = await _environment(tools)
         except RuntimeFailure as error:
             raise _without_python(process) or error from error
-        setup = msgspec.structs.replace(rooted_setup(spec, context, image_env, memory=0), bridge_port=0, subreaper=True)
-        await configure(tools, setup)
+        memory = (spec.resources.memory_mb or 0) * MEBIBYTE
+        setup = rooted_setup(spec, context, image_env, memory=memory)
+        await configure(tools, msgspec.structs.replace(setup, bridge_port=0, subreaper=True))
+        await _check_size(tools, spec)
         await show_programs(tools, envd, service.archives, context.mounts)
         await undo.enter_async_context(
             gateway_tunnel(tools, context.gateway_socket, chores, seconds=spec.lifetime_seconds)
@@ -162,6 +159,27 @@ async def _environment(tools: ToolClient) -> dict[str, str]:
         raise RuntimeFailure(f"the sandbox's tool server did not start within {START_SECONDS:.0f} s") from error
     pairs = (entry.partition("=") for entry in data.split("\0") if entry)
     return {name: value for name, _, value in pairs if name != VARIABLE}
+
+
+async def _check_size(tools: ToolClient, spec: RuntimeSpec) -> None:
+    """Raise RuntimeUnavailable, naming the field, if the task asks for more than the template has."""
+    asked = spec.resources
+    if asked.cpus is None and asked.memory_mb is None:
+        return
+    try:
+        cpus, memory_mb = map(int, (await output(tools, ["python3", "-I", "-S", "-c", MEASURE])).split())
+    except ValueError as error:
+        raise RuntimeFailure("the size of the sandbox cannot be measured", inside=True) from error
+    for name, wanted, there in (
+        ("cpus", asked.cpus or 0, cpus),
+        ("memory_mb", (asked.memory_mb or 0) * KERNEL_SHARE, memory_mb),
+    ):
+        if wanted > there:
+            raise RuntimeUnavailable(
+                f"the template has {there} of {name}, which is less than the task asks for",
+                field=f"task.runtime.resources.{name}",
+                hint="name a larger template in task.runtime.image, or ask for less",
+            )
 
 
 def _without_python(process: ProcessSocket) -> RuntimeUnavailable | None:
