@@ -380,7 +380,7 @@ async def test_a_sandbox_on_the_loop_of_the_service(server: FakeE2B) -> None:
         sys.executable, "-c", ON_UVLOOP, stdout=subprocess.PIPE, env={**os.environ, **variables(server.url)}
     )
     out, _ = await node.communicate()
-    assert out == b"b\"b'hi'\\\\n\"\n"
+    assert out.decode() == """b"b'hi'\\n"\n"""
 
 
 KILLED = """
