@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 
+from outrider.concurrency.chores import Chores, Failures
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.e2b_server.app import FakeE2B
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.e2b.api import E2BApi, E2BError, E2BSettings
 from outrider.sandbox.runtimes.e2b.runtime import E2BRuntime
 from outrider.sandbox.runtimes.e2b.service import E2BService, Start
+from outrider.sandbox.runtimes.guest.tunnel import OPENED
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import (
     NODE_LABEL,
@@ -28,9 +33,11 @@ from outrider.sandbox.runtimes.remote import (
     QueueClock,
     RemoteSandbox,
     StartQueue,
+    gateway_tunnel,
     is_orphan,
     node_label,
 )
+from outrider.sandbox.runtimes.tool_server.client import ToolClient
 from outrider.spec import RuntimeSpec
 from support.e2b import e2b, variables
 
@@ -329,6 +336,34 @@ async def test_clients_beyond_the_bound_are_closed_and_the_rest_is_served(server
     async with world.gateway(echo):
         sandbox = await begun(world)
         assert await said(sandbox, program) == "b'x'\n"
+
+
+async def test_a_sandbox_that_opens_clients_without_end_is_dropped(world: World) -> None:
+    """A tool server of the agent's own sends the openings of clients, and reads none of the replies."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    tools = ToolClient(ours, lambda: "")
+    await tools.open()
+    loop = asyncio.get_running_loop()
+
+    async def flood() -> None:
+        for first in itertools.count(1, 5000):
+            frames = bytearray()
+            for number in range(first, first + 5000):
+                part = msgspec.msgpack.encode([1, "part", {"data": bytes((OPENED,)) + number.to_bytes(4, "big")}])
+                frames += len(part).to_bytes(4, "big") + part
+            await loop.sock_sendall(theirs, frames)
+
+    ready = msgspec.msgpack.encode([1, "part", {"data": bytes(5)}])
+    await loop.sock_sendall(theirs, len(ready).to_bytes(4, "big") + ready)
+    world.socket.unlink()  # no client reaches a gateway, so each is dropped again
+    with theirs:
+        async with Chores(Failures()) as chores, gateway_tunnel(tools, world.socket, chores, seconds=60):
+            with pytest.raises(ConnectionError):
+                async with asyncio.timeout(120):
+                    await flood()
+        assert tools.loss == "wrong"
+        await tools.close()
 
 
 async def test_without_a_gateway_a_client_is_refused_quickly(server: FakeE2B, world: World) -> None:

@@ -38,7 +38,7 @@ MACHINE_CHARACTERS = 8
 HEAD = 5
 """Bytes before a part's data: its kind and the client's number."""
 MOST_WAITING = 64 << 20
-"""Maximum bytes of a client that the gateway has not yet read."""
+"""Maximum bytes of a client that the gateway has not yet read, and of replies that the sandbox has not yet read."""
 UNBOUNDED = 1 << 62
 
 
@@ -183,6 +183,8 @@ class _GatewayTunnel:
         server does not send; the client of the tool server then drops the connection."""
         if len(part) < HEAD:
             raise ValueError("a part of the tunnel without a number")
+        if self._tools.backlog() > MOST_WAITING:  # each part may cause a reply, so a flood of parts would fill memory
+            raise ValueError("a tool server that sends and does not read")
         kind, number, data = part[0], int.from_bytes(part[1:HEAD], "big"), part[HEAD:]
         stream = self._streams.get(number)
         if kind == READY:

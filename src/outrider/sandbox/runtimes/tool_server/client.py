@@ -257,6 +257,10 @@ class ToolClient(asyncio.Protocol):
         if self._transport is not None and self._lost is None:
             self._send(0, method, args)
 
+    def backlog(self) -> int:
+        """Return the bytes that the server has not yet read."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     def _stuck(self, number: int, method: str) -> None:
         call = self._calls.get(number)
         if call is not None and not call.outcome.done():
