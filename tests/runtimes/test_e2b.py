@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 
 from outrider.concurrency.chores import Chores, Failures
-from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
+from outrider.errors import RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.e2b_server.app import FakeE2B
 from outrider.sandbox.runtimes.base import Runtime
 from outrider.sandbox.runtimes.e2b.api import E2BApi, E2BError, E2BSettings
@@ -38,7 +38,6 @@ from outrider.sandbox.runtimes.remote import (
     node_label,
 )
 from outrider.sandbox.runtimes.tool_server.client import ToolClient
-from outrider.spec import RuntimeSpec
 from support.e2b import e2b, variables
 
 from .world import World
@@ -201,20 +200,6 @@ async def test_a_probe_of_the_service(server: FakeE2B, monkeypatch: pytest.Monke
     assert not E2BRuntime.available().ok
     monkeypatch.setenv("E2B_API_URL", "ftp://host")
     assert E2BRuntime.available().detail == "E2B_API_URL is not an http address"
-
-
-@pytest.mark.parametrize(
-    ("field", "spec"),
-    [
-        ("task.runtime.rootfs", {"rootfs": "/srv"}),
-        ("task.runtime.mounts", {"mounts": [{"source": "/srv"}]}),
-        ("task.runtime.users", {"users": 10}),
-    ],
-)
-def test_specs_that_a_template_decides(field: str, spec: dict[str, object]) -> None:
-    with pytest.raises(InvalidField) as raised:
-        E2BRuntime.check_spec(RuntimeSpec.model_validate({"kind": "e2b", **spec}))
-    assert raised.value.field == field
 
 
 @pytest.mark.parametrize(("name", "much"), [("cpus", 4000.0), ("memory_mb", 1 << 24)])
@@ -389,7 +374,6 @@ async def test_programs_of_the_harness_are_copied_unless_they_are_there(
 ON_UVLOOP = """
 import asyncio, contextlib, uvloop
 from outrider.sandbox import open_sandbox
-from outrider.spec import RuntimeSpec
 
 @contextlib.asynccontextmanager
 async def gateway(path):
@@ -421,7 +405,6 @@ async def test_a_sandbox_on_the_loop_of_the_service(server: FakeE2B) -> None:
 KILLED = """
 import asyncio, sys
 from outrider.sandbox import open_sandbox
-from outrider.spec import RuntimeSpec
 
 async def main():
     async with open_sandbox(RuntimeSpec(kind="e2b")) as sandbox:

@@ -26,6 +26,9 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
     ("docker", {}, "image"),
     ("podman", {"rootfs": "/usr"}, "rootfs"),
     ("gvisor", {}, "image"),
+    ("e2b", {"rootfs": "/usr"}, "rootfs"),
+    ("e2b", {"mounts": [{"source": "/usr"}]}, "mounts"),
+    ("e2b", {"users": 2}, "users"),
 )
 TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("memory", {"image": "debian", "users": 2}),
@@ -33,6 +36,7 @@ TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("namespace", {"rootfs": "/usr", "mounts": [{"source": "/usr"}]}),
     ("apptainer", {"image": "/some/image.sif"}),
     ("docker", {"image": "debian", "users": 2}),
+    ("e2b", {"image": "base", "resources": {"cpus": 1, "memory_mb": 512}}),
 )
 
 
