@@ -374,6 +374,7 @@ async def test_programs_of_the_harness_are_copied_unless_they_are_there(
 ON_UVLOOP = """
 import asyncio, contextlib, uvloop
 from outrider.sandbox import open_sandbox
+from outrider.spec import RuntimeSpec
 
 @contextlib.asynccontextmanager
 async def gateway(path):
@@ -405,6 +406,7 @@ async def test_a_sandbox_on_the_loop_of_the_service(server: FakeE2B) -> None:
 KILLED = """
 import asyncio, sys
 from outrider.sandbox import open_sandbox
+from outrider.spec import RuntimeSpec
 
 async def main():
     async with open_sandbox(RuntimeSpec(kind="e2b")) as sandbox:
