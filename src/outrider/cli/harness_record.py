@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 import msgspec
+from pydantic import ValidationError
 
 from outrider.cli.engine_option import parse_engine
 from outrider.cli.event_loop import run_service
 from outrider.cli.exit_codes import FAILURE
 from outrider.cli.terminal import Terminal
-from outrider.config import Config, load_config
+from outrider.config import Config
 from outrider.environment import environment
 from outrider.errors import InvalidField
-from outrider.lab.record.draft import INSTRUCTION, Draft, place_of, task_toml, with_instruction
+from outrider.faults import first_fault
+from outrider.lab.record.draft import INSTRUCTION, TaskDraft, place_of, task_toml, with_instruction
 from outrider.lab.record.run import Program, files_below, record
 
 UNTOLD = "Run the command `echo hello`, and report what it prints."
@@ -80,12 +85,12 @@ def record_and_draft(terminal: Terminal, answers: Answers) -> int:
     )
     answers.output.mkdir(parents=True, exist_ok=True)
     terminal.note(f"running {answers.words[0]}")
-    with _created(transcript) as file:
-        done = run_service(record(program, file, settings=settings))
+    with _created(transcript) as file, _removed_after_failure(transcript):
+        done = run_service(record(program, file, settings=settings, stdout=sys.__stderr__ if terminal.json else None))
     words, found = answers.words, None
     if not answers.stdin and not any(INSTRUCTION in text for text in (*words, *env.values(), *files.values())):
         words, found = with_instruction(words, done.user_texts)
-    draft = Draft(
+    draft = TaskDraft(
         place=place_of(words, environment("PATH")),
         instruction=found or program.instruction,
         env=env,
@@ -126,12 +131,12 @@ def _settings(answers: Answers) -> Config | None:
         if answers.tokenizer is not None or answers.renderer is not None:
             raise InvalidField("is for a real engine", field="--tokenizer or --renderer", hint="give --engine as well")
         return None
-    flags = {
-        "engines": [parse_engine(answers.engine, field="--engine")],
-        "model.tokenizer": answers.tokenizer,
-        "model.renderer": answers.renderer,
-    }
-    return load_config({name: value for name, value in flags.items() if value is not None}, file=None)
+    model = {"tokenizer": answers.tokenizer, "renderer": answers.renderer}
+    given = {name: value for name, value in model.items() if value is not None}
+    try:
+        return Config.model_validate({"engines": [parse_engine(answers.engine, field="--engine")], "model": given})
+    except ValidationError as error:
+        raise first_fault(error) from error
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -139,6 +144,15 @@ def _pair(text: str) -> tuple[str, str]:
     if not equals or not name:
         raise InvalidField(f"{text!r} is not NAME=VALUE", field="--env")
     return name, value
+
+
+@contextmanager
+def _removed_after_failure(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _created(path: Path) -> IO[str]:

@@ -33,7 +33,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     missing: bool = False
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
+class TaskDraft(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a recorded run: the `place` of its command with placeholders, `env` and `files` likewise, whether
     the program read the instruction from standard input, and the model calls seen."""
 
@@ -113,7 +113,7 @@ def with_instruction(words: Sequence[str], user_texts: Iterable[str]) -> tuple[t
     return (*words[:index], changed, *words[index + 1 :]), text
 
 
-def task_toml(draft: Draft) -> str:
+def task_toml(draft: TaskDraft) -> str:
     """Return the draft as a task file."""
     seen = f"{draft.calls} model calls, {'streamed' if draft.streamed else 'not streamed'}"
     lines = [

@@ -64,7 +64,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     stdin: bool = False
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a recorded run. `dialects` are the dialects of the successful model calls."""
 
     exit_code: int
@@ -74,9 +74,12 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     user_texts: tuple[str, ...]
 
 
-async def record(program: Program, transcript: IO[str], *, settings: Config | None = None) -> Recorded:
+async def record(
+    program: Program, transcript: IO[str], *, settings: Config | None = None, stdout: IO[str] | None = None
+) -> RecordedRun:
     """Run the program to its end, and write its model calls to `transcript`. Without `settings`, a scripted model
-    replies; otherwise the engines of `settings`. Raises InvalidField for a program that cannot be run."""
+    replies; otherwise the engines of `settings`. The program writes to `stdout`, by default to that of this process.
+    Raises InvalidField for a program that cannot be run."""
     with tempfile.TemporaryDirectory(prefix="outrider-record-") as folder:
         data = Path(folder) / "data"
         scripted = Config(model=ModelConfig(tokenizer=str(POLICY), renderer=RENDERER, name=MODEL))
@@ -97,13 +100,13 @@ async def record(program: Program, transcript: IO[str], *, settings: Config | No
                 wire = WireTranscript(Gateway(opened.service.external), transcript, secrets)
                 with listener_at("127.0.0.1", 0) as port:
                     async with running(HttpServer(wire, EACH_MOST), port):
-                        code = await _run(program, session, url_of(port, tls=False), Path(folder) / "home")
+                        code = await _run(program, session, url_of(port, tls=False), Path(folder) / "home", stdout)
                 turns = await client.turns(session.id)
                 if code == 0:
                     await session.complete(reward=1.0)
                 else:
                     await session.complete(error=f"the program ended with exit code {code}")
-            return Recorded(
+            return RecordedRun(
                 exit_code=code,
                 calls=wire.calls,
                 dialects=tuple(dict.fromkeys(turn.dialect for turn in turns)),
@@ -116,7 +119,7 @@ async def _sent(word: str) -> bool:
     return True
 
 
-async def _run(program: Program, session: ExternalSession, url: str, home: Path) -> int:
+async def _run(program: Program, session: ExternalSession, url: str, home: Path, stdout: IO[str] | None) -> int:
     """Run the program and return its exit code, or -N after signal N. Ctrl-C goes to the program alone."""
     endpoint = ModelEndpoint(base_url=f"{url}/s/{session.key}", api_key=session.key, model=session.model)
     words = {
@@ -133,7 +136,7 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path)
         env["HOME"] = str(home)
     try:
         process = await asyncio.create_subprocess_exec(
-            *command, env=env, stdin=asyncio.subprocess.PIPE if program.stdin else None
+            *command, env=env, stdin=asyncio.subprocess.PIPE if program.stdin else None, stdout=stdout
         )
     except OSError as error:
         raise InvalidField(
@@ -173,8 +176,9 @@ def files_below(folder: Path, *, most: int = 64, most_bytes: int = 1 << 20) -> d
             except (OSError, UnicodeDecodeError) as error:
                 raise InvalidField(f"{path} cannot be read as text: {error}", field="--home") from error
             if text is None or len(found) == most:
+                has = f"a file of {size} bytes, {relative}" if text is None else f"more than {most} files"
                 raise InvalidField(
-                    f"{folder} has {f'a file of {size} bytes, {relative}' if text is None else f'more than {most} files'}",
+                    f"{folder} has {has}",
                     field="--home",
                     hint="give a folder with the program's settings files alone",
                 )
