@@ -12,7 +12,7 @@ import pytest
 
 from cli.world import Cli
 from outrider.lab.demo.dialogue import POLICY
-from outrider.lab.record.draft import FED, TaskDraft, Place, place_of, task_toml, with_instruction
+from outrider.lab.record.draft import FED, Place, TaskDraft, place_of, task_toml, with_instruction
 from outrider.lab.record.wire_transcript import without_secrets
 from outrider.sandbox.runtimes.namespace.runtime import NamespaceRuntime
 from outrider.spec import TaskSpec

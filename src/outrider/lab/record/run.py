@@ -30,6 +30,7 @@ from outrider.harnesses.presets import Certify
 from outrider.lab.certify.rows import CertificationRow, ModelAction, ScriptedStep
 from outrider.lab.certify.scripted_model import ScriptedModel
 from outrider.lab.demo.dialogue import POLICY
+from outrider.lab.record.draft import FED
 from outrider.lab.record.wire_transcript import WireTranscript
 from outrider.redaction import secrets_in
 from outrider.service.assembly import open_service
@@ -135,8 +136,9 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path,
         await asyncio.to_thread(_write, home, program.files, words)
         env["HOME"] = str(home)
     try:
+        # As in the draft, a shell makes the pipe: asyncio's own may be a socket, which some programs take for no input.
         process = await asyncio.create_subprocess_exec(
-            *command, env=env, stdin=asyncio.subprocess.PIPE if program.stdin else None, stdout=stdout
+            *(FED if program.stdin else ()), *command, env=env, stdout=stdout
         )
     except OSError as error:
         raise InvalidField(
@@ -145,7 +147,7 @@ async def _run(program: Program, session: ExternalSession, url: str, home: Path,
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     try:
-        await process.communicate(program.instruction.encode() if program.stdin else None)
+        await process.wait()
     finally:
         loop.remove_signal_handler(signal.SIGINT)
         if process.returncode is None:
