@@ -208,3 +208,12 @@ def test_a_failed_start_names_the_node_that_the_package_asks_for(home: Path) -> 
     with pytest.raises(HarnessUnavailable) as caught:
         install.check("pi", "9.9.9")
     assert caught.value.hint == f"the package asks for Node.js >=24; the preset has {recipe.node}"
+
+
+def test_the_node_that_a_package_asks_for_is_read_from_the_package(tmp_path: Path) -> None:
+    for text, wanted in (('{"engines": {"node": ">=22.19.0"}}', ">=22.19.0"), ('{"engines": {}}', None), ("{}", None)):
+        (tmp_path / "package.json").write_text(text)
+        assert install._node_requirement(tmp_path) == wanted
+    (tmp_path / "package.json").write_text('{"engines": ["node"]}')
+    assert install._node_requirement(tmp_path) is None
+    assert install._node_requirement(tmp_path / "none") is None

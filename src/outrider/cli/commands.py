@@ -106,12 +106,13 @@ GROUPS = {
         },
     ),
     "harness": (
-        "List, install and check the agent programs of this machine.",
+        "List, install, check and record the agent programs of this machine.",
         {
             "list": "harness:list_harnesses",
             "install": "harness:install_harness",
             "check": "harness:check_harness",
             "update": "harness:update_harness",
+            "record": "harness:record_harness",
         },
     ),
     "image": (

@@ -1,4 +1,4 @@
-"""`outrider harness`: lists, installs and checks the agent programs of this machine."""
+"""`outrider harness`: lists, installs, checks and records the agent programs of this machine."""
 
 from __future__ import annotations
 
@@ -166,6 +166,68 @@ def check_harness(
         preset=name, command=command, venv=venv, task=task, dialect=dialect, runtime=runtime, version=version
     )
     raise Exit(check_and_print(terminal, subject, names=tuple(row or ()), seconds=seconds))
+
+
+@command
+def record_harness(
+    terminal: Terminal,
+    words: Annotated[list[str], CliArgument(metavar="COMMAND...", help="The program and its arguments, after --.")],
+    name: Annotated[str, CliOption(metavar="NAME", help="Name of the files: NAME.toml and NAME.wire.jsonl.")],
+    instruction: Annotated[
+        str | None,
+        CliOption(metavar="TEXT", help="The task for {instruction}.", show_default="a task without effect"),
+    ] = None,
+    stdin: Annotated[bool, CliOption(help="Give the program the instruction as standard input.")] = False,
+    env: Annotated[
+        list[str] | None, CliOption(metavar="NAME=VALUE", help="A variable of the program. May be repeated.")
+    ] = None,
+    home: Annotated[
+        Path | None,
+        CliOption(
+            metavar="DIR",
+            help="Folder with the program's settings files; a copy is the program's HOME.",
+            show_default="your HOME",
+        ),
+    ] = None,
+    output: Annotated[Path, CliOption(metavar="DIR", help="Folder for the two files.")] = Path("."),
+    engine: Annotated[
+        str | None,
+        CliOption(metavar="KIND=WHERE", help="A real engine, as for `outrider serve`.", show_default="a script"),
+    ] = None,
+    tokenizer: Annotated[str | None, CliOption(metavar="PATH", help="The engine's tokenizer.")] = None,
+    renderer: Annotated[str | None, CliOption(metavar="NAME", help="The renderer of the engine's model.")] = None,
+) -> None:
+    """Run a program by hand, and write down how to run it in tasks.
+
+    The program runs here, not confined, with the variables of all vendors set
+    to a recording model endpoint. {base_url}, {api_key}, {model} and
+    {instruction} are filled in in its arguments, variables and settings files.
+    NAME.toml becomes a draft of a task with the program, NAME.wire.jsonl the
+    model calls, without secrets. The exit code is that of the program.
+
+    Examples:
+
+        outrider harness record --name mine -- my-agent "Say hello."
+
+        outrider harness record --name mine --home settings -- my-agent --model {model} {instruction}
+    """
+    # The import is here, because the other commands of this group do not need the server's libraries.
+    from outrider.cli.harness_record import Answers, record_and_draft
+
+    answers = Answers(
+        name=name,
+        words=tuple(words),
+        instruction=instruction,
+        stdin=stdin,
+        env=tuple(env or ()),
+        home=home,
+        output=output,
+        engine=engine,
+        tokenizer=tokenizer,
+        renderer=renderer,
+    )
+    if code := record_and_draft(terminal, answers):
+        raise Exit(code)
 
 
 def _row(name: str) -> HarnessRow:

@@ -44,6 +44,10 @@ class Installation(msgspec.Struct, frozen=True, kw_only=True):
         return words | {"node": str(self.node)} if self.node else words
 
 
+class _PackageJson(msgspec.Struct, frozen=True):
+    engines: dict[str, str] = {}
+
+
 def installed(name: str, version: str | None = None) -> Path | None:
     """Return the folder of a preset's program on this node, or None if the program is not installed. `version` is
     another version than the pinned one."""
@@ -212,7 +216,19 @@ def _build_npm(prefix: Path, node: Path, recipe: Install, say: Progress) -> None
     (prefix / "package.json").write_text('{"private": true}\n')
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
     run([*npm_command(node), "install", *flags, *recipe.packages], cwd=prefix)
+    for package in recipe.packages:
+        if wanted := _node_requirement(prefix / "node_modules" / package.rpartition("@")[0]):
+            say(f"{package} asks for Node.js {wanted}, and runs on {recipe.node}")
     _finish(recipe, {"prefix": str(prefix), "node": str(_node_binary(node))}, prefix)
+
+
+def _node_requirement(package: Path) -> str | None:
+    """Return the versions of Node.js that an installed npm package asks for. None if the package names none."""
+    try:
+        told = msgspec.json.decode((package / "package.json").read_bytes(), type=_PackageJson)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return told.engines.get("node")
 
 
 def _finish(recipe: Install, words: dict[str, str], prefix: Path) -> None:

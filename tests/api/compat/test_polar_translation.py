@@ -237,7 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"agent": {"harness": "shell"}}, "agent"),
     ({"agent": SHELL | {"harness": "codex"}}, "agent"),
     ({"agent": SHELL | {"settings": {"odd": 1}}}, "agent.settings.odd"),
-    ({"agent": {"harness": "hermes"}}, "agent.harness"),
+    ({"agent": {"harness": "swe_agent"}}, "agent.harness"),
     ({"agent": {"harness": "codex", "skills_path": "/s"}}, "agent.skills_path"),
     ({"agent": {"harness": "codex", "mcp_servers": [{"name": "m", "transport": "stdio"}]}}, "agent.mcp_servers"),
     ({"agent": {"harness": "claude_code", "settings": {"max_turns": 0}}}, "agent.settings.max_turns"),

@@ -64,7 +64,7 @@ TRANSCRIPTS: dict[str, Steps] = {
     "3-refusals": [
         ("POST", "/rollout/task/submit", TASK | {"odd": 1}),
         ("POST", "/rollout/task/submit", [1]),
-        ("POST", "/rollout/task/submit", TASK | {"agent": {"harness": "hermes"}}),
+        ("POST", "/rollout/task/submit", TASK | {"agent": {"harness": "swe_agent"}}),
         ("GET", "/rollout/task/none", None),
         ("DELETE", "/rollout/task/none", None),
         ("DELETE", "/rollout/task/none?register_if_missing=true", None),

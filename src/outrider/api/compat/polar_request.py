@@ -296,9 +296,11 @@ PRESETS: Mapping[str, str] = {
     "pi": "pi",
     "openhands_sdk": "openhands",
     "mini_swe_agent": "mini-swe-agent",
+    "hermes": "hermes",
+    "openclaw": "openclaw",
 }
-"""Our preset for each of Polar's harnesses. `shell` is a command; the harnesses `hermes`, `openclaw` and `swe_agent`
-have no preset and are refused."""
+"""Our preset for each of Polar's harnesses. `shell` is a command; the harness `swe_agent` has no preset and is
+refused."""
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     "claude_code": {"max_turns": "limits.turns", "disallowed_tools": "options.disallowed_tools"},
     "openhands_sdk": {

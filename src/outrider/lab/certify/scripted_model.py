@@ -27,6 +27,7 @@ from outrider.lab.certify.rows import (
     SUBAGENT_STEPS,
     TRIAL,
     WRITE_HELPED,
+    CertificationRow,
     ModelAction,
     ScriptedStep,
     row_named,
@@ -59,7 +60,8 @@ _TOOLS = re.compile(r"\n<tools>\n(.*?)\n</tools>\n\nFor each function call", re.
 class PromptState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a conversation, read from a prompt. `row` is the name of the task's row, or None if the prompt names
     no row. `subagent` is true if a sub-agent makes the call. `replies` is the number of replies since the message with
-    the task. `agent_id` is the id of a started sub-agent in the newest message, or None."""
+    the task, or in the whole prompt if no message has a task. `agent_id` is the id of a started sub-agent in the newest
+    message, or None."""
 
     row: str | None
     subagent: bool = False
@@ -82,7 +84,8 @@ class ScriptedCall(msgspec.Struct, kw_only=True):
 class ScriptedModel:
     """An `Engine` that replies with the steps of a row. `folder` is the tokenizer's folder. `hint` is the preset's hint
     about the harness's tools, and `workdir` the base of relative paths. `wait_until_sent` waits until the given word
-    has been sent to a client, or a time limit is over. `trial` is the trial of tools that may start a sub-agent."""
+    has been sent to a client, or a time limit is over. `unmarked` is the row of prompts that declare tools and name no
+    row. `trial` is the trial of tools that may start a sub-agent."""
 
     mode = TokenMode.TOKENS
     logprob_kind = LogprobKind.SAMPLING
@@ -96,6 +99,8 @@ class ScriptedModel:
         hint: Certify,
         workdir: str,
         wait_until_sent: Callable[[str], Awaitable[bool]],
+        *,
+        unmarked: CertificationRow | None = None,
     ) -> None:
         self.calls: list[ScriptedCall] = []
         self.trial = SubagentTrial(hint)
@@ -104,6 +109,7 @@ class ScriptedModel:
         self._hint = hint
         self._workdir = workdir
         self._wait_until_sent = wait_until_sent
+        self._unmarked = unmarked
         self._helped: dict[str, asyncio.Event] = {}
 
     async def start(self) -> None:
@@ -123,7 +129,7 @@ class ScriptedModel:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         state = read_prompt(self._tokenizer.decode(request.input_ids.tolist()))
-        row = row_named(state.row) if state.row else None
+        row = row_named(state.row) if state.row else self._unmarked
         if row is None or not (state.tools or state.subagent):
             step = ScriptedStep(raw=TITLE + END)
         else:  # the next step; the last step is repeated
@@ -245,4 +251,5 @@ def read_prompt(text: str) -> PromptState:
                 agent_id=agent_id[1] if agent_id else None,
                 tools=tuple(tools),
             )
-    return PromptState(row=None, tools=tuple(tools))
+    replies = sum(message.startswith("assistant\n") for message in messages[:-1])
+    return PromptState(row=None, replies=replies, tools=tuple(tools))

@@ -1,0 +1,49 @@
+"""Programs that need no test of their own: each in each of its dialects, by the certification's rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from .certified import OTHER_DIALECT, STREAMED, SUB_AGENT, assert_exact, assert_one_conversation, certified
+
+pytestmark = pytest.mark.real
+
+BRIEF = ("streaming", "reasoning", "unicode", SUB_AGENT)
+"""For the run of every change; the other rows follow at night."""
+
+
+@pytest.mark.parametrize("preset", ["copilot", "kimi-code"])
+async def test_the_program_is_certified(preset: str) -> None:
+    for row in (await certified(preset, BRIEF)).values():
+        assert_one_conversation(row)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("preset", "dialect", "rows"),
+    [
+        ("copilot", "chat", STREAMED),
+        ("copilot", "responses", (*OTHER_DIALECT, SUB_AGENT)),
+        ("copilot", "messages", OTHER_DIALECT),
+        ("kimi-code", "chat", STREAMED),
+        ("kimi-code", "responses", OTHER_DIALECT),
+        ("kimi-code", "messages", OTHER_DIALECT),
+        ("kimi-code", "gemini", OTHER_DIALECT),
+        ("hermes", "chat", (*STREAMED, SUB_AGENT)),
+        ("hermes", "messages", OTHER_DIALECT),
+        ("mistral-vibe", "chat", STREAMED),
+        ("cline", "chat", (*STREAMED, SUB_AGENT)),
+    ],
+)
+async def test_the_program_is_certified_in_each_dialect(preset: str, dialect: str, rows: tuple[str, ...]) -> None:
+    for row in (await certified(preset, rows, dialect=dialect)).values():
+        assert_one_conversation(row)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "gemini"])
+async def test_openclaw_is_certified(dialect: str) -> None:
+    """It moves a note to the end of the history in each turn: each turn is a row of its own."""
+    for row in (await certified("openclaw", OTHER_DIALECT, dialect=dialect)).values():
+        assert_exact(row)
+        assert set(row.forks) == {"history_rewritten"}
