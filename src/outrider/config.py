@@ -111,6 +111,29 @@ class QueueConfig(Section):
 GpuName = Annotated[str, Field(pattern=r"^([a-z0-9.-]+/[A-Za-z0-9._-]+=)?[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=256)]
 
 
+class PodsConfig(Section):
+    """Sandboxes of the kind `kubernetes`. docs/runtimes/kubernetes.md explains these settings."""
+
+    namespace: Annotated[str | None, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = None
+    """Namespace of the pods; by default that of the node's own pod, or of the kubeconfig."""
+    tools_image: Annotated[str | None, Field(min_length=1)] = None
+    """Image of Outrider, from which pods get an interpreter and [programs](runtimes/kubernetes.md#programs)."""
+    user: Annotated[int | None, Field(ge=1, lt=1 << 31)] = None
+    """User and group id of all programs; by default [root in a user namespace](runtimes/kubernetes.md#rights)."""
+    queue_seconds: Annotated[float, Field(gt=0, le=86_400)] = 900.0
+    """Seconds for which a pod may wait for the cluster: for quota, a machine and its image."""
+    node_selector: dict[str, str] = {}
+    """Labels of the machines on which pods may run."""
+    tolerations: tuple[dict[str, str | int], ...] = ()
+    """Taints of machines that pods tolerate, as in Kubernetes."""
+    runtime_class: Annotated[str | None, Field(min_length=1)] = None
+    """RuntimeClass of the pods, such as `gvisor`."""
+    priority_class: Annotated[str | None, Field(min_length=1)] = None
+    """PriorityClass of the pods."""
+    pull_secrets: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Secrets of the namespace with the credentials of registries."""
+
+
 class SandboxesConfig(Section):
     """Resources of this node that tasks may use. sandbox/host_paths.py has the paths that must not be in `allow`."""
 
@@ -124,6 +147,7 @@ class SandboxesConfig(Section):
         "apptainer",
         "process-landlock",
         "memory",
+        "kubernetes",
     )
     """Kinds of sandbox that tokens of the role `submit` may use; an admin may use any."""
     default_kind: Annotated[str, Field(min_length=1, max_length=256), Setting("--sandbox-kind KIND")] = DEFAULT_KIND
@@ -144,6 +168,7 @@ class SandboxesConfig(Section):
     `vendor/class=device` for others."""
     starts_per_second: Annotated[float, Field(gt=0, le=1000)] = 5.0
     """Sandboxes [elsewhere](runtimes.md#elsewhere) that a process starts per second, at most, at each service."""
+    kubernetes: PodsConfig = PodsConfig()
     warm: Annotated[int, Field(ge=0, le=1024), Setting("--warm N")] = 0
     """Sandboxes of each recently used kind to [make ahead](runtimes.md#made-ahead)."""
     warm_memory_mb: Annotated[int, Field(ge=16), Setting("--warm-memory-mb MIB")] = 4096

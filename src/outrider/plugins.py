@@ -34,6 +34,7 @@ BUILTINS: dict[str, dict[str, str]] = {
         "docker": "outrider.sandbox.runtimes.containers.runtime:DOCKER",
         "e2b": "outrider.sandbox.runtimes.e2b.runtime:E2BRuntime",
         "gvisor": "outrider.sandbox.runtimes.containers.runtime:GVISOR",
+        "kubernetes": "outrider.sandbox.runtimes.kubernetes.runtime:KubernetesRuntime",
         "memory": "outrider.lab.fakes.memory_runtime.runtime:MemoryRuntime",
         "namespace": "outrider.sandbox.runtimes.namespace.runtime:NamespaceRuntime",
         "podman": "outrider.sandbox.runtimes.containers.runtime:PODMAN",

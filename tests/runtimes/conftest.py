@@ -12,7 +12,7 @@ import pytest
 from outrider.sandbox.runtimes.namespace.plan import make_skeleton
 from outrider.sandbox.runtimes.node_host import Host
 
-from . import engines
+from . import clusters, engines
 from .world import E2B, World
 
 
@@ -50,3 +50,4 @@ def images() -> Iterator[None]:
     yield
     engines.remove_images()
     E2B.stop()
+    clusters.close()

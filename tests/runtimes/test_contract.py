@@ -16,11 +16,11 @@ from outrider.sandbox.runtimes.base import MAX_OUTPUT, ListsProcesses, ReportsCo
 from outrider.sandbox.runtimes.command_feed import CommandRun
 from outrider.sandbox.runtimes.kernel.process_marks import mark_of, marked
 
-from .world import IN_CONTAINERS, World, snapshot
+from .world import IN_CONTAINERS, POD, World, snapshot
 
 LANDLOCK = pytest.param("process-landlock", marks=pytest.mark.deep)  # it is "process" behind a filter of paths
-ALL = ["process", LANDLOCK, "namespace", "memory", "e2b", *IN_CONTAINERS]
-REAL = ["process", LANDLOCK, "namespace", "e2b", *IN_CONTAINERS]
+ALL = ["process", LANDLOCK, "namespace", "memory", "e2b", *IN_CONTAINERS, POD]
+REAL = ["process", LANDLOCK, "namespace", "e2b", *IN_CONTAINERS, POD]
 
 
 @pytest.fixture(params=ALL)
@@ -97,7 +97,7 @@ async def test_commands_are_announced(sandbox: Runtime) -> None:
     assert before <= seen[0].start <= (seen[1].end or 0) <= seen[2].start
 
 
-@pytest.mark.parametrize("kind", ["namespace", *IN_CONTAINERS])
+@pytest.mark.parametrize("kind", ["namespace", *IN_CONTAINERS, POD])
 async def test_processes_are_listed(world: World, kind: str) -> None:
     sandbox = await world.start(kind)
     assert isinstance(sandbox, ListsProcesses)

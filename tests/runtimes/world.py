@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from outrider.config import PodsConfig
 from outrider.sandbox.runtimes.base import Availability, Runtime, RuntimeKind, SandboxContext
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.tool_server.launch import Launch
@@ -20,7 +21,7 @@ from outrider.sandbox.runtimes.tool_server.sandbox import ToolServerSandbox
 from outrider.spec import RuntimeSpec
 from support.e2b import E2BProcess
 
-from . import engines, sif_images
+from . import clusters, engines, sif_images
 
 CONTAINERS = ("docker", "podman", "podman-rootless")
 """Run by `make test-real`, where `.ci/sandboxes` has started their engines."""
@@ -28,12 +29,15 @@ IN_CONTAINERS = [
     *(pytest.param(kind, marks=pytest.mark.real) for kind in ("docker", "podman-rootless", "apptainer")),
     pytest.param("podman", marks=[pytest.mark.real, pytest.mark.nightly]),  # between the first two
 ]
+POD = pytest.param("kubernetes", marks=pytest.mark.real)
+"""On a test cluster, whose machine neither limits nor isolates."""
 ISOLATING = ["namespace", *IN_CONTAINERS]
 """What keeps programs that nobody trusts apart from the host and from each other."""
 KINDS = {
     "process": "outrider.sandbox.runtimes.host_process.process:ProcessRuntime",
     "process-landlock": "outrider.sandbox.runtimes.host_process.landlock:LandlockRuntime",
     "namespace": "outrider.sandbox.runtimes.namespace.runtime:NamespaceRuntime",
+    "kubernetes": "outrider.sandbox.runtimes.kubernetes.runtime:KubernetesRuntime",
     "memory": "outrider.lab.fakes.memory_runtime.runtime:MemoryRuntime",
     "apptainer": "outrider.sandbox.runtimes.apptainer.runtime:ApptainerRuntime",
     "docker": "runtimes.engines:DOCKER",
@@ -91,6 +95,11 @@ class World:
         if kind == "e2b":
             for variable, value in E2B.start().items():
                 self.environment.setenv(variable, value)
+        if kind == "kubernetes":
+            self.environment.setenv("KUBECONFIG", str(clusters.kubeconfig(self.folder)))
+            fields = {"image": clusters.IMAGE, **fields}
+            if fields.get("mounts"):
+                self.host.pods = PodsConfig(tools_image=clusters.TOOLS_IMAGE)
         if not (can := runtime.available()).ok:
             told = pytest.fail if kind == "namespace" and "CI" in os.environ else pytest.skip
             told(f"{kind}: {can.detail}")

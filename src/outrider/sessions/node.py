@@ -99,8 +99,9 @@ class LocalNode:
         resolve("runtime", self._config.sandboxes.default_kind, field="sandboxes.default_kind")
         async with AsyncExitStack() as held:
             self._folder = await held.enter_async_context(opened_in_thread(NodeFolder.make, NodeFolder.remove))
-            pace = self._config.sandboxes.starts_per_second
-            host = await held.enter_async_context(Host(self._folder.path, starts_per_second=pace))
+            settings = self._config.sandboxes
+            shared = Host(self._folder.path, starts_per_second=settings.starts_per_second, pods=settings.kubernetes)
+            host = await held.enter_async_context(shared)
             await sweep(host, self.failures)
             await held.enter_async_context(self._background)
             watchdog = await held.enter_async_context(Watchdog())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
 from outrider.concurrency.chores import Failures
+from outrider.config import PodsConfig
 from outrider.sandbox.runtimes.kernel.process_marks import started
 
 P = TypeVar("P")
@@ -32,10 +33,11 @@ SWEEP_SECONDS = 60.0
 class Host:
     """A node's identity and its shared parts. `folder` is the node's private folder. `name` is unique to this node for
     all time, and encodes the process whose existence `lives` checks. `starts_per_second`: see the setting
-    `sandboxes.starts_per_second`."""
+    `sandboxes.starts_per_second`. `pods`: see the settings `sandboxes.kubernetes`."""
 
-    def __init__(self, folder: Path, *, starts_per_second: float = 5.0) -> None:
+    def __init__(self, folder: Path, *, starts_per_second: float = 5.0, pods: PodsConfig | None = None) -> None:
         self.folder = folder
+        self.pods = pods or PodsConfig()
         self.starts_per_second = starts_per_second
         end = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else secrets.token_hex(4)
         self.name = f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{started(os.getpid())}-{end}"

@@ -77,7 +77,7 @@ class Server:
         self.calls.base_env = args["env"]
         self.calls.sandbox_mark = args["mark"]
         self.calls.python = args["python"]
-        if not args["subreaper"]:  # the sandbox has process ids of its own
+        if args["own_processes"]:
             self.watch = ProcessWatch(self.loop)
             self.loop.watchers.append(self.watch.note_exit)
         if args["subreaper"]:

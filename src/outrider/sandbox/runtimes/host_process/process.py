@@ -114,6 +114,7 @@ async def launch(
         workdir=work,
         folders=[work, scratch],
         subreaper=True,
+        own_processes=False,
         memory=memory,
         lifetime=spec.lifetime_seconds,
         mark=mark_of(context.directory),

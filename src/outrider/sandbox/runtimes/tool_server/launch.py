@@ -102,7 +102,8 @@ class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     gateway's socket; 0 disables forwarding. `python` is the command that starts Python in a sandbox that has none
     itself. `memory` is the maximum bytes of memory of all programs together, 0 if the server need not count. After
     `lifetime` seconds (0: never) the server and all programs in the sandbox exit, whatever the state of the host.
-    `mark` is in the environment of every process (see kernel/process_marks.py)."""
+    With `own_processes`, all processes that the server can see are the sandbox's, and the server lists them. `mark` is
+    in the environment of every process (see kernel/process_marks.py)."""
 
     env: dict[str, str]
     workdir: str
@@ -111,6 +112,7 @@ class ToolServerSetup(msgspec.Struct, frozen=True, kw_only=True):
     bridge_port: int = 0
     bridge_socket: str = ""
     subreaper: bool = False
+    own_processes: bool = True
     python: list[str] = []
     memory: int = 0
     lifetime: float = 0

@@ -1,0 +1,303 @@
+"""The machine of a test cluster: runs containers as processes in Linux namespaces of this machine, as root.
+
+An image is a folder. What the machine does not do: limit resources, drop capabilities, or separate networks. Invariant:
+when `FakeMachine` is left, none of its processes is alive, and its folder is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from aiohttp import WSMsgType, web
+
+EXEC_PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
+PIECE = 1 << 15
+CLOSE_CHANNEL = 255
+"""Number of the channel by which version 5 of the protocol closes another channel."""
+ENTER = """
+set -e
+mount -t tmpfs tmpfs {base}
+mkdir {base}/upper {base}/work {base}/root
+mount -t overlay overlay -o lowerdir={image},upperdir={base}/upper,workdir={base}/work {base}/root
+mkdir -p {base}/root/proc {base}/root/dev {base}/root/tmp
+chmod 1777 {base}/root/tmp
+mount -t proc proc {base}/root/proc
+mount --rbind /dev {base}/root/dev
+mount -t tmpfs tmpfs {base}/root/dev/shm
+{volumes}
+cd {base}/root
+exec chroot {as_user} {base}/root {command}
+"""
+
+
+@dataclass(frozen=True)
+class FakeImage:
+    """The root folder of an image, its variables, and the folders of this machine that it has at the same paths."""
+
+    root: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    folders: tuple[Path, ...] = ()
+
+
+@dataclass
+class Container:
+    """A running container. `pid` is the id, on this machine, of the container's first process."""
+
+    process: asyncio.subprocess.Process
+    pid: int
+    env: dict[str, str]
+    user: int
+    group: int
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class FakeMachine:
+    """Runs the containers of pods: `async with FakeMachine(images) as machine`. `images` are the images by name."""
+
+    def __init__(self, images: Mapping[str, FakeImage]) -> None:
+        self.images = dict(images)
+        self.execs = 0
+        self._running: dict[str, Container] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        self.folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="outrider-fake-machine-"))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for uid in list(self._tasks):
+            await self.kill(uid)
+        await asyncio.to_thread(shutil.rmtree, self.folder, True)
+
+    def start(self, pod: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
+        """Run a pod in the background. `report` is called with each new status of the pod."""
+        uid = pod["metadata"]["uid"]
+        self._tasks[uid] = asyncio.create_task(self._run(uid, pod, report), name=f"pod {uid}")
+
+    async def kill(self, uid: str) -> None:
+        """Kill all processes of a pod, and wait for their end. Idempotent."""
+        task = self._tasks.pop(uid, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+        await asyncio.to_thread(shutil.rmtree, self.folder / uid, True)
+
+    async def _run(self, uid: str, pod: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
+        spec, begun = pod["spec"], now()
+
+        def status(phase: str, inits: list[Any], own: list[Any], **more: str) -> None:
+            ready = "True" if phase == "Running" else "False"
+            conditions = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": ready}]
+            report(
+                {
+                    "phase": phase,
+                    "startTime": begun,
+                    "conditions": conditions,
+                    "initContainerStatuses": inits,
+                    "containerStatuses": own,
+                    **more,
+                }
+            )
+
+        done: list[Any] = []
+        for one in [*spec.get("initContainers", ()), *spec["containers"]]:
+            if one["image"] not in self.images:
+                for reason in ("ErrImagePull", "ImagePullBackOff"):
+                    text = f'Back-off pulling image "{one["image"]}": not found'
+                    waiting = [status_of(one, {"waiting": {"reason": reason, "message": text}})]
+                    own = one in spec["containers"]
+                    status("Pending", done if own else [*done, *waiting], waiting if own else [])
+                    await asyncio.sleep(0.05)
+                await asyncio.Event().wait()
+        for one in spec.get("initContainers", ()):
+            async with self._container(uid, pod, one) as container:
+                code, log = await asyncio.gather(container.process.wait(), tail(container.process))
+            ended = {"exitCode": code, "reason": "Completed" if code == 0 else "Error", "finishedAt": now()}
+            done.append(status_of(one, {"terminated": {**ended, "message": log}}))
+            if code != 0:
+                status("Failed", done, [])
+                return
+        [main] = spec["containers"]
+        try:
+            async with self._container(uid, pod, main) as container:
+                self._running[uid] = container
+                status("Running", done, [status_of(main, {"running": {"startedAt": now()}})])
+                code, log = await asyncio.gather(container.process.wait(), tail(container.process))
+        finally:
+            self._running.pop(uid, None)
+        reason = {0: "Completed", 126: "StartError", 127: "StartError", 137: "Error"}.get(code, "Error")
+        ended = {"exitCode": code, "reason": reason, "finishedAt": now(), "message": log}
+        status("Failed" if code else "Succeeded", done, [status_of(main, {"terminated": ended})])
+
+    @asynccontextmanager
+    async def _container(self, uid: str, pod: Mapping[str, Any], one: Mapping[str, Any]) -> AsyncIterator[Container]:
+        image, base = self.images[one["image"]], self.folder / uid / one["name"]
+        base.mkdir(parents=True)
+        volumes = [
+            f"mkdir -p {base}/root{folder}; mount --rbind {folder} {base}/root{folder}" for folder in image.folders
+        ]
+        for mount in one.get("volumeMounts", ()):
+            source = self.folder / uid / "volumes" / mount["name"] / mount.get("subPath", "")
+            source.mkdir(parents=True, exist_ok=True)
+            source.chmod(0o777)
+            target = f"{base}/root{mount['mountPath']}"
+            volumes.append(f"mkdir -p {target}; mount --bind {source} {target}")
+        security = {**pod["spec"].get("securityContext", {}), **one.get("securityContext", {})}
+        user, group = security.get("runAsUser", 0), security.get("runAsGroup", 0)
+        env = {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOSTNAME": pod["spec"].get("hostname", pod["metadata"]["name"]),
+            **image.env,
+            **{each["name"]: each.get("value", "") for each in one.get("env", ())},
+            "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+        }
+        own = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())
+        text = ENTER.format(
+            base=base,
+            image=image.root,
+            volumes="\n".join(volumes),
+            as_user=f"--userspec={user}:{group}",
+            command=shlex.join([*one["command"], *one.get("args", ())]),
+        ).replace("exec chroot", f"{own}exec /usr/sbin/chroot")
+        process = await asyncio.create_subprocess_exec(
+            *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--uts", "--ipc", "sh", "-c", text),
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield Container(process, await first_inside(process), env, user, group)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            await process.wait()
+
+    async def exec(self, uid: str, request: web.Request) -> web.WebSocketResponse:
+        """Run a command in a pod's container, with its streams on a WebSocket, as the machines of a cluster do."""
+        container = self._running.get(uid)
+        if container is None:
+            raise web.HTTPInternalServerError(text="container not found")
+        self.execs += 1
+        answer = web.WebSocketResponse(protocols=EXEC_PROTOCOLS)
+        await answer.prepare(request)
+        env = [f"{name}={value}" for name, value in container.env.items()]
+        process = await asyncio.create_subprocess_exec(
+            *("nsenter", "--target", str(container.pid), "--mount", "--pid", "--uts", "--ipc", "--root", "--wd"),
+            *("--setuid", str(container.user), "--setgid", str(container.group)),
+            *("/usr/bin/env", "-i", *env, *request.query.getall("command")),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        outputs = [
+            asyncio.create_task(forward(process.stdout, answer, 1)),
+            asyncio.create_task(forward(process.stderr, answer, 2)),
+        ]
+        feeding = asyncio.create_task(feed(answer, process.stdin))
+        try:
+            await asyncio.gather(*outputs)
+            code = await process.wait()
+            with contextlib.suppress(ConnectionError):
+                await answer.send_bytes(b"\x03" + json.dumps(end_status(code)).encode())
+        finally:
+            feeding.cancel()
+            for task in outputs:
+                task.cancel()
+            await asyncio.wait({feeding, *outputs})
+            await answer.close()
+        return answer
+
+
+async def forward(stream: asyncio.StreamReader, socket: web.WebSocketResponse, channel: int) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await stream.read(PIECE):
+            await socket.send_bytes(bytes([channel]) + data)
+
+
+async def feed(socket: web.WebSocketResponse, stdin: asyncio.StreamWriter) -> None:
+    """Pass the messages of channel 0 on to a command, until the connection or the channel is closed."""
+    try:
+        async for message in socket:
+            if message.type is not WSMsgType.BINARY or not message.data:
+                continue
+            channel, data = message.data[0], message.data[1:]
+            if channel == CLOSE_CHANNEL and data == b"\0":
+                return
+            if channel == 0:
+                stdin.write(data)
+                await stdin.drain()
+    except ConnectionError:
+        return
+    finally:
+        stdin.close()
+
+
+def end_status(code: int) -> dict[str, Any]:
+    """Return the `Status` of a command's end, as the machines of a cluster send it."""
+    if code == 0:
+        return {"metadata": {}, "status": "Success"}
+    return {
+        "metadata": {},
+        "status": "Failure",
+        "message": f"command terminated with non-zero exit code: exit code {code}",
+        "reason": "NonZeroExitCode",
+        "details": {"causes": [{"reason": "ExitCode", "message": str(code)}]},
+    }
+
+
+def status_of(container: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": container["name"],
+        "image": container["image"],
+        "imageID": f"fake://{container['image']}",
+        "state": state,
+        "lastState": {},
+        "ready": "running" in state,
+        "restartCount": 0,
+    }
+
+
+async def tail(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    kept = b""
+    while data := await process.stdout.read(PIECE):
+        kept = (kept + data)[-2048:]
+    return kept.decode(errors="replace")
+
+
+async def first_inside(process: asyncio.subprocess.Process) -> int:
+    """Return the id, on this machine, of the first process of the new pid namespace, once its root is the container's;
+    0 if it has ended."""
+    while process.returncode is None:
+        with contextlib.suppress(OSError, IndexError):
+            if (pid := child_with_own_root(process.pid)) is not None:
+                return pid
+        await asyncio.sleep(0.01)
+    return 0
+
+
+def child_with_own_root(pid: int) -> int | None:
+    """Return the first child of a process, if the child has another root folder. Raises OSError, IndexError."""
+    child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    return child if os.readlink(f"/proc/{child}/root") != "/" else None

@@ -1,0 +1,257 @@
+"""The pods of one node in a cluster: their creation, their states as the API server reports them, and their removal.
+
+This module does not depend on the programs in a pod. Invariant: a pod of this node is in `_ours` from before the
+request for its creation until `remove` has ended. The next `sweep` removes every other pod with the label of this node
+or of a node that has certainly ended, and every pod that has ended long ago.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from datetime import datetime
+from typing import Any, Self
+
+from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.chores import Chores, Failures
+from outrider.concurrency.events import Broadcast
+from outrider.concurrency.retries import RetryPolicy
+from outrider.errors import RuntimeFailure, RuntimeUnavailable
+from outrider.sandbox.runtimes.kubernetes.api import KubeApi, KubeApiError
+from outrider.sandbox.runtimes.kubernetes.credentials import find_access
+from outrider.sandbox.runtimes.kubernetes.pod_request import APP, APP_LABEL
+from outrider.sandbox.runtimes.kubernetes.pod_state import Pod, Remedy, trouble_of
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.remote import NODE_LABEL, QueueClock, StartQueue, is_orphan, node_label
+
+REMOVE_SECONDS = 60.0
+PAUSES = RetryPolicy(first=0.5, longest=10.0)
+"""Waits between the attempts of a call that failed for a passing reason."""
+FULL_PAUSES = RetryPolicy(first=1.0, longest=15.0)
+"""Waits between the attempts to create a pod while the namespace's quota is used up."""
+LOOK_SECONDS = 5.0
+"""Seconds without news of a pod after which its state is asked for: an event may be lost."""
+LEFT_SECONDS = 120.0
+"""A pod of another node that ended this long ago is removed: its node would have removed it."""
+QUOTA = "exceeded quota"
+"""Part of the message with which an API server refuses a pod for which the namespace's quota has no room."""
+
+log = logging.getLogger("outrider.runtime")
+
+
+class PodCluster:
+    """The part of a node's host (see node_host.py) that runs pods."""
+
+    def __init__(self, host: Host) -> None:
+        self.pods = host.pods
+        self.node = node_label(host)
+        self.queue = StartQueue(host.starts_per_second)
+        self.chores = Chores(Failures())
+        self._ours: set[str] = set()
+        self._seen: dict[str, Pod] = {}
+        """The newest states of this node's pods, by name."""
+        self._version = ""
+        self._changed = Broadcast()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Connect to the API server, sweep, and watch. Raises RuntimeUnavailable, RuntimeFailure."""
+        access = await asyncio.to_thread(find_access)
+        self.namespace = self.pods.namespace or access.namespace
+        self.server = access.url
+        async with AsyncExitStack() as undo:
+            self.api = KubeApi(access)
+            undo.push_async_callback(shielded, self.api.close)
+            await self.sweep()
+            await undo.enter_async_context(self.chores)
+            self._stack = undo.pop_all()
+        self.chores.begin("watch pods", self._watch)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        try:
+            await self.sweep()
+        except RuntimeFailure as failure:
+            log.warning("pods may be left for the next node to remove: %s", failure)
+        finally:
+            await self._stack.aclose()
+
+    async def _watch(self) -> None:
+        """Follow the states of this node's pods until the server ends the watch."""
+        selector = f"{NODE_LABEL}={self.node}"
+        if not self._version:
+            found, self._version = await self.api.list_pods(self.namespace, selector)
+            self._seen = {pod.metadata.name: pod for pod in found}
+            self._changed.send()
+        version, self._version = self._version, ""  # after any failure, list again
+        try:
+            async for event in self.api.watch_pods(self.namespace, selector, version):
+                version = event.pod.metadata.resource_version or version
+                if event.kind == "DELETED":
+                    self._seen.pop(event.pod.metadata.name, None)
+                elif event.kind != "BOOKMARK":
+                    self._seen[event.pod.metadata.name] = event.pod
+                self._changed.send()
+        except KubeApiError as error:
+            if error.status != 410:  # the server no longer has the changes since `version`
+                raise self.failure("watch its pods", error) from error
+        else:
+            self._version = version
+
+    async def create(self, name: str, body: Mapping[str, Any], clock: QueueClock) -> None:
+        """Create a pod. `remove` must follow, even when this method raises or is cancelled. Waits, off the session's
+        clock, for the node's turn and while the namespace's quota has no room or the server is overloaded. Raises
+        RuntimeUnavailable for a pod that the server refuses, and RuntimeFailure."""
+        self._ours.add(name)
+        limit, failures = time.monotonic() + self.pods.queue_seconds, 0
+        while True:
+            with clock.waiting():
+                await self.queue.turn()
+            try:
+                # A request once sent is awaited, because only the response shows whether there is a pod to remove.
+                await shielded(lambda: self.api.create_pod(self.namespace, body))
+            except KubeApiError as error:
+                if error.status == 409 and error.reason == "AlreadyExists" and failures:
+                    return  # an earlier request was carried out, and its response was lost
+                full = error.status == 403 and QUOTA in str(error)
+                if not (full or error.passing):
+                    raise self._refusal(error) from error
+                if time.monotonic() > limit:
+                    raise self.failure("create a pod", error) from error
+                wait = (FULL_PAUSES if full else PAUSES).wait(failures, error.retry_after)
+                failures += 1
+                with clock.waiting():
+                    await asyncio.sleep(wait)
+            else:
+                return
+
+    async def running(self, name: str, clock: QueueClock) -> Pod:
+        """Wait until the pod's container runs. The wait for a machine is off the session's clock. Raises
+        RuntimeUnavailable and RuntimeFailure with the cluster's own message."""
+        limit = time.monotonic() + self.pods.queue_seconds
+        trouble = None
+        while True:
+            changed = self._changed.next()
+            pod = self._seen.get(name)
+            if pod is not None:
+                if pod.runs and pod.metadata.deletion_timestamp is None:
+                    return pod
+                trouble = trouble_of(pod)
+                if trouble is not None and trouble.remedy is not Remedy.WAIT:
+                    kind = RuntimeUnavailable if trouble.remedy is Remedy.REFUSE else RuntimeFailure
+                    raise kind(f"the pod does not start: {trouble.text}", hint=trouble.hint)
+            if time.monotonic() > limit:
+                text = "it is not placed, or its image is not pulled" if trouble is None else trouble.text
+                raise RuntimeFailure(
+                    f"the pod does not run after {self.pods.queue_seconds:g} s: {text}",
+                    hint=None if trouble is None else trouble.hint,
+                )
+            with clock.waiting():
+                try:
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await changed.wait()
+                except TimeoutError:
+                    await self._look(name)
+
+    async def _look(self, name: str) -> None:
+        """Ask for the state of a pod of which no event has come."""
+        try:
+            self._seen[name] = await self.api.pod(self.namespace, name)
+        except KubeApiError as error:
+            if error.status == 404:
+                raise RuntimeFailure("somebody else has removed the pod") from error
+            if not error.passing:
+                raise self._refusal(error) from error
+
+    async def state(self, name: str) -> Pod | None:
+        """Return the pod's state, None if there is no such pod. Raises RuntimeFailure when the server does not
+        respond."""
+        try:
+            return await self.api.pod(self.namespace, name)
+        except KubeApiError as error:
+            if error.status == 404:
+                return None
+            raise self.failure("read a pod", error) from error
+
+    async def remove(self, name: str, *, emptied: Callable[[], bool] = lambda: False) -> None:
+        """Remove the pod and wait until the server has no pod of this name. Raises RuntimeFailure if that fails; the
+        next sweep tries again.
+
+        If the pod is `emptied`, no program is left to end, and the server forgets the pod at once. Otherwise the pod's
+        machine ends the programs first. A machine that does not respond within half of REMOVE_SECONDS is lost, and the
+        server forgets the pod without it."""
+        begun, failures = time.monotonic(), 0
+        try:
+            while True:
+                spent = time.monotonic() - begun
+                grace = 0 if emptied() or spent > REMOVE_SECONDS / 2 else 1
+                error: KubeApiError | None = None
+                try:
+                    await self.api.delete_pod(self.namespace, name, uid=None, grace=grace)
+                except KubeApiError as failure:
+                    if failure.status == 404:
+                        return
+                    if not failure.passing and failure.status != 409:
+                        raise self.failure("remove a pod", failure) from failure
+                    error = failure
+                if spent > REMOVE_SECONDS:
+                    raise RuntimeFailure(
+                        f"the cluster did not remove pod {name} within {REMOVE_SECONDS:.0f} s: {error}"
+                    )
+                await asyncio.sleep(PAUSES.wait(failures, None if error is None else error.retry_after))
+                failures += 1
+        finally:
+            self._ours.discard(name)
+            self._seen.pop(name, None)
+
+    async def sweep(self) -> int:
+        """Remove the pods of ended nodes, the pods of this node that no sandbox uses, and pods that ended long ago.
+        Returns the number of removed pods. Called about once a minute. Raises RuntimeFailure when the server does not
+        respond."""
+        try:
+            found, _ = await self.api.list_pods(self.namespace, f"{APP_LABEL}={APP}")
+        except KubeApiError as error:
+            raise self.failure("list its pods", error) from error
+        left = [pod for pod in found if pod.metadata.name not in self._ours and self._is_left(pod)]
+        for pod in left:
+            await self.remove(pod.metadata.name)
+        return len(left)
+
+    def _is_left(self, pod: Pod) -> bool:
+        label = (pod.metadata.labels or {}).get(NODE_LABEL, "")
+        if label == self.node or is_orphan(label):
+            return True
+        ended = pod.ended_at
+        return pod.over and ended is not None and time.time() - seconds_of(ended) > LEFT_SECONDS
+
+    def _refusal(self, error: KubeApiError) -> RuntimeFailure:
+        """Return the error of a request that the server will refuse again."""
+        text = f"the cluster at {self.server} refuses: {error}"
+        match error.status:
+            case 401:
+                return RuntimeUnavailable(text, hint="the token or certificate is wrong or expired")
+            case 403:
+                return RuntimeUnavailable(
+                    text,
+                    hint="the account needs the rights in docs/runtimes/kubernetes.md",
+                )
+            case 404:
+                return RuntimeUnavailable(text, hint=f"create the namespace {self.namespace}")
+            case _:
+                return RuntimeUnavailable(text)
+
+    def failure(self, what: str, error: KubeApiError) -> RuntimeFailure:
+        if error.status in (401, 403):
+            return self._refusal(error)
+        return RuntimeFailure(f"the cluster at {self.server} does not {what}: {error}")
+
+
+def seconds_of(time_text: str) -> float:
+    """Return a time of the API, such as 2026-01-02T03:04:05Z, as seconds since the epoch; now, if it is not a time."""
+    try:
+        return datetime.fromisoformat(time_text).timestamp()
+    except ValueError:
+        return time.time()

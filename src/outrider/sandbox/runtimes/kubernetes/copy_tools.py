@@ -1,0 +1,28 @@
+"""Fills the volume of a pod with the interpreter for the tool server and with harness programs, as the program of the
+pod's first container, which is made of Outrider's image: `python3 -m … VOLUME FOLDER...`.
+
+Invariant: the copy number N (from 0) is in the volume's folder N; copy 0 is the interpreter.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from outrider.errors import OutriderError
+from outrider.sandbox.pythons.portable import portable_python
+
+
+def main(volume: Path, folders: list[Path]) -> None:
+    for number, folder in enumerate((portable_python(), *folders)):
+        if not folder.is_dir():
+            sys.exit(f"the tools image has no folder {folder}")
+        shutil.copytree(folder, volume / str(number), symlinks=True, dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
+    except (OSError, OutriderError) as error:
+        sys.exit(str(error))

@@ -1,0 +1,109 @@
+"""The streams of a command in a pod, between the WebSocket of the API server and a socket of this process.
+
+Each message of the WebSocket begins with the number of its channel. Invariants: what is not read here is not read from
+the network either, so a slow reader slows the command; when the context of an `ExecStream` has ended, both ends are
+closed and no task is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import Self
+
+import aiohttp
+import msgspec
+
+from outrider.errors import LOG_TAIL
+from outrider.sandbox.runtimes.kubernetes.api import StatusReply
+
+STDIN, STDOUT, STDERR, ERROR = range(4)
+"""Numbers of the channels. The last has the command's end: one `Status` object."""
+PIECE = 1 << 16
+"""Maximum bytes of one message: proxies before API servers refuse large messages."""
+PING_SECONDS = 20.0
+"""Seconds between pings. Load balancers cut connections that have been silent for a minute. The reply to a ping is not
+awaited: it may be late while the stream is full."""
+
+
+class ExecStream:
+    """The host's end of one running command: `async with ExecStream(socket, theirs)`. `theirs` is a Unix socket, which
+    this object closes; its other end carries the command's standard input and output."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket) -> None:
+        self.ended_with: str | None = None
+        """Text about the command's end, once the server has sent it: empty for exit code 0."""
+        self._socket = socket
+        self._theirs = theirs
+        self._log = b""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writer: asyncio.StreamWriter | None = None
+
+    def log_tail(self) -> str:
+        """Return the end of the command's standard error."""
+        return self._log.decode(errors="replace").strip()
+
+    async def __aenter__(self) -> Self:
+        try:
+            reader, self._writer = await asyncio.open_unix_connection(sock=self._theirs)
+        except BaseException:  # also a cancellation
+            self._theirs.close()
+            await self._socket.close()
+            raise
+        self._tasks = [
+            asyncio.create_task(self._send(reader), name="send to a pod"),
+            asyncio.create_task(self._receive(self._writer), name="receive from a pod"),
+            asyncio.create_task(self._ping(), name="ping a pod"),
+        ]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._end()
+        await self._socket.close()
+
+    async def _send(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            while data := await reader.read(PIECE):
+                await self._socket.send_bytes(bytes([STDIN]) + data)
+            await self._socket.close()
+
+    async def _receive(self, writer: asyncio.StreamWriter) -> None:
+        """Forward the output until the connection ends, and then end the Unix connection, too."""
+        try:
+            async for message in self._socket:
+                if message.type is not aiohttp.WSMsgType.BINARY or not message.data:
+                    continue
+                channel, data = message.data[0], message.data[1:]
+                if channel == STDOUT:
+                    writer.write(data)
+                    await writer.drain()
+                elif channel == STDERR:
+                    self._log = (self._log + data)[-LOG_TAIL:]
+                elif channel == ERROR:
+                    self._note_end(data)
+        except (aiohttp.ClientError, OSError):
+            return
+        finally:
+            self._end()
+
+    def _note_end(self, data: bytes) -> None:
+        try:
+            self.ended_with = msgspec.json.decode(data, type=StatusReply).message
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self.ended_with = data[:LOG_TAIL].decode(errors="replace")
+        if self.ended_with:
+            self._log = (self._log + b"\n" + self.ended_with.encode())[-LOG_TAIL:]
+
+    async def _ping(self) -> None:
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            while True:
+                await asyncio.sleep(PING_SECONDS)
+                await self._socket.ping()
+
+    def _end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

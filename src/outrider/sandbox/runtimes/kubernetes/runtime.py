@@ -1,0 +1,191 @@
+"""The kind `kubernetes`: a sandbox is a pod. Its tool server runs as a command in the pod, through the API server.
+
+Calls, files and the agent's model calls travel over one WebSocket to that command, so a pod needs no network, and
+the node no address that pods can reach. Invariant: when `stop` returns, the API server has no such pod; if that failed,
+the pod's programs end within IDLE_SECONDS, because their tool server has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import ClientWebSocketResponse
+
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
+from outrider.sandbox.pythons.portable import portable_command
+from outrider.sandbox.runtimes.apptainer.runtime import environment_of
+from outrider.sandbox.runtimes.base import Availability, SandboxContext
+from outrider.sandbox.runtimes.containers.create_request import NEUTRAL
+from outrider.sandbox.runtimes.kernel.process_marks import VARIABLE
+from outrider.sandbox.runtimes.kubernetes.api import KubeApiError
+from outrider.sandbox.runtimes.kubernetes.cluster import PAUSES, PodCluster
+from outrider.sandbox.runtimes.kubernetes.credentials import find_access
+from outrider.sandbox.runtimes.kubernetes.exec_stream import ExecStream
+from outrider.sandbox.runtimes.kubernetes.pod_request import OWN_HOME, label_value, pod_body, pod_name, python_of
+from outrider.sandbox.runtimes.kubernetes.pod_state import CONTAINER, NEEDS_PYTHON
+from outrider.sandbox.runtimes.remote import QueueClock, RemoteSandbox, gateway_tunnel, labels_of
+from outrider.sandbox.runtimes.tool_server.bundle import FLAGS, PIPES_BOOT, remote_delivery
+from outrider.sandbox.runtimes.tool_server.client import Stopped, ToolClient
+from outrider.sandbox.runtimes.tool_server.launch import (
+    STOP_SECONDS,
+    RunningServer,
+    ToolServerSetup,
+    configure,
+    connection,
+    rooted_setup,
+    undone,
+)
+from outrider.spec import RuntimeSpec
+
+ENTER_SECONDS = 30.0
+"""Seconds for which a failed command to start the tool server is repeated: a pod may be reported as running before its
+machine takes commands."""
+OF_CLUSTER = ("KUBERNETES_", "OUTRIDER_")
+"""Prefixes of the variables that a pod has besides those of its image."""
+
+
+class KubernetesRuntime:
+    """The kind `kubernetes`. Paths passed to the methods of a sandbox are paths in the pod. `stop` discards everything
+    written."""
+
+    @classmethod
+    def create(cls, spec: RuntimeSpec, context: SandboxContext) -> RemoteSandbox:
+        return RemoteSandbox(launch, spec, context)
+
+    @classmethod
+    def available(cls) -> Availability:
+        """Return whether a cluster is named on this machine. Its API server is not asked."""
+        try:
+            access = find_access()
+        except RuntimeUnavailable as error:
+            return Availability(ok=False, detail=error.message, hint=error.hint)
+        return Availability(ok=True, detail=f"pods of the cluster at {access.url}")
+
+    @classmethod
+    def check_spec(cls, spec: RuntimeSpec) -> None:
+        for name in ("rootfs", "mounts"):
+            if getattr(spec, name):
+                raise InvalidField(
+                    f"{spec.kind!r} sandboxes have no files of this machine",
+                    field=f"task.runtime.{name}",
+                    hint="put the files into the image, or name them in an upload step of task.runtime.prepare",
+                )
+        if spec.image is None or spec.image.startswith("/"):
+            raise InvalidField(
+                f"{spec.kind!r} sandboxes need an image",
+                field="task.runtime.image",
+                hint="name an image as the cluster's machines pull it, such as registry.example/name:tag",
+            )
+
+
+@asynccontextmanager
+async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) -> AsyncIterator[RunningServer]:
+    """Make a pod and run the tool server in it. See tool_server/launch.py."""
+    cluster = await context.host.part(PodCluster)
+    pods, sandbox = cluster.pods, context.directory.name
+    if pods.user is not None and spec.users > 1:
+        raise InvalidField(
+            "the operator's setting sandboxes.kubernetes.user gives pods one user", field="task.runtime.users"
+        )
+    if context.mounts and pods.tools_image is None:
+        raise RuntimeUnavailable(
+            "the harness's program cannot be shown in a pod",
+            hint="set sandboxes.kubernetes.tools_image to Outrider's image, built with this program; "
+            "see docs/runtimes/kubernetes.md",
+        )
+    python = [] if pods.tools_image is None else portable_command()
+    make_setup = partial(rooted_setup, spec, context, memory=0, python=python)
+    name = pod_name(cluster.node, sandbox)
+    labels = {key: label_value(value) for key, value in labels_of(context).items()}
+    body = pod_body(name, labels, pods, spec, shown=context.mounts, env=make_setup({}).marking())
+    emptied = False
+    async with AsyncExitStack() as undo:
+        # The removal is registered before the request, because a failed `create` may have been carried out.
+        undo.push_async_callback(undone, sandbox, lambda: cluster.remove(name, emptied=lambda: emptied))
+        await cluster.create(name, body, clock)
+        await cluster.running(name, clock)
+        with connection() as (ours, theirs):
+            stream = ExecStream(await enter(cluster, name), theirs.dup())
+        tools = ToolClient(ours, stream.log_tail)
+        undo.push_async_callback(undone, sandbox, tools.close)
+        await undo.enter_async_context(stream)
+        await tools.open()
+
+        async def empty() -> None:
+            nonlocal emptied
+            emptied = await end_programs(tools)
+
+        undo.push_async_callback(undone, sandbox, empty)
+        tools.send_raw(await asyncio.to_thread(remote_delivery))
+        try:
+            setup = in_pod(make_setup(of_image(await environment_of(tools))), own_user=pods.user is not None)
+            await configure(tools, setup)
+        except RuntimeFailure as error:
+            if tools.loss != "gone" or pods.tools_image is not None:
+                raise
+            raise error.replace(hint=NEEDS_PYTHON) from error
+        tunnel = gateway_tunnel(tools, context.gateway_socket, cluster.chores, seconds=spec.lifetime_seconds)
+        await undo.enter_async_context(tunnel)
+
+        async def ended_inside() -> bool:
+            """Return whether programs inside ended the tool server. A pod that somebody else has removed, or whose
+            machine is lost, was ended from outside."""
+            with contextlib.suppress(RuntimeFailure):
+                pod = await cluster.state(name)
+                if pod is not None and pod.metadata.deletion_timestamp is None:
+                    if pod.out_of_memory or pod.evicted_for_own_use:
+                        return True
+                    return not pod.status.reason and (pod.over or stream.ended_with is not None)
+            return False
+
+        yield RunningServer(tools=tools, ended_inside=ended_inside)
+
+
+async def enter(cluster: PodCluster, name: str) -> ClientWebSocketResponse:
+    """Start the tool server in a running pod. Returns the WebSocket with its streams."""
+    command = [*python_of(cluster.pods), *FLAGS, "-c", PIPES_BOOT]
+    failures = 0
+    try:
+        async with asyncio.timeout(ENTER_SECONDS):
+            while True:
+                try:
+                    return await cluster.api.exec(cluster.namespace, name, CONTAINER, command)
+                except KubeApiError as error:
+                    if not (error.passing or error.status == 404):
+                        raise cluster.failure("start a command in a pod", error) from error
+                    last = error
+                await asyncio.sleep(PAUSES.wait(failures))
+                failures += 1
+    except TimeoutError as error:
+        raise cluster.failure("start a command in a pod", last) from error
+
+
+async def end_programs(tools: ToolClient) -> bool:
+    """Let the tool server kill all programs. Returns whether it has confirmed that none is left."""
+    tools.fail_all("the sandbox was stopped")
+    with contextlib.suppress(TimeoutError, RuntimeFailure, OSError):
+        async with asyncio.timeout(STOP_SECONDS):
+            return (await tools.call("stop", {}, Stopped)).left == 0
+    return False
+
+
+def of_image(env: dict[str, str]) -> dict[str, str]:
+    """Return only the variables that the image has set."""
+    added = (*NEUTRAL, VARIABLE, "HOSTNAME", "HOME", "PWD")
+    return {name: value for name, value in env.items() if name not in added and not name.startswith(OF_CLUSTER)}
+
+
+def in_pod(setup: ToolServerSetup, *, own_user: bool) -> ToolServerSetup:
+    """Return the set-up of a server that is not the first process of its pid namespace, and that reaches the gateway
+    by a tunnel. A user other than root has another home folder."""
+    changes: dict[str, Any] = {"subreaper": True, "bridge_port": 0}
+    if own_user:
+        env = {**setup.env, "HOME": OWN_HOME, "USER": "outrider"}
+        changes |= {"env": env, "folders": ["/tmp", "/var/tmp", setup.workdir]}
+    return msgspec.structs.replace(setup, **changes)

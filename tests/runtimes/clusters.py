@@ -1,0 +1,79 @@
+"""A test cluster in a thread of its own, with an image of this machine's files. One for the whole test run."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import outrider
+from outrider.concurrency.loop_thread import LoopThread
+from outrider.environment import cache_home
+from outrider.lab.fakes.kubernetes.api_server import FakeApiServer, fake_cluster
+from outrider.lab.fakes.kubernetes.machine import FakeImage
+
+from . import engines
+
+IMAGE = "registry.test/python:3"
+TOOLS_IMAGE = "registry.test/outrider:1"
+"""In place of Outrider's own image: this machine's interpreter, environment and sources."""
+HELD = ExitStack()
+
+
+@functools.cache
+def machine_runs() -> bool:
+    """Whether this process may make the namespaces of the machine."""
+    done = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
+    return os.geteuid() == 0 and done.returncode == 0
+
+
+def needs_machine() -> None:
+    if not machine_runs():
+        pytest.skip("kubernetes: the test cluster's machine needs root, and `unshare` of util-linux")
+
+
+@functools.cache
+def python_image() -> FakeImage:
+    """The image of the container engines' tests, as a folder."""
+    root = Path(HELD.enter_context(tempfile.TemporaryDirectory(prefix="or-image-")))
+    with tarfile.open(fileobj=io.BytesIO(engines.archive("python"))) as archive:
+        archive.extractall(root, filter="fully_trusted")
+    root.chmod(0o755)
+    return FakeImage(root, {"GREETING": "hello"})
+
+
+def tools_image() -> FakeImage:
+    source = Path(outrider.__file__).parent.parent
+    prefix = Path(sys.prefix).resolve()
+    env = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "PYTHONPATH": str(source), "OUTRIDER_HOME": str(cache_home())}
+    folders = {source, prefix, Path(sys.base_prefix), cache_home(), Path(tempfile.gettempdir())}
+    folders |= {path for path in map(Path, ("/usr", "/lib", "/lib64")) if path.exists()}
+    return FakeImage(python_image().root, env, tuple(sorted(folders)))
+
+
+@functools.cache
+def cluster() -> FakeApiServer:
+    loop = HELD.enter_context(LoopThread("test cluster"))
+    return HELD.enter_context(loop.open(fake_cluster({IMAGE: python_image(), TOOLS_IMAGE: tools_image()})))
+
+
+def kubeconfig(folder: Path) -> Path:
+    """A kubeconfig for the cluster, in a folder of the test."""
+    needs_machine()
+    path = folder / "kubeconfig"
+    path.write_text(cluster().kubeconfig())
+    return path
+
+
+def close() -> None:
+    HELD.close()
+    for cached in (cluster, python_image):
+        cached.cache_clear()
