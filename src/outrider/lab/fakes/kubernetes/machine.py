@@ -1,6 +1,7 @@
 """The machine of a test cluster: runs containers as processes in Linux namespaces of this machine, as root.
 
-An image is a folder. What the machine does not do: limit resources, drop capabilities, or separate networks. Invariant:
+An image is a folder. Containers have no network but their own loopback. What the machine does not do: limit
+resources, or drop capabilities. Invariant:
 when `FakeMachine` is left, none of its processes is alive, and its folder is removed.
 """
 
@@ -30,6 +31,7 @@ CLOSE_CHANNEL = 255
 """Number of the channel by which version 5 of the protocol closes another channel."""
 ENTER = """
 set -e
+ip link set lo up
 mount -t tmpfs tmpfs {base}
 mkdir {base}/upper {base}/work {base}/root
 mount -t overlay overlay -o lowerdir={image},upperdir={base}/upper,workdir={base}/work {base}/root
@@ -177,7 +179,7 @@ class FakeMachine:
             command=shlex.join([*one["command"], *one.get("args", ())]),
         ).replace("exec chroot", f"{own}exec /usr/sbin/chroot")
         process = await asyncio.create_subprocess_exec(
-            *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--uts", "--ipc", "sh", "-c", text),
+            *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--uts", "--ipc", "--net", "sh", "-c", text),
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -200,7 +202,18 @@ class FakeMachine:
         await answer.prepare(request)
         env = [f"{name}={value}" for name, value in container.env.items()]
         process = await asyncio.create_subprocess_exec(
-            *("nsenter", "--target", str(container.pid), "--mount", "--pid", "--uts", "--ipc", "--root", "--wd"),
+            *(
+                "nsenter",
+                "--target",
+                str(container.pid),
+                "--mount",
+                "--pid",
+                "--uts",
+                "--ipc",
+                "--net",
+                "--root",
+                "--wd",
+            ),
             *("--setuid", str(container.user), "--setgid", str(container.group)),
             *("/usr/bin/env", "-i", *env, *request.query.getall("command")),
             stdin=subprocess.PIPE,

@@ -120,7 +120,7 @@ class PodCluster:
                 if not (full or error.passing):
                     raise self._refusal(error) from error
                 if time.monotonic() > limit:
-                    raise self.failure("create a pod", error) from error
+                    raise RuntimeFailure(f"the cluster at {self.server} does not create a pod: {error}") from error
                 wait = (FULL_PAUSES if full else PAUSES).wait(failures, error.retry_after)
                 failures += 1
                 with clock.waiting():

@@ -1,0 +1,409 @@
+"""The runtime `kubernetes` on a test cluster: what the cluster refuses, delays and loses, and what a node leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from outrider.concurrency.chores import Failures
+from outrider.config import PodsConfig
+from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
+from outrider.lab.fakes.kubernetes.api_server import ApiFailure, FakeApiServer, fake_cluster
+from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.kubernetes.runtime import KubernetesRuntime
+from outrider.sandbox.runtimes.node_host import Host
+from outrider.sandbox.runtimes.remote import RemoteSandbox
+from outrider.spec import RuntimeSpec
+
+from .clusters import IMAGE, needs_machine, python_image
+from .world import World
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+async def cluster(world: World) -> AsyncIterator[FakeApiServer]:
+    """A cluster of the test's own, on this event loop."""
+    needs_machine()
+    async with fake_cluster({IMAGE: python_image()}) as server:
+        world.environment.setenv("KUBECONFIG", str(use(server, world.folder)))
+        yield server
+        for runtime in world.made:
+            await runtime.stop()
+        await world.host.sweep(Failures())
+        assert server.pods == {}
+
+
+def use(server: FakeApiServer, folder: Path) -> Path:
+    path = folder / "config"
+    path.write_text(server.kubeconfig())
+    return path
+
+
+def pod_sandbox(world: World, **fields: Any) -> RemoteSandbox:
+    made = world.create_with(KubernetesRuntime(), kind="kubernetes", **{"image": IMAGE, **fields})
+    assert isinstance(made, RemoteSandbox)
+    return made
+
+
+async def start(world: World, **fields: Any) -> RemoteSandbox:
+    made = pod_sandbox(world, **fields)
+    await made.start()
+    return made
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = 30) -> None:
+    async with asyncio.timeout(seconds):
+        while True:
+            found = condition()
+            if found if isinstance(found, bool) else await found:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def echo(sandbox: Runtime) -> str:
+    return (await sandbox.exec("echo $GREETING", seconds=10)).stdout.decode().strip()
+
+
+async def test_a_pod_has_no_rights_and_is_removed_once(world: World, cluster: FakeApiServer) -> None:
+    sandbox = await start(world, resources={"memory_mb": 512, "cpus": 0.5, "disk_mb": 100}, lifetime_seconds=600)
+    assert await echo(sandbox) == "hello"
+    [pod] = cluster.pods.values()
+    spec, [container] = pod["spec"], pod["spec"]["containers"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["restartPolicy"] == "Never"
+    assert spec["hostUsers"] is False
+    assert spec["activeDeadlineSeconds"] == 600 + 900
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "privileged": False,
+        "capabilities": {"drop": ["ALL"], "add": ["DAC_OVERRIDE"]},
+    }
+    assert container["resources"]["limits"] == {"memory": "512Mi", "cpu": "500m", "ephemeral-storage": "100Mi"}
+    labels = pod["metadata"]["labels"]
+    assert (labels["outrider.session"], labels["outrider.attempt"]) == ("s0", "1")
+    assert not {"volumes", "hostNetwork", "hostPID", "serviceAccountName"} & {key for key in spec if spec[key]}
+    await asyncio.gather(sandbox.stop(), sandbox.stop())
+    assert cluster.pods == {}
+    assert cluster.deletions == [(pod["metadata"]["name"], 0)]  # its programs are dead already
+
+
+async def test_a_user_other_than_root(world: World, cluster: FakeApiServer) -> None:
+    world.host.pods = PodsConfig(user=12345)
+    sandbox = await start(world)
+    done = await sandbox.exec("id -u; pwd; echo $HOME; echo x > f && touch $HOME/g && ls", seconds=10)
+    assert done.stdout.decode().split() == ["12345", "/work", "/home/outrider", "f"], done
+    [pod] = cluster.pods.values()
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert pod["spec"]["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    with pytest.raises(RuntimeUnavailable, match="one user"):
+        await start(world, users=10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"image": None}, "image"), ({"image": "/a.sif"}, "image"), ({"image": None, "rootfs": "/r"}, "rootfs")],
+)
+def test_what_a_pod_cannot_have_is_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        KubernetesRuntime.check_spec(RuntimeSpec(kind="kubernetes", **fields))
+    assert refused.value.field == f"task.runtime.{field}"
+    assert refused.value.hint
+
+
+async def test_programs_of_the_node_need_the_tools_image(world: World, cluster: FakeApiServer) -> None:
+    sandbox = pod_sandbox(world, mounts=(Path("/opt"),))
+    with pytest.raises(RuntimeUnavailable, match="program") as refused:
+        await sandbox.start()
+    assert "tools_image" in (refused.value.hint or "")
+    assert cluster.created == []
+
+
+async def test_an_image_that_is_not_there(world: World, cluster: FakeApiServer) -> None:
+    with pytest.raises(RuntimeUnavailable, match=r"ImagePullBackOff: Back-off pulling image .*no/such"):
+        await start(world, image="no/such:1")
+    assert cluster.pods == {}
+
+
+async def test_quota_is_waited_for_off_the_clock(world: World, cluster: FakeApiServer) -> None:
+    cluster.rules.quota = 1
+    first = await start(world)
+    second = pod_sandbox(world)
+    starting = asyncio.create_task(second.start())
+    await until(lambda: second.queued_seconds() > 0.5)
+    await first.stop()
+    await starting
+    assert await echo(second) == "hello"
+    assert second.queued_seconds() > 0.5
+
+
+async def test_a_place_is_waited_for_and_given_up(world: World, cluster: FakeApiServer) -> None:
+    cluster.rules.room = 0
+    world.host.pods = PodsConfig(queue_seconds=0.5)
+    sandbox = pod_sandbox(world)
+    with pytest.raises(RuntimeFailure, match=r"Unschedulable: 0/1 nodes are available: 1 Insufficient cpu") as failed:
+        await sandbox.start()
+    assert failed.value.retryable
+    assert sandbox.queued_seconds() > 0.4
+    assert cluster.pods == {}
+
+
+async def test_a_full_quota_is_given_up_with_the_servers_words(world: World, cluster: FakeApiServer) -> None:
+    cluster.rules.quota = 0
+    world.host.pods = PodsConfig(queue_seconds=0.2)
+    with pytest.raises(RuntimeFailure, match="exceeded quota: fake, requested: pods=1") as failed:
+        await start(world)
+    assert failed.value.retryable
+
+
+async def test_a_cancelled_start_leaves_no_pod(world: World, cluster: FakeApiServer) -> None:
+    cluster.rules.room = 0
+    sandbox = pod_sandbox(world)
+    starting = asyncio.create_task(sandbox.start())
+    await until(lambda: len(cluster.pods) == 1)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await sandbox.stop()
+    assert cluster.pods == {}
+
+
+@pytest.mark.parametrize("denied", ["create", "create pods/exec", "list", "delete"])
+async def test_missing_rights_are_named(world: World, cluster: FakeApiServer, denied: str) -> None:
+    cluster.rules.denied = frozenset([denied])
+    sandbox = pod_sandbox(world)
+    if denied == "delete":  # the failure is logged, and the pod is left for a sweep
+        await sandbox.start()
+        await sandbox.stop()
+        assert len(cluster.pods) == 1
+    else:
+        with pytest.raises(RuntimeUnavailable) as refused:
+            await sandbox.start()
+        assert "rights" in (refused.value.hint or "")
+    cluster.rules.denied = frozenset()
+
+
+async def test_a_wrong_token(world: World, cluster: FakeApiServer) -> None:
+    cluster.rules.token = "another"
+    with pytest.raises(RuntimeUnavailable, match="Unauthorized"):
+        await start(world)
+    cluster.rules.token = None
+
+
+def once(status: int, method: str, path: str, times: int = 1, **headers: str) -> Callable[[web.Request], None]:
+    """A fault: the first `times` requests that match fail."""
+    left = [times]
+
+    def fault(request: web.Request) -> None:
+        if left[0] and request.method == method and re.search(path, request.path_qs):
+            left[0] -= 1
+            raise ApiFailure(status, "Busy", "a fault of the test", **headers)
+
+    return fault
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 504])
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/pods$"), ("GET", "watch=1"), ("GET", "/exec"), ("DELETE", "/pods/")]
+)
+async def test_a_busy_server_is_asked_again(
+    world: World, cluster: FakeApiServer, status: int, method: str, path: str
+) -> None:
+    await world.host.part(cluster_part())  # its first sweep is not repeated
+    cluster.rules.faults = [once(status, method, path, times=2, Retry_After="0")]
+    sandbox = await start(world)
+    assert await echo(sandbox) == "hello"
+    await sandbox.stop()
+    assert cluster.pods == {}
+    assert len(cluster.created) == 1
+
+
+def cluster_part() -> Any:
+    from outrider.sandbox.runtimes.kubernetes.cluster import PodCluster
+
+    return PodCluster
+
+
+async def test_a_lost_reply_makes_no_second_pod(world: World, cluster: FakeApiServer) -> None:
+    """The server has made the pod, and the connection breaks before its reply."""
+    lost = [True]
+
+    async def lose(request: web.Request) -> web.Response | None:
+        if request.method != "POST" or not lost:
+            return None
+        lost.clear()
+        await cluster._create(request)
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    cluster.rules.faults = [lose]
+    sandbox = await start(world)
+    assert await echo(sandbox) == "hello"
+    assert len(cluster.created) == len(cluster.pods) == 1
+
+
+async def test_a_server_that_hangs_and_drips(world: World, cluster: FakeApiServer, monkeypatch: Any) -> None:
+    """A request that is never answered, and one whose reply comes byte by byte for ever, are given up in time."""
+    from outrider.sandbox.runtimes.kubernetes import api
+
+    monkeypatch.setattr(api, "CALL_SECONDS", 0.5)
+    how = ["hang", "drip"]
+
+    async def fault(request: web.Request) -> web.StreamResponse | None:
+        if request.method != "POST" or not how:
+            return None
+        if how.pop() == "hang":
+            await asyncio.sleep(30)
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await answer.write(b" ")
+                await asyncio.sleep(0.05)
+        return answer
+
+    cluster.rules.faults = [fault]
+    sandbox = await start(world)
+    assert await echo(sandbox) == "hello"
+    assert how == []
+
+
+async def test_a_watch_that_lost_the_past_lists_again(world: World, cluster: FakeApiServer) -> None:
+    first = await start(world)
+    cluster.forget_changes()  # the watch ends with 410
+    second = await start(world)
+    assert (await echo(first), await echo(second)) == ("hello", "hello")
+
+
+async def test_starts_are_paced(world: World, cluster: FakeApiServer) -> None:
+    world.host.starts_per_second = 4.0
+    sandboxes = [pod_sandbox(world) for _ in range(5)]
+    began = time.monotonic()
+    await asyncio.gather(*(sandbox.start() for sandbox in sandboxes))
+    assert time.monotonic() - began > 0.95  # four pauses
+    assert max(sandbox.queued_seconds() for sandbox in sandboxes) > 0.7
+
+
+async def test_a_removed_pod_is_the_clusters_fault(world: World, cluster: FakeApiServer) -> None:
+    sandbox = await start(world)
+    [pod] = cluster.pods.values()
+    running = asyncio.create_task(sandbox.exec("sleep 60", seconds=60))
+    await until(lambda: cluster.machine.execs == 1)
+    cluster._forget(pod)
+    await cluster.machine.kill(pod["metadata"]["uid"])
+    with pytest.raises(RuntimeFailure, match="gone"):
+        await running
+    assert not await sandbox.broken_inside()
+
+
+async def test_a_killed_tool_server_is_the_agents_fault(world: World, cluster: FakeApiServer) -> None:
+    sandbox = await start(world)
+    with contextlib.suppress(RuntimeFailure):
+        await sandbox.exec("kill -9 $PPID", seconds=20)
+    await until(lambda: sandbox.server.tools.loss == "gone")
+    assert await sandbox.broken_inside()
+
+
+async def test_the_model_endpoint_needs_no_network(world: World, cluster: FakeApiServer) -> None:
+    async def reply(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read() + request.path.encode())
+
+    async with world.gateway(reply):
+        sandbox = await start(world)
+        fetch = (
+            "import urllib.request as r; "
+            f"print(len(r.urlopen(r.Request('{sandbox.endpoint}/v1/x', b'y' * 300000)).read()))"
+        )
+        done = await sandbox.exec(["python3", "-c", fetch], seconds=30)
+    assert done.stdout == b"300005\n", done
+
+
+async def test_large_output_is_cut_and_arrives(world: World, cluster: FakeApiServer) -> None:
+    sandbox = await start(world)
+    done = await sandbox.exec("head -c 30000000 /dev/zero; echo end", seconds=60)
+    assert done.exit_code == 0
+    assert done.stdout.endswith(b"end\n")
+    assert b"bytes cut" in done.stdout
+
+
+@pytest.mark.parametrize("other", ["dead", "alive", "elsewhere"])
+async def test_orphans_are_found_by_label(world: World, cluster: FakeApiServer, other: str) -> None:
+    """The pods of a dead node are removed. Those of living nodes and of other machines are not."""
+    await start(world)
+    [mine] = cluster.pods.values()
+    label = mine["metadata"]["labels"]["outrider.node"]
+    machine, _, name = label.partition("-")
+    parts = name.split("-")
+    wrong = {
+        "dead": f"{machine}-{'-'.join([*parts[:2], '1', '1', parts[-1]])}",
+        "alive": f"{label[:-4]}abcd",
+        "elsewhere": f"ffffffff-{name[:-4]}abcd",
+    }[other]
+    pod = json.loads(json.dumps(mine))
+    pod["metadata"] |= {"name": "orphan", "uid": "u2", "labels": {**mine["metadata"]["labels"], "outrider.node": wrong}}
+    cluster.pods["rl", "orphan"] = pod
+    failures = Failures()
+    swept = await world.host.sweep(failures)
+    assert failures.failing() == ()
+    assert (("rl", "orphan") in cluster.pods) is (other != "dead")
+    assert swept.get("PodCluster", 0) == (1 if other == "dead" else 0)
+    cluster.pods.pop(("rl", "orphan"), None)
+
+
+NODE = """
+import asyncio, sys
+from pathlib import Path
+from outrider.sandbox import open_sandbox
+from outrider.spec import RuntimeSpec
+
+async def main():
+    async with open_sandbox(RuntimeSpec(kind="kubernetes", image=sys.argv[1])) as sandbox:
+        await sandbox.exec("nohup setsid sleep 5000 >/dev/null 2>&1 &", seconds=10)
+        print("ready", flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_node_leaves_nothing(world: World, cluster: FakeApiServer) -> None:
+    """`kill -9` of a node: its pod's programs end with the connection, and another node's sweep removes the pod."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    node = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", NODE, IMAGE), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    assert node.stdout is not None
+    async with asyncio.timeout(60):
+        assert await node.stdout.readline() == b"ready\n"
+    assert len(cluster.pods) == 1
+    [container] = cluster.machine._running.values()
+    node.send_signal(signal.SIGKILL)
+    await node.wait()
+
+    def inside() -> list[str]:
+        here = os.readlink(f"/proc/{container.pid}/ns/pid")
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/ns/pid") == here:
+                    found.append(pid)
+        return found
+
+    await until(lambda: inside() == [str(container.pid)])  # only the first program is left, for a minute
+    async with Host(world.folder / "next") as host:
+        await host.part(cluster_part())  # sweeps
+        assert cluster.pods == {}
