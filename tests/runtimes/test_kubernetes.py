@@ -17,20 +17,24 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from outrider.cli.image import pod_images
 from outrider.concurrency.chores import Failures
 from outrider.config import PodsConfig
 from outrider.errors import InvalidField, RuntimeFailure, RuntimeUnavailable
 from outrider.lab.fakes.kubernetes.api_server import ApiFailure, FakeApiServer, fake_cluster
 from outrider.sandbox.runtimes.base import Runtime
+from outrider.sandbox.runtimes.kubernetes.pull_ahead import pull_ahead
 from outrider.sandbox.runtimes.kubernetes.runtime import KubernetesRuntime
 from outrider.sandbox.runtimes.node_host import Host
 from outrider.sandbox.runtimes.remote import RemoteSandbox
 from outrider.spec import RuntimeSpec
+from support.environments import environment_with
 
 from .clusters import IMAGE, needs_machine, python_image
 from .world import World
 
-HERE = Path(__file__).parent
+ENVIRONMENT = Path(__file__).parent.parent.parent / ".venv-kubernetes-client"
+OFFICIAL_CLIENT = ["kubernetes==37.0.2"]
 
 
 @pytest.fixture
@@ -407,3 +411,78 @@ async def test_a_killed_node_leaves_nothing(world: World, cluster: FakeApiServer
     async with Host(world.folder / "next") as host:
         await host.part(cluster_part())  # sweeps
         assert cluster.pods == {}
+
+
+async def test_images_are_pulled_ahead_on_all_machines(world: World, cluster: FakeApiServer) -> None:
+    pods = PodsConfig(tools_image=IMAGE, node_selector={"a": "b"}, pull_secrets=("login",))
+    seen: list[tuple[int, int]] = []
+    pulled = await pull_ahead([IMAGE], pods, seconds=10, progress=lambda *counts: seen.append(counts))
+    assert (pulled.images, pulled.machines, seen[-1]) == ((IMAGE,), 1, (1, 1))
+    with pytest.raises(RuntimeFailure, match="only 0 of 1 machines"):
+        await pull_ahead([IMAGE, "no/such:1"], pods, seconds=0.2)
+    with pytest.raises(RuntimeUnavailable, match="own image"):
+        await pull_ahead([IMAGE], PodsConfig(), seconds=1)
+    assert cluster.daemon_sets == {}
+
+
+def test_images_of_tasks() -> None:
+    pod = {"kind": "kubernetes", "image": "a:1"}
+    task = {
+        "runtime": pod,
+        "evaluator": {"kind": "command", "runtime": {**pod, "image": "b:1"}},
+        "then": [{"evaluator": {"runtime": {**pod, "image": "c:1"}}}, {"evaluator": {"runtime": {"image": "d:1"}}}],
+    }
+    assert list(pod_images(task)) == ["a:1", "b:1", "c:1"]
+    assert list(pod_images({"runtime": {"kind": "docker", "image": "a"}})) == []
+
+
+CLIENT = """
+import faulthandler, sys
+faulthandler.dump_traceback_later(40, exit=True)
+from kubernetes import client, config, watch
+from kubernetes.stream import stream
+
+config.load_kube_config(sys.argv[1])
+api = client.CoreV1Api()
+[pod] = api.list_namespaced_pod("rl", label_selector="app.kubernetes.io/name=outrider-sandbox").items
+name = pod.metadata.name
+assert pod.status.phase == "Running", pod.status
+assert pod.status.container_statuses[0].state.running is not None
+assert api.read_namespaced_pod(name, "rl").spec.automount_service_account_token is False
+opened = stream(
+    api.connect_get_namespaced_pod_exec, name, "rl", command=["sh", "-c", "cat; echo err >&2; exit 3"],
+    container="sandbox", stdin=True, stdout=True, stderr=True, tty=False, _preload_content=False,
+)
+opened.write_stdin("from the client\\n")
+opened.update(timeout=5)
+assert opened.read_stdout() == "from the client\\n"
+opened.close()
+done = stream(
+    api.connect_get_namespaced_pod_exec, name, "rl", command=["sh", "-c", "echo err >&2; exit 3"],
+    container="sandbox", stdin=False, stdout=True, stderr=True, tty=False, _preload_content=False,
+)
+done.run_forever(timeout=20)
+assert done.read_stderr() == "err\\n"
+assert done.returncode == 3, done.returncode
+try:
+    api.read_namespaced_pod("no", "rl")
+except client.ApiException as error:
+    assert error.status == 404, error
+events = watch.Watch().stream(api.list_namespaced_pod, "rl", resource_version="0", timeout_seconds=5)
+assert next(iter(events))["object"].metadata.name == name
+api.delete_namespaced_pod(name, "rl", grace_period_seconds=0)
+print("ok")
+"""
+
+
+@pytest.mark.real
+async def test_the_test_cluster_is_true_to_the_official_client(world: World, cluster: FakeApiServer) -> None:
+    python = await asyncio.to_thread(environment_with, ENVIRONMENT, OFFICIAL_CLIENT)
+    await start(world)
+    client = await asyncio.create_subprocess_exec(
+        *(python, "-c", CLIENT, str(world.folder / "config")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await client.communicate()
+    assert output == b"ok\n", output.decode()

@@ -120,6 +120,7 @@ GROUPS = {
         {
             "import": "image:import_image",
             "pull": "image:pull_image",
+            "pull-ahead": "image:pull_ahead_image",
             "build": "image:build_image",
             "list": "image:list_images",
             "rm": "image:remove_image",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from click.exceptions import Exit
@@ -14,8 +15,10 @@ from outrider.cli.command_line import CliArgument, CliOption
 from outrider.cli.exit_codes import FAILURE
 from outrider.cli.options import command
 from outrider.cli.tables import table
+from outrider.cli.task_sources import examples_in
 from outrider.cli.terminal import Terminal
 from outrider.cli.wanted_images import HELP, pull_each, read_images
+from outrider.config import load_config
 from outrider.errors import ErrorRecord, InvalidField
 from outrider.sandbox.engine_build import BuildEngine, build_by_engine
 from outrider.sandbox.image_build import RUN_SECONDS
@@ -25,6 +28,7 @@ from outrider.sandbox.rootfs.dockerfile import DOCKERFILE
 from outrider.sandbox.rootfs.pull import pull
 from outrider.sandbox.rootfs.recipe import load_recipe
 from outrider.sandbox.rootfs.store import ImageStore, RootImage
+from outrider.sandbox.runtimes.kubernetes.pull_ahead import MOST_IMAGES, pull_ahead
 from outrider.tasks.harbor.tasks import build_contexts
 
 MEGABYTE = 1_000_000
@@ -98,6 +102,53 @@ def pull_image(terminal: Terminal, images: Annotated[list[str], CliArgument(meta
             _told(terminal, row)
     if failed:
         raise Exit(FAILURE)
+
+
+@command
+def pull_ahead_image(
+    terminal: Terminal,
+    images: Annotated[
+        list[str] | None,
+        CliArgument(metavar="[IMAGE]...", help="References, as machines of the cluster pull them."),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None, CliOption(metavar="SOURCE", help="Also the images of these tasks. Can be repeated.")
+    ] = None,
+    config: Annotated[Path | None, CliOption("--config", metavar="FILE", help="Settings of a node.")] = None,
+    seconds: Annotated[float, CliOption(metavar="N", help="Time limit.")] = 1800.0,
+) -> None:
+    """Pull images on all machines of a Kubernetes cluster.
+
+    The cluster is that of the node's settings and of KUBECONFIG. A DaemonSet
+    pulls the images, and is removed at the end.
+
+    Examples:
+
+        outrider image pull-ahead docker.io/library/python:3.12-slim
+
+        outrider image pull-ahead --tasks tasks.jsonl --config node.toml
+    """
+    wanted = dict.fromkeys(images or ())
+    for source in tasks or ():
+        for example in examples_in(source, limit=None, image=None):
+            wanted |= dict.fromkeys(pod_images(example.task))
+    if not wanted or len(wanted) > MOST_IMAGES:
+        raise InvalidField(
+            f"{len(wanted)} images are named",
+            field="image",
+            hint=f"name 1 to {MOST_IMAGES} images, or tasks of the runtime kind kubernetes",
+        )
+    settings = load_config({}, file=config).sandboxes.kubernetes
+    told = [-1]
+
+    def progress(have: int, machines: int) -> None:
+        if told[0] != have:
+            told[0] = have
+            terminal.note(f"{have} of {machines} machines have all {len(wanted)} images")
+
+    pulled = asyncio.run(pull_ahead(list(wanted), settings, seconds=seconds, progress=progress))
+    if terminal.json:
+        terminal.write_json(pulled)
 
 
 @command
@@ -227,6 +278,15 @@ def remove_image(terminal: Terminal, name: Name) -> None:
     gone = ImageStore().remove(name)
     kept = "" if gone else "; the image has another name"
     terminal.show({"name": name, "removed": gone}, f"{name} is removed{kept}")
+
+
+def pod_images(task: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the images of a task's sandboxes of the kind `kubernetes`, in the agent's and the evaluators' runtimes."""
+    steps = [task, *task.get("then", ())]
+    runtimes = [task.get("runtime"), *((step.get("evaluator") or {}).get("runtime") for step in steps)]
+    for runtime in runtimes:
+        if runtime and runtime.get("kind") == "kubernetes" and runtime.get("image"):
+            yield runtime["image"]
 
 
 def _told(terminal: Terminal, row: ImageRow) -> None:

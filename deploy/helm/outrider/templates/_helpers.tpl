@@ -22,6 +22,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{/* The namespace of the sandboxes' pods. */}}
+{{- define "outrider.podsNamespace" -}}
+{{ .Values.nodes.pods.namespace | default .Release.Namespace }}
+{{- end }}
+
 {{/* The service's address inside the cluster. */}}
 {{- define "outrider.url" -}}
 {{ ternary "http" "https" .Values.tls.insecure }}://{{ include "outrider.service" . }}.{{ .Release.Namespace }}.svc:8700

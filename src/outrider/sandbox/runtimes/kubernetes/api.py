@@ -230,7 +230,8 @@ async def translated() -> AsyncIterator[None]:
     try:
         yield
     except aiohttp.WSServerHandshakeError as error:
-        raise KubeApiError(error.status, error.message) from error
+        # The response's text is lost: aiohttp reads no body of a refused WebSocket.
+        raise KubeApiError(error.status, f"no command may be started: status {error.status}") from error
     except TimeoutError as error:
         raise KubeApiError(0, "no answer in time") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:  # a msgspec.ValidationError is a ValueError

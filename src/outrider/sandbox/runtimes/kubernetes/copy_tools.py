@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 from outrider.errors import OutriderError
-from outrider.sandbox.pythons.portable import portable_python
+from outrider.sandbox.pythons.portable import portable_command, portable_python
+
+PROGRAM = "program"
+"""Name of a link in the volume to a program that runs in any image, and ends after it has printed its version."""
 
 
 def main(volume: Path, folders: list[Path]) -> None:
@@ -19,6 +22,8 @@ def main(volume: Path, folders: list[Path]) -> None:
         if not folder.is_dir():
             sys.exit(f"the tools image has no folder {folder}")
         shutil.copytree(folder, volume / str(number), symlinks=True, dirs_exist_ok=True)
+    program, *_ = portable_command(".")
+    (volume / PROGRAM).symlink_to(f"0/{program}")
 
 
 if __name__ == "__main__":

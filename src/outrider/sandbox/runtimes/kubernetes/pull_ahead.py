@@ -1,0 +1,163 @@
+"""Images pulled ahead on every machine of a cluster, by a DaemonSet whose containers do nothing.
+
+Invariant: when `pull_ahead` returns or raises, the cluster has no such DaemonSet, unless the cluster does not respond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from outrider.concurrency.cancellation import shielded
+from outrider.config import PodsConfig
+from outrider.errors import RuntimeFailure, RuntimeUnavailable
+from outrider.sandbox.runtimes.kubernetes.api import KubeApi, KubeApiError
+from outrider.sandbox.runtimes.kubernetes.copy_tools import PROGRAM
+from outrider.sandbox.runtimes.kubernetes.credentials import find_access
+from outrider.sandbox.runtimes.kubernetes.pod_request import COPY_MODULE, TOOLS, TOOLS_AT, TOOLS_MB
+
+LOOK_SECONDS = 1.0
+UID = 10001
+"""User of the containers: that of Outrider's image."""
+MOST_IMAGES = 200
+APP_LABEL, APP = "app.kubernetes.io/name", "outrider-images"
+
+
+class DaemonSetStatus(msgspec.Struct, rename="camel"):
+    desired_number_scheduled: int = 0
+    number_ready: int = 0
+    observed_generation: int = 0
+
+
+class DaemonSet(msgspec.Struct):
+    status: DaemonSetStatus = msgspec.field(default_factory=DaemonSetStatus)
+
+
+class Pulled(msgspec.Struct, frozen=True):
+    """The result: all `images` are on `machines` machines of the cluster."""
+
+    images: tuple[str, ...]
+    machines: int
+
+
+async def pull_ahead(
+    images: Sequence[str], pods: PodsConfig, *, seconds: float, progress: Callable[[int, int], object] = lambda *_: None
+) -> Pulled:
+    """Pull the images on every machine on which pods of sandboxes may run. `progress` is called with the number of
+    machines that have all images, and the number of machines. Raises RuntimeUnavailable, and RuntimeFailure when some
+    machine does not have all images after `seconds`."""
+    if pods.tools_image is None:
+        raise RuntimeUnavailable(
+            "images cannot be pulled without Outrider's own image",
+            hint="set sandboxes.kubernetes.tools_image: its interpreter is the only program that every image can run",
+        )
+    access = await asyncio.to_thread(find_access)
+    namespace = pods.namespace or access.namespace
+    name = f"outrider-images-{hashlib.sha256(chr(10).join(images).encode()).hexdigest()[:12]}"
+    path = f"/apis/apps/v1/namespaces/{namespace}/daemonsets"
+    api = KubeApi(access)
+    try:
+        try:
+            await api.call("POST", path, msgspec.Raw, body=daemon_set(name, images, pods))
+        except KubeApiError as error:
+            if error.reason != "AlreadyExists":  # an earlier call was interrupted
+                raise failure(error) from error
+        try:
+            return await ready(api, f"{path}/{name}", images, seconds, progress)
+        finally:
+            await shielded(lambda: remove(api, f"{path}/{name}"))
+    finally:
+        await shielded(api.close)
+
+
+async def ready(
+    api: KubeApi, path: str, images: Sequence[str], seconds: float, progress: Callable[[int, int], object]
+) -> Pulled:
+    have = machines = 0
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                try:
+                    status = (await api.call("GET", path, DaemonSet)).status
+                except KubeApiError as error:
+                    if not error.passing:
+                        raise failure(error) from error
+                else:
+                    have, machines = status.number_ready, status.desired_number_scheduled
+                    progress(have, machines)
+                    if machines and have >= machines:
+                        return Pulled(tuple(images), machines)
+                await asyncio.sleep(LOOK_SECONDS)
+    except TimeoutError as error:
+        raise RuntimeFailure(
+            f"only {have} of {machines} machines have all images after {seconds:g} s",
+            hint="check the names of the images, and the secrets for their registries; "
+            f"kubectl get pods -l {APP_LABEL}={APP} shows the reason while the command runs",
+        ) from error
+
+
+async def remove(api: KubeApi, path: str) -> None:
+    try:
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        await api.call("DELETE", path, msgspec.Raw, body=body)
+    except KubeApiError as error:
+        if error.status != 404:
+            raise failure(error) from error
+
+
+def failure(error: KubeApiError) -> RuntimeFailure:
+    if error.status in (401, 403):
+        hint = "the account needs the rights to create, get and delete daemonsets"
+        return RuntimeUnavailable(f"the cluster refuses: {error}", hint=hint)
+    return RuntimeFailure(f"the cluster does not pull images: {error}")
+
+
+def daemon_set(name: str, images: Sequence[str], pods: PodsConfig) -> dict[str, Any]:
+    """Return the JSON body. The first container brings a program that every image can run. Then there is one container
+    for each image, one after another."""
+    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    resources = {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "512Mi"}}
+    common: dict[str, Any] = {
+        "imagePullPolicy": "IfNotPresent",
+        "securityContext": security,
+        "resources": resources,
+        "volumeMounts": [{"name": TOOLS, "mountPath": TOOLS_AT}],
+    }
+    tools = {"name": TOOLS, "image": pods.tools_image, "command": ["python3", "-m", COPY_MODULE, TOOLS_AT], **common}
+    pulls = [
+        {"name": f"image-{number}", "image": image, "command": [f"{TOOLS_AT}/{PROGRAM}", "--version"], **common}
+        for number, image in enumerate(images)
+    ]
+    wait = {"name": "wait", "image": pods.tools_image, "command": ["sleep", "infinity"], **common}
+    labels = {APP_LABEL: APP, "outrider.images": name}
+    spec: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 1,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": UID,
+            "runAsGroup": UID,
+            "fsGroup": UID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "nodeSelector": dict(pods.node_selector),
+        "tolerations": [dict(one) for one in pods.tolerations],
+        "imagePullSecrets": [{"name": secret} for secret in pods.pull_secrets],
+        "initContainers": [tools, *pulls],
+        "containers": [wait],
+        "volumes": [{"name": TOOLS, "emptyDir": {"sizeLimit": f"{TOOLS_MB}Mi"}}],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        },
+    }
