@@ -252,9 +252,11 @@ async def feed(socket: web.WebSocketResponse, stdin: asyncio.StreamWriter) -> No
     """Pass the messages of channel 0 on to a command, until the connection or the channel is closed."""
     try:
         async for message in socket:
-            if message.type is not WSMsgType.BINARY or not message.data:
+            # The official Python client sends text as messages of text.
+            content = message.data.encode() if message.type is WSMsgType.TEXT else message.data
+            if not content:
                 continue
-            channel, data = message.data[0], message.data[1:]
+            channel, data = content[0], content[1:]
             if channel == CLOSE_CHANNEL and data == b"\0":
                 return
             if channel == 0:
