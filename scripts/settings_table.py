@@ -18,7 +18,11 @@ PAGE = ROOT / "docs" / "config.md"
 SCHEMA = ROOT / "deploy" / "helm" / "outrider" / "values.schema.json"
 
 HEAD = "| Setting | Flag | Environment | Default | Meaning |\n|---|---|---|---|---|\n"
-OF_NODES = {"lanes", *(f"sandboxes.{name}" for name in ("cpus", "memory_mb", "gpus", "warm", "warm_memory_mb"))}
+OF_NODES = {
+    "lanes",
+    *(f"sandboxes.{name}" for name in ("cpus", "memory_mb", "gpus", "starts_per_second", "warm", "warm_memory_mb")),
+    "sandboxes.kubernetes",
+}
 """Settings and sections that the chart gives to nodes."""
 OF_CHART = {
     *("host", "port", "tls", "token", "store", "data", "files", "processes", "stop_seconds"),
@@ -47,7 +51,7 @@ def with_settings(schema: str) -> str:
     whole = json.loads(schema)
     properties = whole["properties"]
     chosen = {path for path, _, _ in all_settings() if not {path, path.partition(".")[0]} & OF_CHART}
-    of_nodes = {path for path in chosen if {path, path.partition(".")[0]} & OF_NODES}
+    of_nodes = {path for path in chosen if {path, path.partition(".")[0], path.rpartition(".")[0]} & OF_NODES}
     properties["settings"] = _object(chosen - of_nodes)
     properties["nodes"]["properties"]["settings"] = _object(of_nodes)
     return _json(whole) + "\n"
@@ -67,12 +71,12 @@ def _object(paths: set[str]) -> dict[str, Any]:
     schema = Config.model_json_schema()
     made: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": {}}
     for path in (path for path, _, _ in all_settings() if path in paths):
-        section, _, name = path.rpartition(".")
+        *sections, name = path.split(".")
         into, within = made, schema
-        if section:
-            within = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]
+        for section in sections:
+            within = schema["$defs"][within["properties"][section]["$ref"].rpartition("/")[2]]
             empty = {"type": "object", "additionalProperties": False, "properties": {}}
-            into = made["properties"].setdefault(section, empty)
+            into = into["properties"].setdefault(section, empty)
         into["properties"][name] = _stripped(within["properties"][name])
     return made
 

@@ -147,7 +147,6 @@ class SandboxesConfig(Section):
         "apptainer",
         "process-landlock",
         "memory",
-        "kubernetes",
     )
     """Kinds of sandbox that tokens of the role `submit` may use; an admin may use any."""
     default_kind: Annotated[str, Field(min_length=1, max_length=256), Setting("--sandbox-kind KIND")] = DEFAULT_KIND

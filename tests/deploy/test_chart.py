@@ -21,7 +21,11 @@ import pytest
 import yaml
 
 from docs.pages import Block, page
-from outrider.config import Config, load_config
+from outrider.config import Config, PodsConfig, load_config
+from outrider.sandbox.runtimes.kubernetes.pod_request import APP, APP_LABEL, pod_body
+from outrider.sandbox.runtimes.kubernetes.pull_ahead import daemon_set
+from outrider.sandbox.runtimes.kubernetes.rights import RULES
+from outrider.spec import Resources, RuntimeSpec
 from support.environments import environment_with
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # the first test also waits for what is installed
@@ -45,7 +49,7 @@ for document in json.load(sys.stdin):
 """
 """Ends with 1 at what a version's schemas refuse, unknown fields included, and at a kind that it does not have."""
 NEWEST = "1.37"
-OLDEST = {"namespace": "1.33", "process-landlock": "1.30"}
+OLDEST = {"namespace": "1.33", "process-landlock": "1.30", "kubernetes": "1.30"}
 
 Values = dict[str, Any]
 Document = dict[str, Any]
@@ -74,6 +78,15 @@ EXISTING: Values = {
     "nodes": {"token": {"existingSecret": "nodes"}, "programs": {"existingClaim": "programs"}},
     "files": {"existingClaim": "files"},
 }
+PODS: Values = {
+    **BASE,
+    "nodes": {
+        "sandboxes": "kubernetes",
+        "pods": {"createNamespace": True, "quota": {"pods": "200", "requests.cpu": "100"}},
+        "settings": {"sandboxes": {"warm": 2, "kubernetes": {"namespace": "rl-pods", "user": 10002}}},
+    },
+    "networkPolicy": {"apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]},
+}
 LANDLOCK: Values = {**BASE, "nodes": {"sandboxes": "process-landlock"}}
 SETS: dict[str, Values] = {
     "least": BASE,
@@ -82,6 +95,8 @@ SETS: dict[str, Values] = {
     "postgresql": {**BASE, "store": {"value": DATABASE}, "callbackSecret": {"value": SIGNING}},
     "existing": EXISTING,
     "landlock": LANDLOCK,
+    "pods": PODS,
+    "pods of the release's namespace": {**BASE, "nodes": {"sandboxes": "kubernetes"}},
     "scaled by others": {**BASE, "nodes": {"replicas": None}},
     "no policy": {**BASE, "networkPolicy": {"enabled": False}},
     "much": {
@@ -295,6 +310,8 @@ def test_every_selector_selects_its_own_pods_and_no_others(chart: Chart, name: s
         if selector is None:
             continue
         wanted = selector.get("matchLabels", selector)
+        if wanted == {APP_LABEL: APP}:  # the pods of sandboxes, which nodes make
+            continue
         part = each["metadata"]["labels"]["app.kubernetes.io/component"]
         assert [one for one, has in labels.items() if wanted.items() <= has.items()] == [part], each["metadata"]
         seen.add(each["kind"])
@@ -349,7 +366,15 @@ def test_a_node_takes_its_settings(chart: Chart, tmp_path: Path, name: str) -> N
     documents, nodes = chart.render(SETS[name]), SETS[name].get("nodes", {})
     config = settings(documents, "rl-nodes", tmp_path)
     given = Config.model_validate(nodes.get("settings", {}))
-    assert (config.lanes, config.sandboxes) == (given.lanes, given.sandboxes)
+    if nodes.get("sandboxes") == "kubernetes":
+        made = config.sandboxes.kubernetes
+        assert made.tools_image == "images.example/rl/outrider:0.1.0"
+        assert made.namespace == (given.sandboxes.kubernetes.namespace or "team")
+        assert made.user == given.sandboxes.kubernetes.user
+        assert config.sandboxes.warm == given.sandboxes.warm
+    else:
+        assert config.sandboxes == given.sandboxes
+    assert config.lanes == given.lanes
     command = container(pods(documents)["nodes"])
     assert command["command"] + command["args"][:2] == ["outrider", "nodes", "join"]
     assert ("--processes" in command["args"]) == ("processes" in nodes)
@@ -382,12 +407,14 @@ def test_a_node_has_no_other_secret_than_its_token(chart: Chart) -> None:
 @every_set
 def test_no_pod_may_do_more_than_it_needs(chart: Chart, name: str) -> None:
     documents = chart.render(SETS[name])
-    assert not {each["kind"] for each in documents} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+    sandboxes = SETS[name].get("nodes", {}).get("sandboxes", "namespace")
+    roles = {each["kind"] for each in documents} & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+    assert roles == ({"Role", "RoleBinding"} if sandboxes == "kubernetes" else set())
     for part, pod in pods(documents).items():
         spec = pod["spec"]
-        assert spec["automountServiceAccountToken"] is False
+        assert spec["automountServiceAccountToken"] is (part == "nodes" and sandboxes == "kubernetes")
         assert spec["enableServiceLinks"] is False
-        weak = part == "nodes" and SETS[name].get("nodes", {}).get("sandboxes") != "process-landlock"
+        weak = part == "nodes" and sandboxes == "namespace"
         assert bool(complaints(pod)) is weak, complaints(pod)
         if weak:  # these three, which the namespace runtime needs, and nothing else
             assert spec["hostUsers"] is False
@@ -410,6 +437,43 @@ def complaints(pod: Document) -> list[str]:
         "appArmor": own.get("appArmorProfile", {}).get("type", "RuntimeDefault") == "RuntimeDefault",
     }
     return [name for name, kept in checks.items() if not kept]
+
+
+@pytest.mark.parametrize("name", ["pods", "pods of the release's namespace"])
+def test_nodes_may_only_make_pods_and_pods_have_no_network(chart: Chart, name: str) -> None:
+    documents = chart.render(SETS[name])
+    namespace = "rl-pods" if name == "pods" else "team"
+    role, binding = the(documents, "Role", "rl-nodes"), the(documents, "RoleBinding", "rl-nodes")
+    assert role["rules"] == [{field: list(words) for field, words in rule.items()} for rule in RULES]
+    assert {each["metadata"]["namespace"] for each in (role, binding)} == {namespace}
+    assert binding["roleRef"]["name"] == "rl-nodes"
+    account = {"kind": "ServiceAccount", "name": "rl-nodes", "namespace": "team"}
+    assert binding["subjects"] == [account]
+    policy = the(documents, "NetworkPolicy", "rl-nodes-sandboxes")
+    assert policy["metadata"]["namespace"] == namespace
+    assert policy["spec"] == {
+        "podSelector": {"matchLabels": {APP_LABEL: APP}},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": [],
+        "egress": [],
+    }
+    _, _, api, *_ = the(documents, "NetworkPolicy", "rl-nodes")["spec"]["egress"]
+    assert {each["port"] for each in api["ports"]} == {443, 6443}
+    assert api.get("to") == ([{"ipBlock": {"cidr": "10.0.0.1/32"}}] if name == "pods" else None)
+    if name == "pods":
+        level = "pod-security.kubernetes.io/enforce"
+        assert the(documents, "Namespace", "rl-pods")["metadata"]["labels"][level] == "restricted"
+        assert the(documents, "ResourceQuota", "rl-nodes")["spec"]["hard"] == {"pods": "200", "requests.cpu": "100"}
+
+
+@pytest.mark.parametrize("user", [None, 10002])
+def test_the_pod_of_a_sandbox_is_known_to_kubernetes(validator: str, user: int | None) -> None:
+    settings = PodsConfig(tools_image="o:1", user=user, node_selector={"a": "b"}, tolerations=({"key": "k"},))
+    spec = RuntimeSpec(kind="kubernetes", image="i:1", resources=Resources(memory_mb=64, cpus=0.5))
+    body = pod_body("outrider-1", {"outrider.node": "n"}, settings, spec, shown=(Path("/opt/a"),), env={"A": "b"})
+    documents = [body, daemon_set("outrider-images-1", ["i:1"], settings)]
+    done = run(validator, "-c", VALIDATE, NEWEST, "1.33", stdin=json.dumps(documents))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_who_may_call_whom(chart: Chart) -> None:

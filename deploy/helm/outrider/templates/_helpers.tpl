@@ -24,7 +24,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 
 {{/* The namespace of the sandboxes' pods. */}}
 {{- define "outrider.podsNamespace" -}}
-{{ .Values.nodes.pods.namespace | default .Release.Namespace }}
+{{ dig "sandboxes" "kubernetes" "namespace" "" .Values.nodes.settings | default .Release.Namespace }}
 {{- end }}
 
 {{/* The service's address inside the cluster. */}}

@@ -5,12 +5,13 @@ Invariant: a kind that the operator has not set up is not imported.
 
 from __future__ import annotations
 
+from outrider.config import PodsConfig
 from outrider.environment import environment
 from outrider.plugins import resolve
 from outrider.sandbox.runtimes.node_host import Host
 
 ELSEWHERE = {"e2b": "E2B_API_KEY"}
-"""The variable that sets up each kind. The class of a kind has a `part`: see `Host.part`."""
+"""The variable that sets up each kind; the kind `kubernetes` is set up by its settings. The class of a kind has a `part`: see `Host.part`."""
 
 
 async def join_services(host: Host) -> None:
@@ -19,3 +20,5 @@ async def join_services(host: Host) -> None:
     for name, variable in ELSEWHERE.items():
         if environment(variable):
             await host.part(resolve("runtime", name).part)
+    if host.pods != PodsConfig():  # a kubeconfig alone is no sign that the cluster is for sandboxes
+        await host.part(resolve("runtime", "kubernetes").part)

@@ -54,6 +54,8 @@ class KubernetesRuntime:
     """The kind `kubernetes`. Paths passed to the methods of a sandbox are paths in the pod. `stop` discards everything
     written."""
 
+    part = PodCluster
+
     @classmethod
     def create(cls, spec: RuntimeSpec, context: SandboxContext) -> RemoteSandbox:
         return RemoteSandbox(launch, spec, context)
