@@ -242,8 +242,6 @@ OTHER_TASKS = {
     "service/service.py": "the scheduler, which is the one that may end the service, and those that hold chores",
     "store/postgresql.py": "the writer, which gives each failure to the caller of the write",
     "lab/fakes/memory_runtime/runtime.py": "one command of a sandbox",
-    "sandbox/runtimes/kubernetes/exec_stream.py": "one connection to a pod",
-    "lab/fakes/kubernetes/api_server.py": "the end of one pod of a test",
     "lab/fakes/kubernetes/machine.py": "one pod of a test",
     "sandbox/runtimes/e2b/envd.py": "one process of a sandbox: it catches what they raise",
     "lab/fakes/e2b_server/envd.py": "one process of a sandbox",

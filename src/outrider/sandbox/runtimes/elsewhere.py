@@ -11,7 +11,8 @@ from outrider.plugins import resolve
 from outrider.sandbox.runtimes.node_host import Host
 
 ELSEWHERE = {"e2b": "E2B_API_KEY"}
-"""The variable that sets up each kind; the kind `kubernetes` is set up by its settings. The class of a kind has a `part`: see `Host.part`."""
+"""The variable that sets up each kind. Settings set up the kind `kubernetes`. The class of a kind has a `part`: see
+`Host.part`."""
 
 
 async def join_services(host: Host) -> None:

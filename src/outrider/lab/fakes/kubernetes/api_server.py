@@ -219,7 +219,7 @@ class FakeApiServer:
         return web.json_response(pod)
 
     def _later(self, work: Any) -> None:
-        task = asyncio.create_task(work, name="removal of a pod")
+        task = self.machine.tasks.create_task(work, name="removal of a pod")
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
 

@@ -76,22 +76,26 @@ class FakeMachine:
     def __init__(self, images: Mapping[str, FakeImage]) -> None:
         self.images = dict(images)
         self.execs = 0
+        self.tasks = asyncio.TaskGroup()
+        """The pods that run, and other work of the cluster."""
         self._running: dict[str, Container] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
+        await self.tasks.__aenter__()
         self.folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="outrider-fake-machine-"))
         return self
 
     async def __aexit__(self, *error: object) -> None:
         for uid in list(self._tasks):
             await self.kill(uid)
+        await self.tasks.__aexit__(None, None, None)
         await asyncio.to_thread(shutil.rmtree, self.folder, True)
 
     def start(self, pod: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
         """Run a pod in the background. `report` is called with each new status of the pod."""
         uid = pod["metadata"]["uid"]
-        self._tasks[uid] = asyncio.create_task(self._run(uid, pod, report), name=f"pod {uid}")
+        self._tasks[uid] = self.tasks.create_task(self._run(uid, pod, report), name=f"pod {uid}")
 
     async def kill(self, uid: str) -> None:
         """Kill all processes of a pod, and wait for their end. Idempotent."""
@@ -223,22 +227,18 @@ class FakeMachine:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        outputs = [
-            asyncio.create_task(forward(process.stdout, answer, 1)),
-            asyncio.create_task(forward(process.stderr, answer, 2)),
-        ]
-        feeding = asyncio.create_task(feed(answer, process.stdin))
-        try:
-            await asyncio.gather(*outputs)
+        async with asyncio.TaskGroup() as group:
+            feeding = group.create_task(feed(answer, process.stdin))
+            outputs = [
+                group.create_task(forward(process.stdout, answer, 1)),
+                group.create_task(forward(process.stderr, answer, 2)),
+            ]
+            await asyncio.wait(outputs)
             code = await process.wait()
             with contextlib.suppress(ConnectionError):
                 await answer.send_bytes(b"\x03" + json.dumps(end_status(code)).encode())
-        finally:
             feeding.cancel()
-            for task in outputs:
-                task.cancel()
-            await asyncio.wait({feeding, *outputs})
-            await answer.close()
+        await answer.close()
         return answer
 
 

@@ -15,6 +15,7 @@ from typing import Self
 import aiohttp
 import msgspec
 
+from outrider.concurrency.chores import Chores
 from outrider.errors import LOG_TAIL
 from outrider.sandbox.runtimes.kubernetes.api import StatusReply
 
@@ -28,14 +29,16 @@ awaited: it may be late while the stream is full."""
 
 
 class ExecStream:
-    """The host's end of one running command: `async with ExecStream(socket, theirs)`. `theirs` is a Unix socket, which
-    this object closes; its other end carries the command's standard input and output."""
+    """The host's end of one running command: `async with ExecStream(socket, theirs, chores)`. `theirs` is a Unix
+    socket, which this object closes; its other end carries the command's standard input and output. The tasks of the
+    stream belong to `chores`."""
 
-    def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, theirs: socket.socket, chores: Chores) -> None:
         self.ended_with: str | None = None
         """Text about the command's end, once the server has sent it: empty for exit code 0."""
         self._socket = socket
         self._theirs = theirs
+        self._chores = chores
         self._log = b""
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
@@ -52,9 +55,8 @@ class ExecStream:
             await self._socket.close()
             raise
         self._tasks = [
-            asyncio.create_task(self._send(reader), name="send to a pod"),
-            asyncio.create_task(self._receive(self._writer), name="receive from a pod"),
-            asyncio.create_task(self._ping(), name="ping a pod"),
+            self._chores.create_task(work, name="stream of a pod")
+            for work in (self._send(reader), self._receive(self._writer), self._ping())
         ]
         return self
 

@@ -113,7 +113,7 @@ async def launch(spec: RuntimeSpec, context: SandboxContext, clock: QueueClock) 
         await cluster.create(name, body, clock)
         await cluster.running(name, clock)
         with connection() as (ours, theirs):
-            stream = ExecStream(await enter(cluster, name), theirs.dup())
+            stream = ExecStream(await enter(cluster, name), theirs.dup(), cluster.chores)
         tools = ToolClient(ours, stream.log_tail)
         undo.push_async_callback(undone, sandbox, tools.close)
         await undo.enter_async_context(stream)
