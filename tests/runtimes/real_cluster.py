@@ -91,6 +91,10 @@ class RealCluster:
             method, self.url + path, json=body, headers={"Content-Type": kind} if body is not None else None
         ) as answer:
             found: Json = await answer.json()
+            # A server that has just become ready refuses some objects for a moment.
+            if "not yet ready" in found.get("message", ""):
+                await asyncio.sleep(0.2)
+                return await self.call(method, path, body, kind=kind)
             if answer.status >= 300 and answer.status != 409:
                 raise AssertionError(f"{method} {path}: {found}")
             return found
