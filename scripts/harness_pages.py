@@ -79,6 +79,11 @@ def _settings(preset: Preset) -> Iterator[tuple[str, str]]:
         yield "final answer", "standard output"
     if preset.files:
         yield "config files below HOME", _codes(file.path for file in preset.files)
+    if preset.mcp:
+        yield "[MCP servers](../mcp-and-skills.md)", f"{_codes(preset.mcp.entries)}, in {_code(preset.mcp.file)}"
+    else:
+        yield "[MCP servers](../mcp-and-skills.md)", "none"
+    yield "[skills](../mcp-and-skills.md#skills)", f"in {_code(preset.skills.folder)}" if preset.skills else "none"
     if preset.logs:
         yield "own logs below HOME", _codes(preset.logs)
     yield "`nonzero_exit`", _code(preset.nonzero_exit)

@@ -21,6 +21,7 @@ from pydantic import (
     HttpUrl,
     StringConstraints,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -330,6 +331,46 @@ repeated ("error"), or its work is graded as it is ("grade"). With "error", mode
 disappears from the data."""
 
 
+ServerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}$")]
+HeaderValue = Annotated[str, StringConstraints(pattern=r"^[^\x00\r\n]*$", max_length=65_536)]
+McpTransport = Literal["stdio", "sse", "streamable-http"]
+MAX_MCP_SERVER = 1 << 18
+"""Maximum characters of an MCP server's settings, as JSON."""
+
+
+class McpServer(Spec):
+    """An MCP server whose tools the agent gets. A `stdio` server is a `command` in the sandbox, with its `args` and
+    variables `env`. A server of another transport is at `url`, and every request to the server has the `headers`."""
+
+    name: ServerName
+    transport: McpTransport
+    command: Command | None = None
+    args: Annotated[list[EnvValue], Field(max_length=256)] = []
+    env: Environment = {}
+    url: Annotated[HttpUrl, Field(strict=False)] | None = None
+    headers: Annotated[dict[HeaderName, HeaderValue], Field(max_length=64)] = {}
+
+    @model_validator(mode="after")
+    def _of_its_transport(self) -> Self:
+        needed, *others = ("command", "args", "env") if self.transport == "stdio" else ("url", "headers")
+        if getattr(self, needed) is None:
+            raise ValueError(f"transport {self.transport!r} needs '{needed}'")
+        if extra := [name for name in MCP_FIELDS if name not in (needed, *others) and getattr(self, name)]:
+            raise ValueError(f"transport {self.transport!r} takes no '{extra[0]}'")
+        if (size := len(self.model_dump_json())) > MAX_MCP_SERVER:
+            raise ValueError(f"has {size} characters; the maximum is {MAX_MCP_SERVER}")
+        return self
+
+    def secrets(self) -> list[tuple[str, str]]:
+        """Return the variables and headers, by names in which a search for secrets finds every header. A header's
+        credential, such as the token after `Bearer`, is listed as well."""
+        headers = [value for text in self.headers.values() for value in (text, text.rpartition(" ")[2])]
+        return [*self.env.items(), *(("secret header", value) for value in headers)]
+
+
+MCP_FIELDS = ("command", "args", "env", "url", "headers")
+
 HARNESS_KINDS = ("preset", "command", "agent", "external", "remote")
 
 
@@ -342,6 +383,8 @@ class HarnessSpec(Spec):
     the command starts. `venv` is a virtual environment of the host in which a command runs. `nonzero_exit` defaults to
     the preset's own value, and to "grade" for a command. `version` is the version of the preset's program, by default
     the one that the preset pins. The program must be installed in this version.
+    The tools of `mcp_servers` and the `skills` are given to the agent. Each skill is a folder in the sandbox: a folder
+    with a SKILL.md, or a folder of such folders.
     """
 
     preset: Name | None = None
@@ -355,6 +398,26 @@ class HarnessSpec(Spec):
     venv: AbsolutePath | None = None
     options: Annotated[dict[Name, Any], Field(max_length=256)] = {}
     nonzero_exit: NonzeroExit | None = None
+    mcp_servers: Annotated[list[McpServer], Field(max_length=64, fail_fast=True)] = []
+    skills: Annotated[list[SandboxPath], Field(max_length=64)] = []
+
+    @field_validator("mcp_servers")
+    @classmethod
+    def _distinct_servers(cls, value: list[McpServer]) -> list[McpServer]:
+        names = [server.name.casefold() for server in value]
+        if repeated := next((server.name for server in value if names.count(server.name.casefold()) > 1), None):
+            raise ValueError(f"two servers are named {repeated!r}")
+        return value
+
+    @field_validator("skills")
+    @classmethod
+    def _distinct_skills(cls, value: list[str]) -> list[str]:
+        paths = [posixpath.normpath(path) for path in value]
+        if not {"/", "."}.isdisjoint(paths):
+            raise ValueError("a skill must be a folder of its own, not the root or the working directory")
+        if repeated := next((path for path in paths if paths.count(path) > 1), None):
+            raise ValueError(f"names {repeated!r} twice")
+        return value
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -367,6 +430,8 @@ class HarnessSpec(Spec):
             raise ValueError(f"version is a preset's: a {given[0]} has none")
         if self.elsewhere is not None and (self.env or self.options or self.nonzero_exit is not None):
             raise ValueError(f"{given[0]} agents take no env, options or nonzero_exit: Outrider does not start them")
+        if self.elsewhere is not None and (self.mcp_servers or self.skills):
+            raise ValueError(f"{given[0]} agents take no mcp_servers or skills: Outrider does not start them")
         return self
 
     @property

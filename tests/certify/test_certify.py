@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from outrider.harnesses.install import installation
+from outrider.harnesses.presets import load_preset
 from outrider.lab.certify.judge import Certificate, Subject
 from outrider.lab.certify.rows import ROWS
 from outrider.lab.certify.run import certify
 from outrider.lab.certify.subagent_trial import ALONE, HELPLESS, IDLE, KNOWN, NOTHING, OPEN, STARTS
 from outrider.plugins import resolve
-from outrider.spec import HarnessSpec, RuntimeSpec
+from outrider.spec import HarnessSpec, Run, RuntimeSpec
 from support.environments import environment, program
 
 AGENT = Path(__file__).with_name("agent.py")
@@ -149,6 +151,39 @@ async def test_a_sub_agent_may_work_in_the_background_until_the_program_ends() -
     [row] = (await certified("ends", "later", rows=("sub-agent",))).rows
     assert (row.verdict, row.branches) == ("holds", {"main": 1, "subagent": 1})
     assert row.tools == {"task_end": OPEN, "zorp_later": STARTS, "run_it": KNOWN}
+
+
+async def test_what_a_harness_cannot_be_given_is_not_tried() -> None:
+    certificate = await certified(rows=("mcp", "skill"))
+    assert [(row.row, row.verdict) for row in certificate.rows] == [("mcp", "not tried"), ("skill", "not tried")]
+    assert [row.reason for row in certificate.rows] == [
+        "harness 'command' cannot be given MCP servers",
+        "harness 'command' cannot be given skills",
+    ]
+    assert not certificate.ok
+
+
+async def test_the_agent_in_python_is_given_a_server_and_a_skill() -> None:
+    pytest.importorskip("mcp", reason="the extra mcp is not installed")
+    subject = Subject(name="tools", harness=HarnessSpec(agent="tools"), runtime=RuntimeSpec(kind="process"))
+    rows = [row for row in ROWS if row.name in ("mcp", "skill")]
+    certificate = await certify(subject, rows, agent_seconds=30)
+    assert [(row.verdict, row.reason) for row in certificate.rows] == [("holds", ""), ("holds", "")]
+    assert certificate.ok
+
+
+async def test_a_sandbox_without_python_has_no_server_to_try() -> None:
+    """Codex is not started: the session ends before."""
+    if not (can := resolve("runtime", "namespace").available()).ok:
+        pytest.skip(can.detail)
+    if installation(load_preset("codex")) is None:
+        pytest.skip("codex is not installed")
+    harness = HarnessSpec(preset="codex", env={"PATH": "/tmp/only"})
+    only = Run(run="mkdir /tmp/only && ln -s $(command -v bash) /tmp/only/bash")
+    subject = Subject(name="codex", harness=harness, runtime=RuntimeSpec(kind="namespace", prepare=[only]))
+    [row] = (await certify(subject, [row for row in ROWS if row.name == "mcp"], agent_seconds=30)).rows
+    assert row.verdict == "not tried"
+    assert "no program 'python3'" in row.reason
 
 
 async def test_a_shell_that_takes_a_list_of_words_is_a_shell() -> None:

@@ -43,4 +43,4 @@ def test_only_the_streaming_row_says_the_first_word_and_it_begins_with_it() -> N
 def test_every_act_can_be_done_without_a_shell() -> None:
     for row in ROWS:
         for action in (action for step in row.steps for action in step.actions):
-            assert action.write or action.read or action.look, f"{row.name}: {action.command}"
+            assert action.write or action.read or action.look or action.note, f"{row.name}: {action.command}"

@@ -44,7 +44,12 @@ DOCUMENTED = (
     *(
         f"{place}environment.{name}"
         for place in ("", "verifier.", "steps.0.verifier.")
-        for name in ("os", "gpu_types", "tpu", "mcp_servers", "skills_dir")
+        for name in ("os", "gpu_types", "tpu")
+    ),
+    *(
+        f"{place}environment.{name}"
+        for place in ("verifier.", "steps.0.verifier.")
+        for name in ("mcp_servers", "skills_dir")
     ),
     *("agent.user", "verifier.user", "artifacts.0.service"),
     *("verifier.collect.0.service", "verifier.collect.0.user", "tests/docker-compose.yaml"),
@@ -57,7 +62,11 @@ ENVIRONMENT = (
 BASE: dict[str, Any] = {
     "schema_version": "1.4",
     "task": {"name": "org/x", "authors": [{"name": "A"}]},
-    "environment": {"env": {"A": "b"}, "healthcheck": {"command": "true"}},
+    "environment": {
+        "env": {"A": "b"},
+        "healthcheck": {"command": "true"},
+        "mcp_servers": [{"name": "s", "command": "c", "url": "http://x"}],
+    },
     "verifier": {"collect": [{"command": "true"}]},
     "artifacts": [{"source": "/x"}],
 }
@@ -74,6 +83,7 @@ FIELDS = (
     *(f"environment.healthcheck.{name}" for name in ("start_period_sec", "start_interval_sec")),
     *("environment.env.A", "solution.env", "solution", "agent", "verifier", "environment"),
     *(f"artifacts.0.{name}" for name in ("source", "destination", "exclude", "service")),
+    *(f"environment.mcp_servers.0.{name}" for name in ("name", "transport", "url", "command", "args", "headers")),
 )
 VALUES: tuple[Any, ...] = (
     *(0, 1, -1, 2.5, 3.0, math.nan, math.inf, True, "", " ", "x", "5", "2.5", "true", "linux", "LINUX", "windows"),
@@ -114,6 +124,16 @@ PAIRS: tuple[dict[str, Any], ...] = (
     {"steps": [{"name": "a"}, {"name": "A"}]},
     {"steps": [{"name": "con"}]},
     {"steps": [{"name": "a", "min_reward": "x"}]},
+    *({"environment.mcp_servers.0.transport": each} for each in ("stdio", "http", "sse", "streamable-http", "ws")),
+    {"environment.mcp_servers.0.transport": "stdio", "environment.mcp_servers.0.headers": {"A": "b"}},
+    *(
+        {"environment.mcp_servers.0.headers": headers}
+        for headers in (
+            *({"A": "b"}, {"A b": "c"}, {"A": "b\nc"}, {"A": "${B}"}, {"A": "${B"}, {"Authorization": "Bearer ${B}"}),
+            *({"Authorization": "Bearer x"}, {"X-Api-Key": "x"}, {"X-Api-Key": ""}, {"Cookie": "a=${B}"}),
+            *({"X-Api-Key": "${B:-x}"}, {"X-Api-Key": "${B:-}"}, {"A": "${B:-x} y"}, {"Authorization": "${B}:${B}"}),
+        )
+    ),
 )
 
 
@@ -159,7 +179,7 @@ def harbor_says(folder: Path) -> str | None:
 
 def we_say(root: Path) -> InvalidField | None:
     try:
-        harbor_examples(root, image="some-image", environ={}, offline=True)
+        harbor_examples(root, image="some-image", environ={"B": "b"}, offline=True)
     except InvalidField as error:
         return error
     return None

@@ -285,11 +285,11 @@ SEPARATE = "[verifier]\nenvironment_mode = 'separate'"
 REFUSED: dict[str, str] = {
     "[environment]\ngpus = 1\ngpu_types = ['H100']": "environment.gpu_types",
     "[environment]\nos = 'Windows'": "environment.os",
-    "[environment]\nskills_dir = '/skills'": "environment.skills_dir",
+    "[verifier.environment]\nskills_dir = '/skills'": "verifier.environment.skills_dir",
     "[agent]\nuser = 'nobody'": "agent.user",
     "[verifier]\nuser = 1000": "verifier.user",
     "[environment.tpu]\ntype = 'v6e'\ntopology = '2x2'": "environment.tpu",
-    "[[environment.mcp_servers]]\nname = 'x'\nurl = 'http://x'": "environment.mcp_servers",
+    "[[verifier.environment.mcp_servers]]\nname = 'x'\nurl = 'http://x'": "verifier.environment.mcp_servers",
     "[verifier.environment]\ngpus = 1\ngpu_types = ['H100']": "verifier.environment.gpu_types",
     "[[steps]]\nname = 'a'\nverifier = {environment = {os = 'windows'}}": "steps.0.verifier.environment.os",
     "[[verifier.collect]]\ncommand = 'x'\nservice = 'db'": "verifier.collect.0.service",
@@ -410,6 +410,12 @@ NEEDS: dict[str, dict[str, Any]] = {
     "verifier.environment_mode": {"verifier.environment": None},
     "environment.gpu_types": {"environment.gpus": 1},
     "artifacts.service": {"artifacts.source": "/y"},
+    **{
+        f"environment.mcp_servers.{name}": {
+            "environment.mcp_servers": [{"name": "s", "command": "c", "url": "http://127.0.0.1:1/mcp"}]
+        }
+        for name in ("name", "transport", "url", "command", "args", "headers")
+    },
 }
 """By field: what else is set for it to count; None takes something away."""
 OTHER: dict[str, Any] = {
@@ -430,7 +436,10 @@ OTHER: dict[str, Any] = {
     "environment.os": "windows",
     "environment.gpu_types": ["H100"],
     "environment.tpu": {"type": "v6e"},
-    "environment.mcp_servers": [{"name": "x"}],
+    "environment.mcp_servers.transport": "stdio",
+    "environment.mcp_servers.url": "http://127.0.0.1:2/mcp",
+    "environment.mcp_servers.args": ["-v"],
+    "environment.mcp_servers.headers": {"X-A": "b"},
     "environment.env": {"A": "b"},
     "environment.workdir": "/x",
     "verifier.env": {"A": "b"},

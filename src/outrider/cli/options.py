@@ -131,16 +131,22 @@ def command(function: Callable[..., None]) -> CliCommand:
     return CliCommand(run, parameters, help=function.__doc__ or "")
 
 
+FOR_ANY_HARNESS = ("mcp_servers", "skills")
+"""Fields of a task's harness that a data set gives to any agent."""
+
+
 def with_harness(
     task: Mapping[str, Any], harness: str | None, agent: str | None, *, default: str | None = None
 ) -> dict[str, Any]:
     """Return a task with the preset `harness`, if one is given, or else with the Python agent `agent`, or `default`, if
     the task names none."""
+    own = task.get("harness") or {}
+    given = {name: own[name] for name in FOR_ANY_HARNESS if name in own}
     if harness:
-        return {**task, "harness": {"preset": harness}}
-    if "harness" in task or not (agent or default):
+        return {**task, "harness": {**given, "preset": harness}}
+    if own.keys() - given.keys() or not (agent or default):
         return dict(task)
-    return {**task, "harness": {"agent": agent or default}}
+    return {**task, "harness": {**given, "agent": agent or default}}
 
 
 def _made(kind: Any, ctx: click.Context, given: Mapping[str, Any]) -> Any:

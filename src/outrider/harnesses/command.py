@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from outrider.errors import LOG_TAIL, HarnessError, InvalidField, RuntimeFailure
 from outrider.harnesses.base import HarnessContext, HarnessOutcome, ProgramExit
 from outrider.harnesses.endpoint_variables import endpoint_environment, folder_environment
 from outrider.harnesses.install import installation, unavailable
+from outrider.harnesses.mcp_servers import with_servers
 from outrider.harnesses.missing_program import find_missing, search_path
 from outrider.harnesses.placeholders import Verbatim, fill, fill_file, merged, yaml_string
 from outrider.harnesses.presets import DIALECT, ConfigFile, OptionValue, Preset
+from outrider.harnesses.skills import copy_skills, find_skills
 from outrider.harnesses.venv import COMPILE_SECONDS, compile_modules, read_venv
-from outrider.sandbox.runtimes.base import Availability
+from outrider.sandbox.runtimes.base import Availability, Runtime
+from outrider.spec import McpServer
 
 LOOKUP_SECONDS = 60.0
 """Time limit of a short lookup command in the sandbox."""
@@ -34,6 +38,8 @@ TAIL_OF_NEWEST = (
 )
 """Shell script that prints the end of the newest log file. The script can parse the output of `ls`, because no program
 puts newlines into the names of its logs."""
+
+OWN_SETTINGS = "give MCP servers by task.harness.mcp_servers, and skills by task.harness.skills"
 
 FIND_HOME = 'printf %s "$HOME"'
 
@@ -49,12 +55,19 @@ class CommandHarness:
         env: Mapping[str, str],
         *,
         venv: str | None = None,
+        servers: Sequence[McpServer] = (),
+        skills: Sequence[str] = (),
+        guarded: bool = False,
     ) -> None:
         self._preset = preset.with_options(options)
         self._options = dict(options)
         self._home = ""  # the sandbox's HOME, once `install` has found it
         self._env = dict(env)
         self._venv = venv
+        self._servers = servers
+        self._skills = skills
+        self._guarded = guarded
+        self._installed = False
 
     def available(self) -> Availability:
         if self._preset.install is None:
@@ -70,9 +83,11 @@ class CommandHarness:
         return (*(found.mounts if found else ()), *(read_venv(self._venv).shown if self._venv else ()))
 
     async def install(self, context: HarnessContext) -> None:
-        """Prepare the task's virtual environment, and write the preset's config files. Raises InvalidField for an
-        instruction that cannot be passed to a program, and for a missing or broken virtual environment;
-        HarnessUnavailable if the program is not installed; HarnessError if the sandbox has no HOME for the files."""
+        """Prepare the task's virtual environment, write the preset's config files, and copy the skills. Raises
+        InvalidField for an instruction that cannot be passed to a program, for a missing or broken virtual
+        environment, for an MCP server or a skill that is not in the sandbox, and for a file of the preset that is in
+        the sandbox already; HarnessUnavailable if the program is not installed; HarnessError if the sandbox has no HOME
+        for the files."""
         check_instruction(context.task.instruction)
         words = self._words(context)
         if self._venv is not None:
@@ -83,7 +98,8 @@ class CommandHarness:
             # `activate`.
             inherited = await search_path(context.runtime, self._env, seconds=LOOKUP_SECONDS)
             self._env = {**self._env, "VIRTUAL_ENV": str(venv.prefix), "PATH": f"{venv.prefix}/bin:{inherited}"}
-        if not self._preset.files:
+        files = self._preset.files_with(self._servers)
+        if not files and not self._skills:
             return
         env = self._environment(context, words)
         told = await context.runtime.exec(FIND_HOME, env=env, seconds=LOOKUP_SECONDS)
@@ -96,10 +112,56 @@ class CommandHarness:
             )
         self._home = str(home)
         words = self._words(context)
-        for file in self._preset.files:
+        # In a later step, the files in the sandbox are those of the step before, which the agent may have changed.
+        first, self._installed = not self._installed, True
+        if first:
+            for number, server in enumerate(self._servers):
+                await self._check_command(context.runtime, server, env, number)
+        for file in files:
             # A thread fills in the text, because the text may have megabytes.
-            text = await asyncio.to_thread(_file_text, file, words)
-            await context.runtime.write(str(home / file.path), text.encode())
+            text = await asyncio.to_thread(self._text_of, file, words)
+            path = str(home / file.path)
+            if first and self._guarded:
+                await self._check_free(context.runtime, path, text.encode())
+            await context.runtime.write(path, text.encode(), executable=file.executable)
+        if first and self._skills and self._preset.skills is not None:
+            found = await find_skills(context.runtime, self._skills)
+            await copy_skills(context.runtime, found, str(home / self._preset.skills.folder))
+
+    def _text_of(self, file: ConfigFile, words: Mapping[str, str]) -> str:
+        text = _file_text(file, words)
+        settings = self._preset.mcp
+        return with_servers(text, settings, self._servers) if settings and settings.file == file.path else text
+
+    async def _check_free(self, runtime: Runtime, path: str, data: bytes) -> None:
+        """Raise InvalidField if the sandbox has another file at the path of one of the program's files."""
+        try:
+            if await runtime.read(path) == data:
+                return
+        except FileNotFoundError:
+            return
+        except (IsADirectoryError, RuntimeFailure):
+            pass  # there is no file with this content
+        raise InvalidField(
+            f"{path} is in the sandbox, and harness {self._preset.name!r} writes a file of its own there",
+            field="task.runtime.prepare",
+            hint=f"do not write the file in a prepare step or in the image; {OWN_SETTINGS}",
+        )
+
+    async def _check_command(self, runtime: Runtime, server: McpServer, env: Mapping[str, str], number: int) -> None:
+        """Raise InvalidField if the command of an MCP server is not in the sandbox. Most programs would go on without
+        the server's tools."""
+        if server.command is None:
+            return
+        found = await runtime.exec(
+            f"command -v {shlex.quote(server.command)}", env={**env, **server.env}, seconds=LOOKUP_SECONDS
+        )
+        if found.exit_code != 0:
+            raise InvalidField(
+                f"the sandbox has no program {server.command!r} for the MCP server {server.name!r}",
+                field=f"task.harness.mcp_servers.{number}.command",
+                hint="install the program in the image, or bring it in a prepare step or a mount",
+            )
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         words = self._words(context)
@@ -172,7 +234,10 @@ class CommandHarness:
         return words | options | dialect | places
 
     def _environment(self, context: HarnessContext, words: Mapping[str, str]) -> dict[str, str]:
-        own = {name: fill(text, words) for name, text in (self._preset.env | self._env).items()}
+        preset = self._preset
+        servers = preset.mcp.env if preset.mcp and self._servers else {}
+        skills = preset.skills.env if preset.skills and self._skills else {}
+        own = {name: fill(text, words) for name, text in (preset.env | servers | skills | self._env).items()}
         given = endpoint_environment(context.endpoint, context.task.instruction, context.ids)
         return own | given | folder_environment(context.folders)
 

@@ -6,20 +6,27 @@ InvalidField with the full path of the field.
 
 from __future__ import annotations
 
+import posixpath
+
 import msgspec
 from pydantic import ValidationError
 
 from outrider.errors import InvalidField
 from outrider.faults import first_fault
 from outrider.harnesses.base import Harness
-from outrider.harnesses.command import CommandHarness
+from outrider.harnesses.command import OWN_SETTINGS, CommandHarness
 from outrider.harnesses.endpoint_variables import ENDPOINT_VARIABLES
 from outrider.harnesses.external import ExternalHarness
 from outrider.harnesses.inprocess import Agent, InProcessHarness
+from outrider.harnesses.mcp_servers import FIELD as MCP_SERVERS
+from outrider.harnesses.mcp_servers import check_mcp_servers
+from outrider.harnesses.mcp_tools import NAME as TOOL_OF_AGENTS
 from outrider.harnesses.placeholders import names_in
-from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_options, load_preset
+from outrider.harnesses.presets import ConfigFile, Option, Preset, checked_options, load_preset, preset_names
+from outrider.harnesses.skills import FIELD as SKILLS
 from outrider.plugins import resolve
-from outrider.spec import HarnessSpec
+from outrider.sandbox.runtimes.tool_server.launch import HOME as ROOTS_HOME
+from outrider.spec import HarnessSpec, Run, TaskSpec
 
 FIELD = "task.harness"
 
@@ -43,7 +50,55 @@ def make_harness(spec: HarnessSpec) -> Harness:
     if spec.nonzero_exit is not None:
         preset = msgspec.structs.replace(preset, nonzero_exit=spec.nonzero_exit)
     options = checked_options(preset, spec.options, field=f"{FIELD}.options")
-    return CommandHarness(preset, options, spec.env, venv=spec.venv)
+    can = [name for name in preset_names() if load_preset(name).mcp]
+    others = f"presets with MCP servers: {', '.join(can)}"
+    own = "write your program's settings with task.harness.files"
+    check_mcp_servers(preset.name, preset.mcp, spec.mcp_servers, hint=others if spec.preset else own)
+    if spec.skills and preset.skills is None:
+        can = [name for name in preset_names() if load_preset(name).skills]
+        raise InvalidField(
+            f"harness {preset.name!r} cannot be given skills",
+            field=SKILLS,
+            hint=f"presets with skills: {', '.join(can)}"
+            if spec.preset
+            else "write them in prepare steps to the folder from which your program reads its skills",
+        )
+    return CommandHarness(
+        preset,
+        options,
+        spec.env,
+        venv=spec.venv,
+        servers=spec.mcp_servers,
+        skills=spec.skills,
+        guarded=spec.preset is not None,
+    )
+
+
+def mcp_tool_names(spec: HarnessSpec) -> dict[str, str]:
+    """Return, by MCP server, the names under which the agent calls the server's tools, with {tool}."""
+    settings = load_preset(spec.preset).mcp if spec.preset is not None else None
+    name = settings.tool if settings is not None else TOOL_OF_AGENTS
+    return {server.name: name.format(server=server.name, tool="{tool}") for server in spec.mcp_servers}
+
+
+def check_written(task: TaskSpec) -> None:
+    """Raise InvalidField for a prepare step that writes a file which the task's preset writes, too. The HOME of the
+    sandbox is the task's own, or root's; a sandbox with another HOME is checked when a session begins."""
+    if task.harness.preset is None:
+        return
+    home = task.harness.env.get("HOME") or task.runtime.env.get("HOME") or ROOTS_HOME
+    files = load_preset(task.harness.preset).files_with(task.harness.mcp_servers)
+    taken = {posixpath.normpath(posixpath.join(home, file.path)) for file in files}
+    for number, step in enumerate(task.runtime.prepare):
+        if isinstance(step, Run):
+            continue
+        path = posixpath.normpath(posixpath.join(task.runtime.workdir, step.to))
+        if path in taken:
+            raise InvalidField(
+                f"the preset {task.harness.preset!r} writes {path}, too",
+                field=f"task.runtime.prepare.{number}.to",
+                hint=f"leave the step out; {OWN_SETTINGS}",
+            )
 
 
 def _command_preset(spec: HarnessSpec) -> Preset:
@@ -88,4 +143,19 @@ def _make_agent(spec: HarnessSpec) -> Agent:
     except Exception as error:  # the user's code may raise anything
         message = f"{spec.agent!r} refuses its options: {type(error).__name__}: {error}"
         raise InvalidField(message, field=f"{FIELD}.options") from error
+    takes: frozenset[str] = getattr(agent, "takes", frozenset())
+    for name in ("mcp_servers", "skills"):
+        if getattr(spec, name) and name not in takes:
+            raise InvalidField(
+                f"{spec.agent!r} takes no {name}",
+                field=f"{FIELD}.{name}",
+                hint="use the agent 'tools' with a shell, an agent whose `takes` has the name, or a preset",
+            )
+    for number, server in enumerate(spec.mcp_servers):
+        if server.transport != "stdio":
+            raise InvalidField(
+                f"in-process agents have no MCP servers of transport {server.transport!r}",
+                field=f"{MCP_SERVERS}.{number}.transport",
+                hint="give the server's command, with transport 'stdio'",
+            )
     return agent

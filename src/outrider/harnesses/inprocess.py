@@ -19,7 +19,8 @@ from outrider.sandbox.runtimes.base import Availability
 class Agent(Protocol):
     """An agent in Python, constructed with the task's harness options: once when the task is submitted, and once for
     each session. If the constructor raises an exception, the task is invalid. The error names the option if the
-    exception is a pydantic ValidationError.
+    exception is a pydantic ValidationError. An agent that uses the task's MCP servers or skills has an attribute
+    `takes`, a set with the names of these fields ("mcp_servers", "skills"); other agents are not given such tasks.
 
     `init` prepares the started sandbox and is part of INIT. `run` calls the model (`context.model`) and uses the
     sandbox (`context.runtime`) until the agent is done. Both methods may be cancelled at any await, and are called for

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from types import UnionType
 from typing import Any, Literal
@@ -18,8 +18,9 @@ import msgspec
 
 from outrider.errors import InvalidField
 from outrider.harnesses.common_options import COMMON, OptionType
+from outrider.harnesses.mcp_servers import McpSettings
 from outrider.harnesses.placeholders import names_in
-from outrider.spec import NonzeroExit
+from outrider.spec import McpServer, NonzeroExit
 
 OptionValue = str | int | float | bool | tuple[str, ...]
 
@@ -86,6 +87,15 @@ class ConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     path: str
     text: str
     added: tuple[str, ...] = ()
+    executable: bool = False
+
+
+class SkillSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The way in which a program gets skills: from `folder`, below HOME. The variables `env` are set for a task with
+    skills."""
+
+    folder: str
+    env: dict[str, str] = {}
 
 
 class Install(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -147,7 +157,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     and {dialect.x} is word x of the chosen dialect's entry in `words`, which may use the endpoint's placeholders.
     `logs` are the program's log files, as shell patterns below HOME: the end of the newest file is added to the
     program's output. `nonzero_exit` is the meaning of a non-zero exit code after the model has replied: see
-    NonzeroExit.
+    NonzeroExit. `mcp` and `skills` are the ways in which the program gets MCP servers and skills; None for a program
+    that has none.
     """
 
     name: str
@@ -164,6 +175,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     answer: Literal["stdout"] | None = None
     nonzero_exit: NonzeroExit = "grade"
     install: Install | None = None
+    mcp: McpSettings | None = None
+    skills: SkillSettings | None = None
     certify: Certify = Certify()
 
     def __post_init__(self) -> None:
@@ -181,6 +194,12 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Return all texts in which placeholders are filled in."""
         own = (*self.command, self.stdin, *self.env.values(), *(file.text for file in self.files))
         return (*own, *(text for option in self.options.values() for text in option.texts()))
+
+    def files_with(self, servers: Sequence[McpServer]) -> tuple[ConfigFile, ...]:
+        """Return the files, and the file for MCP servers if there are `servers` and the file is not one of them."""
+        if not servers or self.mcp is None or any(file.path == self.mcp.file for file in self.files):
+            return self.files
+        return (*self.files, ConfigFile(path=self.mcp.file, text=""))
 
     def at_version(self, version: str | None, *, field: str = "version") -> Preset:
         """Return the preset with another version of its program; for None the preset itself. Raises InvalidField if the

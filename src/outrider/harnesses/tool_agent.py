@@ -14,6 +14,8 @@ from pydantic import Field, field_validator, model_validator
 
 from outrider.harnesses.base import HarnessContext, HarnessOutcome
 from outrider.harnesses.desktop import Desktop, DesktopOptions, tool_names
+from outrider.harnesses.mcp_tools import mcp_tools
+from outrider.harnesses.skills import Skill, described, find_skills
 from outrider.harnesses.toolbox import TOOLS, Tool, Toolbox, ToolName
 from outrider.messages import Message, Role
 from outrider.sandbox.pythons.ipython import ipython_mounts
@@ -57,16 +59,26 @@ class ToolAgent:
         self._options = ToolOptions.model_validate(dict(options))
         self._own = tuple(own)
         self._desktop_open = False
+        self._skills: list[Skill] | None = None
         built_in = {*TOOLS, *tool_names(self._options.desktop or DesktopOptions())}
         if taken := [tool.spec["function"]["name"] for tool in own if tool.spec["function"]["name"] in built_in]:
             raise ValueError(f"{taken[0]!r} is a built-in tool")
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The fields of the harness that the agent uses. The model reads skills by a tool that runs commands or
+        code."""
+        readers = {"bash", "python", "ipython"}.intersection(self._options.tools)
+        return frozenset({"mcp_servers", "skills"} if readers else {"mcp_servers"})
 
     def mounts(self) -> tuple[Path, ...]:
         return ipython_mounts() if "ipython" in self._options.tools else ()
 
     async def init(self, context: HarnessContext) -> None:
-        """Open the desktop if the option `tools` has it. The desktop stays open between the steps of a task. Other
-        tools start with their first call."""
+        """Find the task's skills, and open the desktop if the option `tools` has it. The desktop stays open between the
+        steps of a task. Other tools start with their first call."""
+        if self._skills is None:
+            self._skills = await find_skills(context.runtime, context.task.harness.skills)
         if "desktop" in self._options.tools and not self._desktop_open:
             await self._desktop(context.runtime).open()
             self._desktop_open = True
@@ -77,11 +89,17 @@ class ToolAgent:
 
     async def run(self, context: HarnessContext) -> HarnessOutcome:
         options = self._options
-        messages = [Message(role=Role.SYSTEM, content=options.system)] if options.system is not None else []
+        system = options.system
+        if self._skills:
+            system = "\n\n".join(filter(None, (system, described(self._skills))))
+        messages = [Message(role=Role.SYSTEM, content=system)] if system is not None else []
         messages.append(Message(role=Role.USER, content=context.task.instruction))
         tools = [name for name in options.tools if name != "desktop"]
         desktop = self._desktop(context.runtime) if "desktop" in options.tools else None
-        async with Toolbox(context, tools, self._own, options.tool_seconds, desktop) as toolbox:
+        async with (
+            mcp_tools(context) as served,
+            Toolbox(context, tools, (*self._own, *served), options.tool_seconds, desktop) as toolbox,
+        ):
             for _ in range(options.max_turns):
                 reply = await context.model.chat(messages, tools=toolbox.specs)
                 if not reply.tool_calls:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import orjson
 from pydantic import ValidationError
 
+from outrider.destinations import Phase
 from outrider.errors import (
     EvaluatorError,
     HarnessUnavailable,
@@ -31,7 +32,8 @@ from outrider.evaluators.base import ChecksSpec, Evaluator
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.command import check_instruction
-from outrider.harnesses.factory import make_harness
+from outrider.harnesses.factory import check_written, make_harness
+from outrider.harnesses.mcp_servers import check_reachable
 from outrider.harnesses.placeholders import filled_size
 from outrider.harnesses.venv import FIELD as VENV
 from outrider.harnesses.venv import read_venv, stray_links
@@ -260,6 +262,9 @@ def check_group(
                 hint="use runtime kind 'docker', 'podman', 'gvisor', 'apptainer' or 'namespace'",
             )
     harness = make_harness(task.harness)
+    if task.runtime.network is None or not task.runtime.network.of(Phase.AGENT):
+        check_reachable(task.harness.mcp_servers)
+    check_written(task)
     steps = steps_of(task)
     evaluators = []
     for number, step in enumerate(steps):

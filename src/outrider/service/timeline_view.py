@@ -6,6 +6,7 @@ nodes on other machines, that of the session's node; each stored turn is exactly
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from outrider.tokens.branches.classify import lineages
 from outrider.trajectory import Turn
 
 ENTRIES = msgspec.msgpack.Decoder(list[Entry])
+
+PLAIN = re.compile(r"[^A-Za-z0-9_]")
+"""A character that programs may replace in the names of MCP tools."""
 
 STAGE_OF_STATE = {
     SessionState.INITIALIZING: "init",
@@ -46,7 +50,7 @@ def timeline_view(
     attempts = _attempts(session, events)
     running = session.state is not SessionState.DONE and session.attempt == attempt
     spans = [_span(entry) for entry in entries.values()]
-    spans += _calls(turns, frozen, stored)
+    spans += _calls(turns, frozen, stored, _mcp_tools(spans))
     spans += [
         SpanView(kind="error", name=one.error, start=one.ended, end=one.ended, data={"message": one.message})
         for one in attempts
@@ -119,17 +123,48 @@ def _cut(span: SpanView, over: float) -> SpanView:
 
 
 def _calls(
-    turns: Sequence[Turn], frozen: Mapping[str, Sequence[Turn]], stored: Mapping[str, float]
+    turns: Sequence[Turn],
+    frozen: Mapping[str, Sequence[Turn]],
+    stored: Mapping[str, float],
+    mcp_tools: Mapping[str, str],
 ) -> Iterable[SpanView]:
     for turn, lineage in zip(turns, lineages(turns), strict=True):
-        yield _call(turn, "", stored, branch=lineage.kind.value, label=lineage.label, depth=lineage.depth)
+        yield _call(turn, "", stored, mcp_tools, branch=lineage.kind.value, label=lineage.label, depth=lineage.depth)
     for model, found in frozen.items():
         for turn in found:
-            yield _call(turn, model, stored, branch="frozen", label="", depth=0)
+            yield _call(turn, model, stored, {}, branch="frozen", label="", depth=0)
 
 
-def _call(turn: Turn, model: str, stored: Mapping[str, float], **branch: Any) -> SpanView:
+def _mcp_tools(spans: Iterable[SpanView]) -> dict[str, str]:
+    """Return, by MCP server, the names of the server's tools, from the span of the agent's sandbox."""
+    for span in spans:
+        if span.kind == EntryKind.SANDBOX and isinstance(names := span.data.get("mcp_tools"), dict):
+            return {str(server): str(name) for server, name in names.items()}
+    return {}
+
+
+def mcp_calls(tools: Iterable[str], names: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the server and the tool of each call of an MCP tool. `tools` are the names of the called tools, and
+    `names`, by server, the names of the server's tools with {tool}."""
+    found = []
+    for called in tools:
+        plain = PLAIN.sub("_", called)
+        fits = [
+            (len(before), server, len(after))
+            for server, name in names.items()
+            for before, _, after in [name.partition("{tool}")]
+            if plain.startswith(PLAIN.sub("_", before)) and plain.endswith(PLAIN.sub("_", after))
+        ]
+        if fits:
+            before, server, after = max(fits)  # one server's name may begin with the name of another
+            found.append({"server": server, "tool": called[before : len(called) - after]})
+    return found
+
+
+def _call(turn: Turn, model: str, stored: Mapping[str, float], mcp_tools: Mapping[str, str], **branch: Any) -> SpanView:
     timings = turn.timings
+    tools = [call.name for call in turn.reply.tool_calls] if turn.reply else []
+    of_servers = mcp_calls(tools, mcp_tools)
     return SpanView(
         kind="call",
         name=model,
@@ -151,7 +186,8 @@ def _call(turn: Turn, model: str, stored: Mapping[str, float], **branch: Any) ->
             "parent": turn.parent,
             "agent_id": turn.agent_id,
             "malformed_calls": turn.malformed_calls,
-            "tools": [call.name for call in turn.reply.tool_calls] if turn.reply else [],
+            "tools": tools,
+            **({"mcp_calls": of_servers} if of_servers else {}),
         },
     )
 

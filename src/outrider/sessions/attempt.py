@@ -112,11 +112,12 @@ class Node(Protocol):
 
 
 def secrets_of(task: TaskSpec) -> list[str]:
-    """Return the secrets of the task's environment."""
+    """Return the secrets of the task's environment and MCP servers."""
     runtimes = [steps_of(task)[-1].runtime, *(runtime for runtime, _ in runtimes_of(task))]
     runs = (step for runtime in runtimes for step in runtime.prepare if isinstance(step, Run))
     given = (task.harness.env, *(runtime.env for runtime in runtimes), *(step.env for step in runs))
-    return secrets_in(variable for env in given for variable in env.items())
+    variables = (variable for env in given for variable in env.items())
+    return secrets_in((*variables, *(each for server in task.harness.mcp_servers for each in server.secrets())))
 
 
 def without_secrets(result: SessionResult, task: TaskSpec) -> SessionResult:

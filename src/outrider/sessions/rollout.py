@@ -45,7 +45,7 @@ from outrider.evaluators.base import Evaluator, FrozenReply, NothingKept, OffThe
 from outrider.evaluators.endpoints import Endpoints
 from outrider.evaluators.factory import make_evaluator
 from outrider.harnesses.base import Harness, HarnessContext, HarnessOutcome, ModelEndpoint, ModelRefused, ProgramExit
-from outrider.harnesses.factory import make_harness
+from outrider.harnesses.factory import make_harness, mcp_tool_names
 from outrider.harnesses.venv import FIELD as VENV
 from outrider.lifecycle import SessionState, StopReason
 from outrider.messages import Message
@@ -274,7 +274,13 @@ class Rollout:
             preparing = Budget(self._task.limits.prepare_seconds, self._stalled_seconds)
             try:
                 async with self._budget.spend(), preparing.spend():
-                    started = self._timeline.begin(EntryKind.SANDBOX, self._task.runtime.kind or "", sandbox=AGENT)
+                    names = mcp_tool_names(self._task.harness)
+                    started = self._timeline.begin(
+                        EntryKind.SANDBOX,
+                        self._task.runtime.kind or "",
+                        sandbox=AGENT,
+                        **({"mcp_tools": names} if names else {}),
+                    )
                     sandbox = await self._sandbox(mounts)
                     held.push_async_callback(sandbox.stop)
                     self._records += sandbox.records

@@ -157,7 +157,7 @@ def run_group(
     overrides = _overrides(asked)
     task = _task(folder, image=overrides.pop("image"), offline=overrides.pop("offline"))
     harness, sampling, turns = _harness(asked.agent)
-    task |= {"harness": harness, "sampling": sampling, "max_attempts": 1 + asked.max_retries}
+    task |= {"harness": task.get("harness", {}) | harness, "sampling": sampling, "max_attempts": 1 + asked.max_retries}
     runtime = task["runtime"]
     runtime["env"] = {**runtime.get("env", {}), **overrides.pop("env")}
     resources = {**runtime["resources"], **overrides.pop("resources")}

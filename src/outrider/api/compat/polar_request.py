@@ -126,7 +126,7 @@ class PolarRuntime(Spec):
 
 
 class PolarMcpServer(Spec):
-    """A server of tools for the agent. Every server is refused: a sandbox reaches nothing but the model gateway."""
+    """An MCP server for the agent."""
 
     name: Name
     transport: Literal["stdio", "sse", "streamable-http"]
@@ -315,6 +315,8 @@ refuses an unknown option by name."""
 
 FIELDS = (
     ("task.harness.env", "agent.env"),
+    ("task.harness.mcp_servers", "agent.mcp_servers"),
+    ("task.harness.skills", "agent.skills_path"),
     ("task.harness.options", "agent.settings"),
     ("task.harness.preset", "agent.harness"),
     ("task.harness.agent", "agent.import_path"),
@@ -408,20 +410,13 @@ def group_of(asked: PolarTaskRequest, *, files: Path | None) -> StoredGroupSpec:
 def _harness(asked: PolarTaskRequest) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the harness, and the other parts of the task that the agent's settings determine."""
     agent = asked.agent
+    given: dict[str, Any] = {}
     if agent.mcp_servers:
-        raise InvalidField(
-            "MCP servers are not started for agents: a sandbox reaches only the model gateway",
-            field="agent.mcp_servers",
-            hint="leave the field out, or give the agent its tools as programs of the image",
-        )
+        given["mcp_servers"] = [server.model_dump(exclude_defaults=True) for server in agent.mcp_servers]
     if agent.skills_path is not None:
-        raise InvalidField(
-            "skills are not installed for agents",
-            field="agent.skills_path",
-            hint="copy the skills by a prepare step upload_dir to the folder where the agent looks for them",
-        )
+        given["skills"] = [agent.skills_path]
     if agent.import_path is not None:
-        return {"agent": agent.import_path, "options": agent.settings, "env": agent.env}, {}
+        return {"agent": agent.import_path, "options": agent.settings, "env": agent.env, **given}, {}
     env = {
         **agent.env,
         "GOOGLE_API_URL": "{base_url}",
@@ -438,7 +433,7 @@ def _harness(asked: PolarTaskRequest) -> tuple[dict[str, Any], dict[str, Any]]:
             raise InvalidField(f"the harness 'shell' has no setting {name!r}", field=f"agent.settings.{name}")
         shell = agent.custom_shell
         enter = "" if shell.cwd is None else f"cd {shlex.quote(shell.cwd)} || exit 1\n"
-        return {"command": ["bash", "-lc", f"{enter}{shell.command}"], "env": {**shell.env, **env}}, {}
+        return {"command": ["bash", "-lc", f"{enter}{shell.command}"], "env": {**shell.env, **env}, **given}, {}
     preset = PRESETS.get(str(agent.harness))
     if preset is None:
         raise InvalidField(
@@ -454,7 +449,7 @@ def _harness(asked: PolarTaskRequest) -> tuple[dict[str, Any], dict[str, Any]]:
         if name == "disallowed_tools" and isinstance(value, list):
             value = ",".join(map(str, value))
         parts.setdefault(part, {})[field] = value
-    return {"preset": preset, "env": env, "options": parts.pop("options")}, parts
+    return {"preset": preset, "env": env, "options": parts.pop("options"), **given}, parts
 
 
 def _runtime(asked: PolarRuntime, seconds: float, files: Path | None) -> dict[str, Any]:

@@ -14,11 +14,13 @@ import msgspec
 import numpy as np
 
 from outrider.dialects.reading import RESULT
+from outrider.harnesses.mcp_servers import FIELD as MCP_SERVERS
 from outrider.harnesses.presets import Certify
-from outrider.lab.certify.rows import CertificationRow
+from outrider.lab.certify.rows import OFFERED, READ, CertificationRow
 from outrider.lab.certify.scripted_model import ScriptedCall, choose_call
 from outrider.lab.certify.subagent_trial import STARTS, told
-from outrider.lab.certify.tool_finder import COMMAND, IMAGE, READ, WRITE, describe, find_tools
+from outrider.lab.certify.tool_finder import COMMAND, IMAGE, WRITE, describe, find_tools
+from outrider.lab.certify.tool_finder import READ as READER
 from outrider.lab.fakes.scripted_engine import scripted_logprob
 from outrider.lifecycle import StopReason
 from outrider.schemas import TurnView
@@ -110,14 +112,18 @@ def judge(row: CertificationRow, evidence: RowEvidence, *, hint: Certify, dialec
     tools = find_tools(declared, hint)
     word: Word = "not tried"
     # A harness that failed before the first call has declared no tools, and fails below.
-    if evidence.calls and row.needs == "image" and tools.viewer is None:
+    if row.needs == "mcp" and result.error is not None and (result.error.field or "").startswith(MCP_SERVERS):
+        reason = result.error.message  # the sandbox has no Python for the server
+    elif evidence.calls and row.needs == "mcp" and tools.noter is None and result.error is None:
+        word, reason = "does not hold", f"it shows the model no tool of the MCP server. Offered: {describe(declared)}"
+    elif evidence.calls and row.needs == "image" and tools.viewer is None:
         reason = f"it shows the model no tool such as {IMAGE.what}"
     elif evidence.calls and any(
         choose_call(action, tools, "/") is None for step in row.steps for action in step.actions
     ):
         reason = (
             f"none of its tools could do what the row asks for. Needed: {COMMAND.what}; or {WRITE.what}, and "
-            f"{READ.what}. Offered: {describe(declared)}"
+            f"{READER.what}. Offered: {describe(declared)}"
         )
     elif evidence.calls and row.needs == "subagent" and STARTS not in evidence.tried.values():
         reason = f"no tool started a sub-agent; {told(evidence.tried) or 'none is offered'}"
@@ -187,6 +193,12 @@ def _failures(row: CertificationRow, evidence: RowEvidence, dialect: str | None)
         yield f"{malformed} malformed calls were recorded, not {expected}"
     if row.needs == "stream" and not evidence.in_time:
         yield "not a word reached it before the reply was over"
+    if row.needs == "skill":
+        words = {word for call in evidence.calls for word in call.state.words}
+        if OFFERED not in words:
+            yield "it does not show the model the skill's description"
+        if READ not in words:
+            yield "the model has not got the text of the skill's SKILL.md"
     if row.needs == "subagent":
         kinds = {turn.kind for turn in evidence.turns}
         if not any(call.state.subagent for call in evidence.calls):

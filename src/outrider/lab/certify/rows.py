@@ -32,13 +32,38 @@ PNG = b64decode(
 """An image of 64x48 pixels."""
 
 
+SERVER = "outrider_check"
+"""Name of the MCP server of the row `mcp`."""
+NOTE = "zqnoteqz"
+"""The text that the model gives to the server's tool."""
+NOTE_FILE = "note.txt"
+SKILLS = "/tmp/outrider-check-skills"
+"""Folder with the skill of the row `skill`, before the skill is given to the program."""
+SKILL = "outrider-check"
+OFFERED = "zqofferedqz"
+"""A word of the skill's description. The word is nowhere else."""
+READ = "zqreadqz"
+"""A word of the skill's instructions. The word is nowhere else."""
+SKILL_TEXT = f"""---
+name: {SKILL}
+description: How to write files for {OFFERED}. Use this skill before you write the file two.txt.
+---
+
+Write the word two into the file two.txt, as {READ} wants it.
+"""
+
+
 class ModelAction(msgspec.Struct, frozen=True, kw_only=True):
     """An action of the model: a tool call that runs the shell command `command`. If the harness has no tool for
     commands, the call writes a file (`write` is the name and the text) or reads the file `read`. An action with `look`
-    has no command: the call looks at the image file `look`."""
+    has no command: the call looks at the image file `look`. An action with `note` has no command either: the call gives
+    the text `note` to the MCP server's tool. An action with `skill` calls the program's tool that loads this skill; its
+    command is for a program without such a tool."""
 
     command: str = ""
     look: str | None = None
+    note: str | None = None
+    skill: str | None = None
     write: tuple[str, str] | None = None
     read: str | None = None
 
@@ -76,7 +101,7 @@ class CertificationRow(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     steps: tuple[ScriptedStep, ...]
     check: str = '[ "$(cat out.txt)" = hello ]'
-    needs: Literal["subagent", "stream", "image"] | None = None
+    needs: Literal["subagent", "stream", "image", "mcp", "skill"] | None = None
     files: dict[str, str | bytes] = {}
 
 
@@ -224,6 +249,39 @@ ROWS = (
         check='[ "$(cat out.txt two.txt)" = "hello\ntwo" ]',
         needs="image",
         files={IMAGE: PNG},
+    ),
+    CertificationRow(
+        name="mcp",
+        what="call a tool of an MCP server in the sandbox",
+        steps=(
+            ScriptedStep(actions=(WRITE_HELLO,)),
+            ScriptedStep(text="I leave a note.", actions=(ModelAction(note=NOTE),)),
+            DONE,
+        ),
+        check=f'[ "$(cat out.txt {NOTE_FILE})" = "hello\n{NOTE}" ]',
+        needs="mcp",
+    ),
+    CertificationRow(
+        name="skill",
+        what="offer a skill of the task, and read its SKILL.md",
+        steps=(
+            ScriptedStep(actions=(WRITE_HELLO,)),
+            ScriptedStep(
+                text="The skill is for this.",
+                actions=(
+                    ModelAction(
+                        skill=SKILL,
+                        command=f'find "$HOME" {SKILLS} -name SKILL.md -exec cat {{}} +',
+                        read=f"{SKILLS}/{SKILL}/SKILL.md",
+                    ),
+                ),
+            ),
+            ScriptedStep(actions=(WRITE_TWO,)),
+            DONE,
+        ),
+        check='[ "$(cat out.txt two.txt)" = "hello\ntwo" ]',
+        needs="skill",
+        files={f"{SKILLS}/{SKILL}/SKILL.md": SKILL_TEXT},
     ),
     CertificationRow(
         name="sub-agent",

@@ -17,19 +17,23 @@ from pathlib import Path
 from outrider.api.server import serving
 from outrider.client.client import AsyncClient
 from outrider.config import Config, LanesConfig, ModelConfig, PluginsConfig
+from outrider.errors import InvalidField
+from outrider.harnesses.factory import make_harness
+from outrider.lab.certify import note_server
 from outrider.lab.certify.gateway_tap import tapped
 from outrider.lab.certify.judge import Certificate, RowEvidence, RowVerdict, Subject, holds, judge
-from outrider.lab.certify.rows import FIRST_WORD, MARK, TRIAL, CertificationRow
+from outrider.lab.certify.rows import FIRST_WORD, MARK, NOTE_FILE, SERVER, SKILLS, TRIAL, CertificationRow
 from outrider.lab.certify.scripted_model import ScriptedModel
 from outrider.lab.certify.subagent_trial import SECONDS, SESSIONS
 from outrider.lab.certify.users_paths import allowing
 from outrider.lab.demo.dialogue import POLICY
 from outrider.service.assembly import open_service
-from outrider.spec import EvaluatorSpec, GroupSpec, Limits, TaskSpec, Write
+from outrider.spec import EvaluatorSpec, GroupSpec, HarnessSpec, Limits, McpServer, TaskSpec, Write
 from outrider.tokens.rendering.tokenizer import Tokenizer
 
 RENDERER = "qwen3"
 MODEL = "outrider-check"
+NOTE_SERVER = Path(note_server.__file__)
 AT_ONCE = 2
 """Number of sessions that run at the same time."""
 
@@ -50,6 +54,26 @@ async def certify(
     on this machine.
     """
     started = time.monotonic()
+    untried = {row.name: verdict for row in rows if (verdict := _untried(row, subject)) is not None}
+    tried = [row for row in rows if row.name not in untried]
+    verdicts = untried | (await _tried(tried, subject, agent_seconds, watch) if tried else {})
+    for verdict in untried.values():
+        watch(verdict)
+    judged = tuple(verdicts[row.name] for row in rows)
+    return Certificate(
+        harness=subject.name,
+        dialect=subject.dialect,
+        runtime=subject.runtime.sandbox_kind,
+        ok=holds(judged),
+        rows=judged,
+        seconds=round(time.monotonic() - started, 2),
+    )
+
+
+async def _tried(
+    rows: Sequence[CertificationRow], subject: Subject, agent_seconds: float, watch: Callable[[RowVerdict], None]
+) -> dict[str, RowVerdict]:
+    """Run the rows in a service, and return their verdicts by name."""
     tasks = {row.name: _task(row, subject, agent_seconds) for row in rows}
     tasks[TRIAL.name] = _task(TRIAL, subject, min(agent_seconds, SECONDS))
     after_trial = [row for row in rows if row.needs == "subagent"]
@@ -100,15 +124,34 @@ async def certify(
                 watch(verdicts[row.name])
                 if len(verdicts) == len(rows):
                     break
-    judged = tuple(verdicts[row.name] for row in rows)
-    return Certificate(
-        harness=subject.name,
-        dialect=subject.dialect,
-        runtime=subject.runtime.sandbox_kind,
-        ok=holds(judged),
-        rows=judged,
-        seconds=round(time.monotonic() - started, 2),
-    )
+    return verdicts
+
+
+def _given(row: CertificationRow, subject: Subject) -> HarnessSpec:
+    """Return the harness with the MCP server or the skill that a row needs."""
+    harness = subject.harness
+    if row.needs == "mcp":
+        server = McpServer(
+            name=SERVER,
+            transport="stdio",
+            command="python3",
+            args=[NOTE_SERVER.name, NOTE_FILE],
+        )
+        return harness.model_copy(update={"mcp_servers": [*harness.mcp_servers, server]})
+    if row.needs == "skill":
+        return harness.model_copy(update={"skills": [*harness.skills, SKILLS]})
+    return harness
+
+
+def _untried(row: CertificationRow, subject: Subject) -> RowVerdict | None:
+    """Return the verdict of a row that is not tried because the harness cannot be given what the row needs."""
+    if row.needs not in ("mcp", "skill"):
+        return None
+    try:
+        make_harness(_given(row, subject))
+    except InvalidField as error:
+        return RowVerdict(row=row.name, what=row.what, verdict="not tried", required=False, reason=error.message)
+    return None
 
 
 def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> GroupSpec:
@@ -120,9 +163,11 @@ def _task(row: CertificationRow, subject: Subject, agent_seconds: float) -> Grou
         else Write(write=data, to=name)
         for name, data in row.files.items()
     ]
+    if row.needs == "mcp":
+        files.append(Write(write=NOTE_SERVER.read_text("utf-8"), to=NOTE_SERVER.name))
     task = TaskSpec(
         instruction=f"Task {MARK}{row.name}: {row.what}. Work in the current folder, with your own tools.",
-        harness=subject.harness.model_copy(update=strictly),
+        harness=_given(row, subject).model_copy(update=strictly),
         runtime=subject.runtime.model_copy(update={"prepare": [*subject.runtime.prepare, *files]}),
         evaluator=EvaluatorSpec(kind="command", run=row.check),
         limits=Limits(agent_seconds=agent_seconds, turns=TURNS),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import posixpath
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import Any
@@ -23,6 +24,8 @@ from outrider.harnesses.presets import Certify
 from outrider.lab.certify.rows import (
     FIRST_WORD,
     MARK,
+    OFFERED,
+    READ,
     SUBAGENT_MARK,
     SUBAGENT_STEPS,
     TRIAL,
@@ -61,13 +64,14 @@ class PromptState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a conversation, read from a prompt. `row` is the name of the task's row, or None if the prompt names
     no row. `subagent` is true if a sub-agent makes the call. `replies` is the number of replies since the message with
     the task, or in the whole prompt if no message has a task. `agent_id` is the id of a started sub-agent in the newest
-    message, or None."""
+    message, or None. `words` are the words of the skill that are in the prompt."""
 
     row: str | None
     subagent: bool = False
     replies: int = 0
     agent_id: str | None = None
     tools: tuple[ToolSpec, ...] = ()
+    words: frozenset[str] = frozenset()
 
 
 class ScriptedCall(msgspec.Struct, kw_only=True):
@@ -214,13 +218,17 @@ def choose_call(action: ModelAction, tools: TaskTools, workdir: str) -> tuple[Fo
         if (viewer := tools.viewer) is None:
             return None
         return viewer, viewer.call(f"{workdir}/{action.look}" if viewer.absolute else action.look)
+    if action.note is not None:
+        return None if tools.noter is None else (tools.noter, tools.noter.call(action.note))
+    if action.skill is not None and tools.loader is not None:
+        return tools.loader, tools.loader.call(action.skill)
     if tools.shell is not None:
         return tools.shell, tools.shell.call(action.command)
     if action.write is not None and (writer := tools.writer) is not None:
         name, text = action.write
         return writer, writer.call(f"{workdir}/{name}" if writer.absolute else name, text)
     if action.read is not None and (reader := tools.reader) is not None:
-        return reader, reader.call(f"{workdir}/{action.read}" if reader.absolute else action.read)
+        return reader, reader.call(posixpath.join(workdir, action.read) if reader.absolute else action.read)
     return None
 
 
@@ -250,6 +258,7 @@ def read_prompt(text: str) -> PromptState:
                 replies=replies,
                 agent_id=agent_id[1] if agent_id else None,
                 tools=tuple(tools),
+                words=frozenset(word for word in (OFFERED, READ) if word in text),
             )
     replies = sum(message.startswith("assistant\n") for message in messages[:-1])
     return PromptState(row=None, replies=replies, tools=tuple(tools))

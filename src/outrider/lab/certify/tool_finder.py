@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from outrider.harnesses.presets import Certify
+from outrider.lab.certify.note_server import TOOL
 from outrider.messages import ToolSpec
 
 FILLER = "a step of the task"
@@ -107,12 +108,26 @@ WAITER = ToolRole(
     parameters=(Parameter(names=("targets", "ids", "id", "agent_id"), may_be_list=True),),
 )
 
+NOTER = ToolRole(
+    what="the tool of the MCP server",
+    certain=(),
+    read_description=False,
+    parameters=(Parameter(names=("text",)),),
+)
+LOADER = ToolRole(
+    what="one that loads a skill",
+    certain=("skill",),
+    read_description=False,
+    parameters=(Parameter(names=("skill", "name", "skill_name", "command")),),
+)
+
 CERTAIN = 30
 """Minimum score of a tool whose role is certain."""
 NAMED = 6
 """Minimum score of a parameter with a likely name."""
 DESCRIBED = 1
 """Score of a parameter that only the description identifies."""
+NOTE_TOOL = str(TOOL["name"])
 SHELL_LINE = ("bash", "-c")
 SHELLS = ("bash", "sh", "shell", "zsh", "terminal")
 """Values of a tool's parameter that select the shell, for a tool that runs code in several languages."""
@@ -151,6 +166,8 @@ class TaskTools(msgspec.Struct, frozen=True, kw_only=True):
     writer: FoundTool | None
     reader: FoundTool | None
     viewer: FoundTool | None
+    noter: FoundTool | None
+    loader: FoundTool | None
 
 
 class MarkedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +193,14 @@ def find_tools(tools: Sequence[ToolSpec], hint: Certify) -> TaskTools:
         writer=_find(tools, WRITE, None),
         reader=_find(tools, READ, None),
         viewer=_find(tools, IMAGE, None),
+        # Programs put the server's name before the tool's.
+        noter=_find(tools, NOTER, next((name for name in _names(tools) if name.endswith(NOTE_TOOL)), "")),
+        loader=_find(tools, LOADER, None),
     )
+
+
+def _names(tools: Iterable[ToolSpec]) -> list[str]:
+    return [str(tool["function"].get("name", "")) for tool in tools]
 
 
 def marked_calls(tools: Iterable[ToolSpec], hint: Certify, text: Callable[[], str]) -> list[MarkedCall]:

@@ -63,8 +63,17 @@ FIELD_USES: tuple[FieldUse, ...] = (
     ),
     FieldUse("environment.gpu_types", Use.CHECKED, "GPUs are not told apart"),
     FieldUse("environment.tpu", Use.CHECKED, "sandboxes have no TPUs"),
-    FieldUse("environment.mcp_servers", Use.CHECKED, "no MCP servers are started"),
-    FieldUse("environment.skills_dir", Use.CHECKED, "agents are given no skills"),
+    FieldUse(
+        "environment.mcp_servers.name environment.mcp_servers.transport environment.mcp_servers.url"
+        " environment.mcp_servers.command environment.mcp_servers.args environment.mcp_servers.headers",
+        Use.GIVEN,
+        "[`harness.mcp_servers`](mcp-and-skills.md); none of a verifier's environment",
+    ),
+    FieldUse(
+        "environment.skills_dir",
+        Use.GIVEN,
+        "[`harness.skills`](mcp-and-skills.md); none of a verifier's environment",
+    ),
     FieldUse("environment.env", Use.GIVEN, "`runtime.env`"),
     FieldUse("environment.workdir", Use.GIVEN, "`runtime.workdir`"),
     FieldUse(

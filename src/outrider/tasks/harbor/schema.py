@@ -21,6 +21,11 @@ SERVICE_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 STEP_NAME_HAS_NOT = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 DEVICES = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[1-9¹²³])", re.IGNORECASE)
 """Device names of Windows. No step may have a device name, because the folders of steps must be portable."""
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\n?")
+SECRET_HEADER = re.compile("key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
+CREDENTIAL = re.compile(r"\s*(?:[A-Za-z0-9_-]+\s+)?(?:[\s:-]*\$\{\w+(?::-)?\})+\s*")
+"""A scheme, such as Bearer, and variables without defaults."""
+TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-([^}]*))?\}")
 MAIN = "main"
 """The service of the agent's own container."""
 UNITS = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
@@ -34,6 +39,10 @@ def service_name(value: str) -> str:
     if not SERVICE_NAME.fullmatch(value.strip()):
         raise ValueError(f"{value!r} is no name of a service")
     return value.strip()
+
+
+def newer_transport(value: Any) -> Any:
+    return "streamable-http" if value == "http" else value
 
 
 def lower(value: Any) -> Any:
@@ -99,6 +108,31 @@ class Healthcheck(Table):
     retries: int = 3
 
 
+class HarborMcpServer(Table):
+    """An MCP server for the agent. A credential in `headers` must be a variable, such as `Bearer ${TOKEN}`."""
+
+    name: str
+    transport: Annotated[Literal["stdio", "sse", "streamable-http"], BeforeValidator(newer_transport)] = "sse"
+    url: str | None = None
+    command: str | None = None
+    args: list[str] = []
+    headers: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _of_its_transport(self) -> Self:
+        needed = "command" if self.transport == "stdio" else "url"
+        if not getattr(self, needed):
+            raise ValueError(f"transport {self.transport!r} needs a {needed}")
+        if self.transport == "stdio" and self.headers:
+            raise ValueError("headers are for the other transports than stdio")
+        for name, value in self.headers.items():
+            if not HEADER_NAME.fullmatch(name) or "\r" in value or "\n" in value or "${" in TEMPLATE.sub("", value):
+                raise ValueError(f"{name!r} is no header of HTTP")
+            if SECRET_HEADER.search(name) and value.strip() and not CREDENTIAL.fullmatch(value):
+                raise ValueError(f"the header {name} must take its credential from a variable: ${{NAME}}")
+        return self
+
+
 class Environment(Network):
     network_mode: Literal["public", "no-network", "allowlist"] = "public"
     build_timeout_sec: float = 600.0
@@ -110,7 +144,7 @@ class Environment(Network):
     gpus: int | None = None
     gpu_types: list[str] | None = None
     tpu: dict[str, Any] | None = None
-    mcp_servers: list[dict[str, Any]] = []
+    mcp_servers: list[HarborMcpServer] = []
     env: dict[str, str] = {}
     skills_dir: str | None = None
     healthcheck: Healthcheck | None = None
@@ -282,12 +316,14 @@ class Unsupported(NamedTuple):
     hint: str | None = None
 
 
+AGENTS = "environment"
+"""The table of the agent's environment."""
 NO_NETWORK = "no-network"
 
 
 def unsupported(config: TaskToml) -> list[Unsupported]:
     """Return all unsupported fields of a valid `task.toml`."""
-    found = [*of_environment(config.environment, "environment")]
+    found = [*of_environment(config.environment, AGENTS)]
     parts: list[tuple[TaskToml | HarborStep, str]] = [(config, "")]
     parts += [(step, f"steps.{number}.") for number, step in enumerate(config.steps or ())]
     for part, at in parts:
@@ -304,10 +340,10 @@ def of_environment(environment: Environment, at: str) -> Iterator[Unsupported]:
         yield Unsupported(f"{at}.gpu_types", "GPUs of a certain type")
     if environment.tpu is not None:
         yield Unsupported(f"{at}.tpu", "TPUs in sandboxes")
-    if environment.mcp_servers:
-        yield Unsupported(f"{at}.mcp_servers", "MCP servers")
-    if environment.skills_dir is not None:
-        yield Unsupported(f"{at}.skills_dir", "skills of an agent")
+    if environment.mcp_servers and at != AGENTS:
+        yield Unsupported(f"{at}.mcp_servers", "MCP servers of a verifier")
+    if environment.skills_dir is not None and at != AGENTS:
+        yield Unsupported(f"{at}.skills_dir", "skills of a verifier")
 
 
 def of_phase(phase: HarborAgent | Verifier, at: str) -> Iterator[Unsupported]:

@@ -10,6 +10,7 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from outrider.tasks.harbor.files import (
 )
 from outrider.tasks.harbor.network import network_uses
 from outrider.tasks.harbor.phases import PUBLIC, NoDestination, check_steps, network_of, of_step
+from outrider.tasks.harbor.schema import TEMPLATE as EMBEDDED
 from outrider.tasks.harbor.schema import (
     Artifacts,
     Environment,
@@ -180,6 +182,8 @@ class HarborFolder:
             "artifacts": patterns([*config.artifacts, *(one for step in steps for one in step.artifacts)]),
             "labels": {"harbor": config.task.name if config.task else folder.resolve().name},
         }
+        if harness := self._harness():
+            task["harness"] = harness
         if hooks := self._collect(first):
             task["collect"] = hooks
         if len(steps) > 1:
@@ -194,6 +198,22 @@ class HarborFolder:
         network = runtime.get("network", {"allow": []})
         notes = () if network.get("verifier", network["allow"]) else tuple(self._network_notes())
         return Example(id=name, task=task, gold=self.gold(), notes=notes)
+
+    def _harness(self) -> dict[str, Any]:
+        """Return the part of the harness that a task has for any agent: MCP servers and skills."""
+        environment = self._config.environment
+        servers = []
+        for number, server in enumerate(environment.mcp_servers):
+            given = server.model_dump(exclude_defaults=True) | {"transport": server.transport}
+            if server.headers:
+                field = f"environment.mcp_servers.{number}.headers"
+                given["headers"] = {
+                    name: EMBEDDED.sub(partial(self._variable, field=f"{field}.{name}"), value)
+                    for name, value in server.headers.items()
+                }
+            servers.append(given)
+        skills = [environment.skills_dir] if environment.skills_dir is not None else []
+        return {**({"mcp_servers": servers} if servers else {}), **({"skills": skills} if skills else {})}
 
     def _network_notes(self) -> list[str]:
         """Return a note for each script that needs a network: the tests and the solutions, of all steps."""
@@ -414,15 +434,19 @@ class HarborFolder:
             if template is None:
                 found[name] = value
                 continue
-            known = self._environ.get(template[1], template[2])
-            if known is None:
-                raise InvalidField(
-                    f"{self._toml} takes {name} from the environment, which has no {template[1]}",
-                    field=f"{field}.{name}",
-                    hint=f"set {template[1]}, or write ${{{template[1]}:-DEFAULT}} into task.toml",
-                )
-            found[name] = known
+            found[name] = self._variable(template, f"{field}.{name}")
         return found
+
+    def _variable(self, template: re.Match[str], field: str) -> str:
+        """Return the value of a variable. Raises InvalidField if the variable is not set and has no default."""
+        known = self._environ.get(template[1], template[2])
+        if known is None:
+            raise InvalidField(
+                f"{self._toml} takes {field.rpartition('.')[2]} from the environment, which has no {template[1]}",
+                field=field,
+                hint=f"set {template[1]}, or write ${{{template[1]}:-DEFAULT}} into task.toml",
+            )
+        return known
 
     def _refusal(self, field: str, what: str, hint: str | None = None) -> InvalidField:
         return InvalidField(

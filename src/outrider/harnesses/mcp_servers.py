@@ -1,0 +1,113 @@
+"""Writes a task's MCP servers into the file from which an agent program reads its servers.
+
+The module is pure. Invariants: the values of a server are not scanned for placeholders, and the rest of the file keeps
+its values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
+from pathlib import PurePosixPath
+from typing import Any
+
+import msgspec
+
+from outrider.errors import InvalidField
+from outrider.spec import McpServer, McpTransport
+
+FIELD = "task.harness.mcp_servers"
+FORMATS = (".json", ".toml")
+"""Suffixes of the files into which servers can be written."""
+
+
+class McpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The way in which a program gets MCP servers: as the entries of the table `key` in `file`, by name. `file` is
+    written like a file of the preset, and may be one of these files.
+
+    `entries` has the form of an entry for each transport that the program supports. In a form, the values "{command}",
+    "{args}", "{argv}" (the command and its arguments), "{env}", "{url}" and "{headers}" are replaced. `tool` is the
+    name of a server's tool in the program's requests, with {server} and {tool}. The variables `env` are set for a task
+    with servers.
+    """
+
+    file: str
+    key: str
+    tool: str
+    entries: dict[McpTransport, dict[str, Any]]
+    env: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        if PurePosixPath(self.file).suffix not in FORMATS:
+            raise ValueError(f"mcp.file must end in {' or '.join(FORMATS)}")
+
+
+def check_mcp_servers(name: str, settings: McpSettings | None, servers: Sequence[McpServer], *, hint: str) -> None:
+    """Raise InvalidField if the harness `name` cannot be given the servers. `hint` is for a harness that takes none."""
+    if servers and settings is None:
+        raise InvalidField(f"harness {name!r} cannot be given MCP servers", field=FIELD, hint=hint)
+    for number, server in enumerate(servers):
+        if settings is not None and server.transport not in settings.entries:
+            raise InvalidField(
+                f"harness {name!r} has no MCP servers of transport {server.transport!r}",
+                field=f"{FIELD}.{number}.transport",
+                hint=f"its transports: {', '.join(settings.entries)}",
+            )
+
+
+def check_reachable(servers: Sequence[McpServer]) -> None:
+    """Raise InvalidField for a server that a sandbox without a network cannot reach: one that is not on its own
+    loopback."""
+    for number, server in enumerate(servers):
+        host = server.url.host if server.url is not None else "localhost"
+        if not _is_loopback((host or "").strip("[]")):
+            raise InvalidField(
+                f"the sandbox cannot reach the MCP server at {host}: it has no network but its own loopback",
+                field=f"{FIELD}.{number}.url",
+                hint="run the server inside the sandbox: give its command with transport 'stdio', or start it in a "
+                "prepare step and give a URL of 127.0.0.1; or give the task a network, task.runtime.network",
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def with_servers(text: str, settings: McpSettings, servers: Sequence[McpServer]) -> str:
+    """Return the text of the program's file with the servers added. An empty text is a file without settings."""
+    entries = {server.name: _entry(settings.entries[server.transport], server) for server in servers}
+    if PurePosixPath(settings.file).suffix == ".toml":
+        # Tables may follow all other tables of a file.
+        tables = (
+            "\n".join((f"\n[{settings.key}.{name}]", *(f"{key} = {_in_toml(value)}" for key, value in entry.items())))
+            for name, entry in entries.items()
+        )
+        return "\n".join((text.rstrip("\n"), *tables)) + "\n"
+    data = json.loads(text or "{}")
+    data[settings.key] = data.get(settings.key, {}) | entries
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+def _entry(form: Mapping[str, Any], server: McpServer) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "{command}": server.command,
+        "{args}": server.args,
+        "{argv}": [server.command, *server.args],
+        "{env}": server.env,
+        "{url}": str(server.url),
+        "{headers}": server.headers,
+    }
+    return {key: values.get(value, value) if isinstance(value, str) else value for key, value in form.items()}
+
+
+def _in_toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_in_toml(name)} = {_in_toml(each)}' for name, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_in_toml, value))}]"
+    # A string of JSON is a string of TOML, except for this character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,113 @@
+"""Finds a task's skills in the sandbox, and copies them to the folder from which an agent program reads its skills.
+
+A skill is a folder with a SKILL.md, which begins with the skill's name and description between lines of `---`.
+Invariant: no skill of the program or of the task is replaced.
+"""
+
+from __future__ import annotations
+
+import glob
+import posixpath
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from outrider.errors import HarnessError, InvalidField
+from outrider.sandbox.runtimes.base import Runtime
+
+FIELD = "task.harness.skills"
+SKILL = "SKILL.md"
+MAX_SKILL = 1 << 20
+"""Maximum bytes of a SKILL.md."""
+MAX_SKILLS = 256
+COPY_SECONDS = 60.0
+
+COPY = """
+mkdir -p "$0" || exit 1
+for folder in "$@"; do
+  name=${folder##*/}
+  if [ -e "$0/$name" ]; then printf %s "$name"; exit 3; fi
+  cp -RL -- "$folder" "$0/$name" || exit 1
+done
+"""
+"""Shell script that copies folders into the folder $0. Exit code 3: the name that is printed is taken."""
+TAKEN = 3
+
+_HEAD = re.compile(r"\A---[ \t]*\r?\n(?P<lines>.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+_VALUE = r"^{}:[ \t]*(?P<value>.*(?:\n[ \t]+.*)*)"
+
+
+class Skill(msgspec.Struct, frozen=True, kw_only=True):
+    """A skill in the sandbox: the name and the description from its SKILL.md, and its folder."""
+
+    name: str
+    description: str
+    folder: str
+
+
+async def find_skills(runtime: Runtime, paths: Sequence[str]) -> list[Skill]:
+    """Return the skills at the paths of a task. Raises InvalidField for a path without skills and for a SKILL.md that
+    programs do not read."""
+    found: list[Skill] = []
+    for number, path in enumerate(paths):
+        field = f"{FIELD}.{number}"
+        path = posixpath.normpath(path)
+        inner = sorted(await runtime.glob(f"{glob.escape(path)}/*/{SKILL}"))
+        own = f"{path}/{SKILL}"
+        files = [own] if await _exists(runtime, own) else inner
+        if not files:
+            raise InvalidField(
+                f"there is no {SKILL} in {path!r}, and none in its folders",
+                field=field,
+                hint="bring the skill into the sandbox: in a prepare step, or with the image",
+            )
+        found += [_parsed(await runtime.read(file, limit=MAX_SKILL), file, field) for file in files]
+        if len(found) > MAX_SKILLS:
+            raise InvalidField(f"has more than {MAX_SKILLS} skills", field=field)
+        names = [posixpath.basename(skill.folder) for skill in found]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise InvalidField(f"two skills are in folders named {repeated!r}", field=field)
+    return found
+
+
+async def copy_skills(runtime: Runtime, skills: Sequence[Skill], target: str) -> None:
+    """Copy the skills into the folder `target`. Raises InvalidField if the folder has a skill of the same name, and
+    HarnessError if a skill cannot be copied."""
+    folders = [skill.folder for skill in skills]
+    done = await runtime.exec(["sh", "-c", COPY, target, *folders], seconds=COPY_SECONDS)
+    if done.exit_code == TAKEN:
+        name = done.stdout.decode("utf-8", errors="replace")
+        raise InvalidField(
+            f"{target}/{name} is in the sandbox before the skill {name!r} is copied there",
+            field=FIELD,
+            hint=f"leave the skill out of {FIELD}, or do not write it to the program's own folder",
+        )
+    if done.exit_code != 0:
+        raise HarnessError(f"the skills cannot be copied to {target}", log_tail=done.log_tail())
+
+
+def described(skills: Sequence[Skill]) -> str:
+    """Return the skills as a text for the model of an agent that has no skills of its own."""
+    lines = (f"- {skill.name}: {skill.description} ({skill.folder}/{SKILL})" for skill in skills)
+    return "\n".join(("You have skills. Read the file of a skill before you do what the skill is for.", *lines))
+
+
+async def _exists(runtime: Runtime, path: str) -> bool:
+    return bool(await runtime.glob(glob.escape(path)))
+
+
+def _parsed(data: bytes, file: str, field: str) -> Skill:
+    head = _HEAD.match(data.decode("utf-8", errors="replace"))
+    values: dict[str, str] = {}
+    for name in ("name", "description"):
+        value = head and re.search(_VALUE.format(name), head["lines"], re.MULTILINE)
+        text = re.sub(r"\A[>|][+-]?\s+", "", value["value"]) if value else ""
+        values[name] = " ".join(text.split()).strip("\"'")
+        if not values[name]:
+            raise InvalidField(
+                f"{file} has no {name}, so that programs do not offer the skill",
+                field=field,
+                hint="begin the file with a line ---, a line name: NAME, a line description: TEXT and a line ---",
+            )
+    return Skill(name=values["name"], description=values["description"], folder=posixpath.dirname(file))
