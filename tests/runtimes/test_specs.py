@@ -26,6 +26,9 @@ REFUSED: tuple[tuple[Any, ...], ...] = (
     ("docker", {}, "image"),
     ("podman", {"rootfs": "/usr"}, "rootfs"),
     ("gvisor", {}, "image"),
+    ("kubernetes", {}, "image"),
+    ("kubernetes", {"image": "/some/image.sif"}, "image"),
+    ("kubernetes", {"image": "debian", "mounts": [{"source": "/usr"}]}, "mounts"),
     ("e2b", {"rootfs": "/usr"}, "rootfs"),
     ("e2b", {"mounts": [{"source": "/usr"}]}, "mounts"),
     ("e2b", {"users": 2}, "users"),
@@ -36,6 +39,7 @@ TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("namespace", {"rootfs": "/usr", "mounts": [{"source": "/usr"}]}),
     ("apptainer", {"image": "/some/image.sif"}),
     ("docker", {"image": "debian", "users": 2}),
+    ("kubernetes", {"image": "debian", "users": 2}),
     ("e2b", {"image": "base", "resources": {"cpus": 1, "memory_mb": 512}}),
 )
 

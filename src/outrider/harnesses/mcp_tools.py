@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from outrider.environment import install_command
 from outrider.errors import LOG_TAIL, HarnessError, HarnessUnavailable, RuntimeFailure
 from outrider.harnesses.base import HarnessContext
 from outrider.harnesses.toolbox import PROBE_SECONDS, Tool
@@ -59,7 +60,7 @@ async def mcp_tools(context: HarnessContext) -> AsyncIterator[list[Tool]]:
         raise HarnessUnavailable(
             "MCP servers of in-process agents need the package mcp on the node",
             field="task.harness.mcp_servers",
-            hint='run: pip install "mcp>=2.3,<3"',
+            hint=f"run: {install_command('mcp')}",
         )
     async with AsyncExitStack() as stack:
         tools: list[Tool] = []

@@ -18,6 +18,7 @@ from outrider.engines.pool.follower import FollowedPolicy, Leader
 from outrider.engines.pool.policy import KnownPolicy
 from outrider.engines.pool.pool import EnginePool
 from outrider.engines.pool.waits import RememberedPace
+from outrider.environment import install_command
 from outrider.errors import InvalidField
 from outrider.plugins import resolve
 from outrider.service.tokenizer_check import tokenizer_check
@@ -93,7 +94,7 @@ async def open_models(
             await stack.enter_async_context(pool)
             images = None
             if renderer.images is not None and not has_pillow():
-                log.warning("model %s is served without images: pip install 'outrider[images]'", name)
+                log.warning("model %s is served without images: %s", name, install_command("images"))
             elif renderer.images is not None:
                 images = ImagePreparer(renderer.images)
                 stack.push_async_callback(images.close)

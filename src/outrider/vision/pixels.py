@@ -1,6 +1,6 @@
 """Decodes an image and divides it into the patches of a model of the Qwen-VL families.
 
-The module needs Pillow (`pip install 'outrider[images]'`). The results equal those of the image processor in
+The module needs Pillow (the extra `images`). The results equal those of the image processor in
 `transformers` (a test compares them). Transparent pixels are shown on white, as vLLM shows them. Invariant: `pixels_of`
 returns patches whose grid follows from the size of the image by `ImageSettings.size_of`.
 """

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
+from outrider.environment import install_command
 from outrider.errors import ServiceError
 from outrider.messages import Image
 from outrider.tokens.rendering.image_grids import Grid, ImageSettings
@@ -138,7 +139,7 @@ class ImagePreparer:
                 return _Answer(fault=f"the image makes its decoder crash ({signal.Signals(-status).name})")
             raise ServiceError(
                 f"the process that decodes images failed ({status}): {error}",
-                hint="the machine may be out of memory; the images need pip install 'outrider[images]'",
+                hint=f"the machine may be out of memory; images need Pillow: {install_command('images')}",
             ) from error
 
     async def _start(self) -> Process:
