@@ -24,6 +24,7 @@ from outrider.schemas import (
     ResultsPage,
     ServiceStatus,
     SessionView,
+    TimelineView,
     TokenList,
     TurnList,
 )
@@ -49,6 +50,15 @@ REPLIES: dict[str, msgspec.Struct] = {
         result=None,
     ),
     f"/v1/sessions/{SESSION}/turns": TurnList(turns=()),
+    f"/v1/sessions/{SESSION}/timeline": TimelineView(
+        session_id=SESSION,
+        group_id="g-0019a4e2b6c1f3d2",
+        attempt=1,
+        state=SessionState.QUEUED,
+        now=0.0,
+        attempts=(),
+        spans=(),
+    ),
     "/v1/engines": EngineList(engines=()),
     "/v1/nodes": NodeList(nodes=()),
     "/v1/policy": PolicyStatus(version=0, paused=None, engines=()),
