@@ -225,7 +225,8 @@ async def test_a_reply_with_two_meanings_is_not_passed_on(tmp_path: Path, reply:
         place = f"files.test:{server.port}"
         async with a_door(tmp_path, place, names={"files.test": [["127.0.0.1"]]}, internal=[place]) as (door, _):
             assert (await said(tmp_path, get(f"http://{place}/"))).startswith("HTTP/1.1 502")
-            assert door.broken(Phase.AGENT)
+            assert [use.failed for use in door.uses.values()] == [1]
+            assert door.broken(Phase.AGENT) is None
 
 
 async def test_a_tunnel_does_not_outlive_its_phase(tmp_path: Path) -> None:
@@ -344,7 +345,12 @@ async def test_a_silent_server_is_said(tmp_path: Path, monkeypatch: pytest.Monke
         place = f"files.test:{server.port}"
         async with a_door(tmp_path, place, names={"files.test": [["127.0.0.1"]]}, internal=[place]) as (door, _):
             await said(tmp_path, get(f"http://{place}/"), seconds=3)
-            assert door.broken(Phase.AGENT) == f"{place} did not answer"
+            await said(
+                tmp_path, f"POST http://{place}/ HTTP/1.1\r\nHost: {place}\r\nContent-Length: 9\r\n\r\nx", seconds=3
+            )
+            [use] = door.uses.values()
+            assert (use.failed, use.failure) == (2, f"{place} did not answer")
+            assert door.broken(Phase.AGENT) is None, "a program could make a server silent, to avoid its grade"
 
 
 async def test_connections_at_once_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

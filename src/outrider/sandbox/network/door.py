@@ -302,10 +302,11 @@ class DoorPassage:
     async def pause(self, number: int) -> None:
         await self._door.pause(number)
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: str, *, blameless: bool) -> None:
         self._use.failed += 1
         self._use.failure = reason[:300]
-        self._use.broken = self._exact
+        if blameless:
+            self._use.broken = self._exact
 
     def reached(self) -> None:
         self._use.broken = False

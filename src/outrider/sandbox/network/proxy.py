@@ -64,7 +64,10 @@ class Passage(Protocol):
         """Wait until more than these bytes may pass."""
         ...
 
-    def failed(self, reason: str) -> None: ...
+    def failed(self, reason: str, *, blameless: bool) -> None:
+        """Note a failure of the server. `blameless`: no program in the sandbox can have caused the failure."""
+        ...
+
     def reached(self) -> None: ...
     def close(self) -> None: ...
 
@@ -142,7 +145,7 @@ class Proxy:
             writer.transport.abort()
             return
         except NotPassedOn as error:
-            passage.failed(str(error))
+            passage.failed(str(error), blameless=True)
             await self._say(writer, error)
             return
         flow = Flow(passage)
@@ -157,12 +160,12 @@ class Proxy:
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
         except NotPassedOn as error:
-            passage.failed(str(error))
+            passage.failed(str(error), blameless=is_plain_read(request, route))
             await self._say(writer, error)
         except (TimeoutError, LimitExceeded, OSError) as error:
             silent = isinstance(error, TimeoutError) and not flow.exceeded
             if silent and not request.tunnel and not flow.answered:
-                passage.failed(f"{request.place} did not answer")
+                passage.failed(f"{request.place} did not answer", blameless=is_plain_read(request, route))
             writer.transport.abort()  # a connection that just ended would look complete
         finally:
             connection.writer.close()
@@ -223,7 +226,8 @@ class Proxy:
         flow.answered = True
         # Any program can make a server fail by an odd request, but not a package index.
         if route.methods and reply.status in OVERLOADED:
-            flow.passage.failed(f"{request.place} answered with status {reply.status}")
+            status = f"{request.place} answered with status {reply.status}"
+            flow.passage.failed(status, blameless=is_plain_read(request, route))
         else:
             flow.passage.reached()
         length = 0 if request.method == "HEAD" or reply.status in BODILESS else reply.length
@@ -246,6 +250,12 @@ class Proxy:
         lines = [f"HTTP/1.1 {error.status}", "Content-Type: text/plain; charset=utf-8", f"Content-Length: {len(body)}"]
         with suppress(OSError):
             await put(writer, ("\r\n".join([*lines, "Connection: close"]) + "\r\n\r\n").encode() + body)
+
+
+def is_plain_read(request: RequestHead, route: ProxyRoute) -> bool:
+    """Return whether no program can have made the server fail after the connection: the server is a package index, and
+    the request has no body. Any other server may fail because of an odd request, or one that is never completed."""
+    return bool(route.methods) and not request.length
 
 
 async def put(writer: asyncio.StreamWriter, data: bytes) -> None:
