@@ -160,7 +160,9 @@ class Proxy:
                 else:
                     await self._exchange(request, route, connection, flow, reader, writer)
         except NotPassedOn as error:
-            passage.failed(str(error), blameless=is_plain_read(request, route))
+            # A program chooses the page, so a refused one is no failure of the index.
+            blameless = is_plain_read(request, route) and not isinstance(error, NotAllowed)
+            passage.failed(str(error), blameless=blameless)
             await self._say(writer, error)
         except (TimeoutError, LimitExceeded, OSError) as error:
             silent = isinstance(error, TimeoutError) and not flow.exceeded
@@ -388,12 +390,13 @@ async def _write_replaced(
 
 
 async def _whole_body(reply: ReplyHead, length: int | None, server: asyncio.StreamReader, flow: Flow) -> bytes:
-    """Return a body, without the marks of chunks. Raises Unreachable for one that is cut off or too large."""
+    """Return a body, without the marks of chunks. Raises Unreachable for one that is cut off, and
+    NotAllowed for one that is too large."""
     body = bytearray()
 
     async def take(number: int | None) -> None:
         if number is not None and len(body) + number > MAX_REWRITTEN:
-            raise Unreachable("a page of the package index is too large")
+            raise NotAllowed("a page of the package index is too large")
         left = number
         while left is None or left:
             data = await server.read(CHUNK if left is None else min(CHUNK, left))
@@ -405,7 +408,7 @@ async def _whole_body(reply: ReplyHead, length: int | None, server: asyncio.Stre
             flow.passage.received(len(data))
             body.extend(data)
             if len(body) > MAX_REWRITTEN:
-                raise Unreachable("a page of the package index is too large")
+                raise NotAllowed("a page of the package index is too large")
             left = None if left is None else left - len(data)
 
     if not reply.chunked:
@@ -413,6 +416,8 @@ async def _whole_body(reply: ReplyHead, length: int | None, server: asyncio.Stre
         return bytes(body)
     try:
         while size := int((await server.readuntil(b"\r\n")).split(b";")[0], 16):
+            if size < 0:
+                raise ValueError("a negative size")
             await take(size)
             await server.readexactly(2)
     except (ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
