@@ -36,6 +36,11 @@ LATE_BODY_SECONDS = 5.0
 CHUNK = 64 << 10
 MAX_REWRITTEN = 32 << 20
 """Maximum bytes of a page of a package index, whose addresses are replaced."""
+INDEX_FIELDS = frozenset(
+    {"accept", "cache-control", "content-length", "if-modified-since", "if-none-match", "range", "user-agent"}
+)
+"""The header lines that reach a package index: no other line of a program can make the index fail. Without
+`accept-encoding`, pages are not compressed, and their addresses can be replaced."""
 BODILESS = frozenset({204, 304})
 OVERLOADED = frozenset({502, 503, 504})
 
@@ -187,8 +192,8 @@ class Proxy:
         origin = place_of(server.host, server.port, hidden=443 if server.tls else 80)
         # The target is written anew, because a server may read the client's text differently.
         target = f"http://{origin}{request.path}" if connection.absolute else request.path
-        without = frozenset({"accept-encoding"}) if route.replaced else frozenset()
-        head = request.head(target, origin, *connection.header, without=without)
+        only = INDEX_FIELDS if route.methods else None
+        head = request.head(target, origin, *connection.header, only=only)
         flow.passage.sent(len(head))
         await put(connection.writer, head)
         failure: Exception | None = None

@@ -74,9 +74,10 @@ class RequestHead(msgspec.Struct, frozen=True):
         """The value of the Host header."""
         return place_of(self.host, self.port, hidden=80)
 
-    def head(self, target: str, origin: str, *more: str, without: frozenset[str] = frozenset()) -> bytes:
-        """Return the head of the one request that a connection to the server carries."""
-        kept = [field for field in self.fields if field.partition(":")[0].lower() not in without]
+    def head(self, target: str, origin: str, *more: str, only: frozenset[str] | None = None) -> bytes:
+        """Return the head of the one request that a connection to the server carries. With `only`, the head has the
+        client's header lines of these names (in lower case) only."""
+        kept = [field for field in self.fields if only is None or field.partition(":")[0].lower() in only]
         lines = [f"{self.method} {target} {self.version}", f"Host: {origin}", *kept, "Connection: close", *more]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
