@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image as Pillow
+from PIL import ImageOps
 
 from outrider.errors import InvalidField, ServiceError
 from outrider.messages import image_from_bytes
@@ -99,6 +100,46 @@ def test_any_mode_is_shown_in_three_colours(mode: str) -> None:
     assert (shown.mode, shown.size) == ("RGB", (8, 8))
     if mode in ("RGBA", "LA"):
         assert shown.getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_its_exif_orientation_says(orientation: int) -> None:
+    image = Pillow.new("RGB", (64, 96), "red")
+    image.paste("blue", (0, 0, 32, 48))
+    exif = image.getexif()
+    exif[0x112] = orientation
+    file = io.BytesIO()
+    image.save(file, "PNG", exif=exif)
+    turned = ImageOps.exif_transpose(Pillow.open(io.BytesIO(file.getvalue())))
+    shown = decoded(file.getvalue())
+    assert shown.size == ((96, 64) if orientation > 4 else (64, 96))
+    assert np.array_equal(np.asarray(shown), np.asarray(turned))
+
+
+def test_damaged_exif_data_turns_nothing() -> None:
+    file = io.BytesIO()
+    Pillow.new("RGB", (64, 96)).save(file, "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    assert decoded(file.getvalue()).size == (64, 96)
+
+
+def many_scans(side: int, scans: int) -> bytes:
+    """A progressive JPEG of side x side pixels whose last scan, of 99 bytes, is repeated."""
+    file = io.BytesIO()
+    Pillow.new("L", (side, side), 90).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last = data[data.rindex(b"\xff\xc4") : -2]
+    return data[:-2] + last * scans + b"\xff\xd9"
+
+
+@pytest.mark.deep
+async def test_an_image_that_takes_minutes_is_unreadable_and_no_fault_of_the_service() -> None:
+    async with a_preparer() as preparer:
+        slow = many_scans(7000, 4000)
+        assert len(slow) < 1_000_000
+        assert await preparer.prepare(image_from_bytes("image/jpeg", slow)) == UnreadImage(
+            "the image takes too long to decode"
+        )
+        assert isinstance(await preparer.prepare(image_from_bytes("image/png", picture(64, 64))), PreparedImage)
 
 
 async def test_images_are_decoded_in_one_process_and_each_once() -> None:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 KEPT_BYTES = 512 << 20
 """Maximum bytes of results that are kept. An image beyond this number is decoded again for each call."""
 IMAGE_SECONDS = 60.0
-"""Seconds after which the process is restarted. The slowest image takes seconds."""
+"""Seconds after which the process is restarted. An image has at most 10 s of processor time (`worker.py`), so the
+machine is the cause of a longer time, and not the image."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 LENGTH = 8
@@ -135,6 +136,8 @@ class ImagePreparer:
             raise ServiceError(f"an image was not decoded within {IMAGE_SECONDS:g} s") from error
         except (OSError, EOFError, msgspec.DecodeError) as error:
             status = await self._end()
+            if -status == signal.SIGPROF:
+                return _Answer(fault="the image takes too long to decode")
             if -status in CRASHES:  # the image is the cause, because the same process has decoded others
                 return _Answer(fault=f"the image makes its decoder crash ({signal.Signals(-status).name})")
             raise ServiceError(
