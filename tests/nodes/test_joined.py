@@ -26,11 +26,13 @@ from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.remote_node import ServiceParts, _without_local
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
+from outrider.tokens.rendering.image_grids import read_image_settings
 from outrider.wire.frames import Close, encode
 from outrider.wire.link import Disconnected, Socket
 from outrider.wire.resumable import HEADER
 from support.relay import CuttingProxy
 from support.stamping import StampingEngine
+from support.vision_model import write_vision_tokenizer
 
 from .acts import GRADER
 from .conftest import Running, Starts
@@ -165,6 +167,19 @@ async def test_engines_of_this_machine_are_reached_through_it(start: Starts, tok
         assert engine.spec is not None
         (elsewhere,) = _without_local(pool_state(running.service.pool)).engines
         assert (elsewhere.spec, elsewhere.url) == (None, url)
+
+
+def test_a_node_elsewhere_reads_images_as_the_service_does(tmp_path: Path) -> None:
+    folder = tmp_path / "vision"
+    write_vision_tokenizer(folder)
+    (folder / "weights.bin").write_bytes(b"0")
+    config = Config.model_validate({"model": {"tokenizer": str(folder), "renderer": "qwen3-vl"}})
+    copies = _copies(settings_for_node(config, "far", CAPACITY).folders, tmp_path / "copies")
+    copy = Path(copies[str(folder)])
+    settings = read_image_settings(copy, "qwen3-vl", 1280)
+    assert settings is not None
+    assert settings == read_image_settings(folder, "qwen3-vl", 1280)
+    assert not (copy / "weights.bin").exists()
 
 
 def test_a_node_elsewhere_is_told_no_secret_and_gets_the_tokenizer(tokenizer: Path) -> None:
