@@ -63,8 +63,8 @@ class Sees(Keeps):
     capabilities = frozenset({Capability.READS_IMAGES})
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        raise AssertionError
-        yield
+        assert not request.images
+        yield Chunk(ids=[1], logprobs=[0.0], finish=FinishReason.STOP)
 
 
 async def test_images_are_not_forwarded_and_the_error_is_the_engines_and_not_the_agents() -> None:
