@@ -22,7 +22,7 @@ from outrider.errors import InvalidField, ServiceError
 from outrider.messages import image_from_bytes
 from outrider.tokens.rendering.image_grids import ImageSettings, read_image_settings
 from outrider.vision.pixels import MAX_PIXELS, UnreadableImage, decoded, pixels_of
-from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage
+from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage, item_size
 from support.vision import picture
 from support.vision_model import PREPROCESSOR, write_vision_tokenizer
 
@@ -149,6 +149,7 @@ async def test_images_are_decoded_in_one_process_and_each_once() -> None:
         assert isinstance(both[0], PreparedImage)
         assert both[0] is both[1] is preparer.kept(image.digest)
         assert both[0].grid == (1, 4, 6)
+        assert 0 <= item_size(SETTINGS, both[0].grid) - len(both[0].item) < 512
         broken = await preparer.prepare(image_from_bytes("image/png", b"no"))
         assert isinstance(broken, UnreadImage)
         assert isinstance(
@@ -169,6 +170,21 @@ async def test_a_killed_process_is_the_services_fault_and_the_next_image_gets_an
             else:  # as if the image had made the decoder crash
                 assert isinstance(await preparer.prepare(other), UnreadImage)
             assert isinstance(await preparer.prepare(other), PreparedImage)
+
+
+async def test_a_process_that_hangs_is_the_services_fault_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_preparer() as preparer:
+        await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
+        hanging, other = preparer.process_id, image_from_bytes("image/png", picture(64, 96))
+        assert hanging is not None
+        os.kill(hanging, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr("outrider.vision.preparer.IMAGE_SECONDS", 0.1)
+            with pytest.raises(ServiceError, match="not decoded within"):
+                await preparer.prepare(other)
+        assert isinstance(await preparer.prepare(other), PreparedImage)
+        with pytest.raises(ProcessLookupError):
+            os.kill(hanging, 0)
 
 
 async def test_the_process_ends_with_its_preparer() -> None:

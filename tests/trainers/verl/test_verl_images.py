@@ -65,7 +65,13 @@ def vision_processor(folder: Path) -> Any:
 
 def terms_with(processor: Any, **changes: Any) -> Terms:
     media = frozenset({processor.image_token_id, processor.video_token_id})
-    given = {"prompt_length": 64, "response_length": 4096, "logprobs": True, "sampling": {}, "media_ids": media}
+    given: dict[str, Any] = {
+        "prompt_length": 64,
+        "response_length": 4096,
+        "logprobs": True,
+        "sampling": {},
+        "media_ids": media,
+    }
     return Terms(**given | changes)
 
 
