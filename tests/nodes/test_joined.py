@@ -13,10 +13,12 @@ from typing import Any, Self
 
 import pytest
 
-from outrider.config import Config, LanesConfig, SandboxesConfig
+from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
 from outrider.counts import Distribution
+from outrider.engines.base import EngineOptions
 from outrider.engines.pool.leader import pool_state
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
 from outrider.nodes.joined_settings import _copies, settings_for_node
@@ -24,6 +26,7 @@ from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import NodeHello, Ready
 from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.remote_node import ServiceParts, _without_local
+from outrider.service.admission import validate_group
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
 from outrider.tokens.rendering.image_grids import read_image_settings
@@ -31,7 +34,9 @@ from outrider.wire.frames import Close, encode
 from outrider.wire.link import Disconnected, Socket
 from outrider.wire.resumable import HEADER
 from support.relay import CuttingProxy
+from support.service import say
 from support.stamping import StampingEngine
+from support.vision import picture, task
 from support.vision_model import write_vision_tokenizer
 
 from .acts import GRADER
@@ -138,6 +143,39 @@ async def test_sessions_of_a_machine_use_the_engine_near_it(
                 view = await running.done(await running.submit("ask", n=6))
             turns = [await running.service.store.turns(session.id) for session in view.sessions]
             assert {turn.engine for session in turns for turn in session} == {near}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("reachable", [True, False])
+async def test_a_machine_has_images_read_by_the_engine_that_it_reaches(
+    start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reachable: bool
+) -> None:
+    monkeypatch.setattr(joined, "host_id", lambda: "another machine")
+    if reachable:  # as if the engine's address were not only this machine's
+        monkeypatch.setattr(remote_node, "_without_local", lambda state: state)
+    folder = tmp_path / "vision"
+    write_vision_tokenizer(folder)
+    engine = ScriptedEngine(EngineOptions(name="e", tokenizer=str(folder), options={"replies": [say("one")] * 2}))
+    model = ModelConfig(tokenizer=str(folder), renderer="qwen3-vl")
+    looks = task("chat", [("look", [0]), ("and here", [1])])
+    async with start(processes=0, model=model) as running, served(engine) as url:
+        await running.service.add_engine(EngineSpec(kind="vllm", name="sees", url=url))
+        async with Machine().at(running.url, tmp_path):
+            view = await running.done(await running.service.submit(validate_group({"task": looks})))
+        if not reachable:
+            [session] = view.sessions
+            assert session.result is not None
+            assert session.result.verdict is None
+            assert not engine.requests
+            assert "forwards no images" in str(session.result.error)
+            return
+        assert [session.last_error for session in view.sessions] == [None]
+        [sample] = view.samples or ()
+        assert [image.grid for image in sample.images] == [(1, 4, 4), (1, 4, 6)]
+        assert [len(request.images) for request in engine.requests] == [1, 2]
+        for image, shown in zip(sample.images, (picture(64, 64, seed=0), picture(96, 64, seed=1)), strict=True):
+            assert (await running.service.store.image(image.digest)).data == shown
+    assert node_processes() == set()
 
 
 @pytest.mark.deep
