@@ -64,6 +64,10 @@ MAX_IMAGE_BYTES = 1 << 30
 """Maximum bytes of the pixel values of a prompt's images, as they are sent to the engine."""
 MAX_GRIDS = 4096
 """Maximum number of grids that a session keeps."""
+IMAGES = "the decoder of images"
+IMAGE_SECONDS = 10.0
+"""Decoding an image, and a wait for memory for pixels, are overdue after this many seconds: the image itself takes no
+longer, so other sessions or the machine are the cause."""
 STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
@@ -560,7 +564,8 @@ class Conversation:
 
     async def _prepared(self, image: Image) -> PreparedImage | UnreadImage:
         assert self._images is not None
-        prepared = await self._images.prepare(image, self.session_key)
+        with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
+            prepared = await self._images.prepare(image, self.session_key)
         if len(self._grids) > MAX_GRIDS:
             self._grids.clear()
         self._grids[image.digest] = prepared.grid if isinstance(prepared, PreparedImage) else prepared.fault
@@ -584,7 +589,9 @@ class Conversation:
                 field="messages",
                 hint="send fewer or smaller images, or have the operator lower model.image_tokens",
             )
-        held.callback((await self.backend.image_room.take((size,), owner=self.session_key)).release)
+        with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
+            slot = await self.backend.image_room.take((size,), owner=self.session_key)
+        held.callback(slot.release)
         found: dict[str, PreparedImage] = {}
         missing: set[str] = set()
         for span in spans:
@@ -596,9 +603,7 @@ class Conversation:
         if missing:
             messages = await self._read_images(readable, partial(parse_messages, readable))
             for image in (image for message in messages for image in images_in(message)):
-                if image.digest in missing and isinstance(
-                    prepared := await self._images.prepare(image, self.session_key), PreparedImage
-                ):
+                if image.digest in missing and isinstance(prepared := await self._prepared(image), PreparedImage):
                     found[image.digest] = prepared
                     missing.discard(image.digest)
         if missing or any(found[span.digest].grid != span.grid for span in spans):
