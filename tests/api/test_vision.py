@@ -18,6 +18,7 @@ from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequ
 from outrider.lab.fakes.engine_servers import ServeSettings
 from outrider.lab.fakes.engine_servers.app import DEFAULT_SETTINGS, EngineProtocol, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.lifecycle import StopReason
 from outrider.service import model_backends
 from outrider.service.service import Service
 from outrider.sessions.priority_semaphore import PrioritySemaphore
@@ -255,3 +256,22 @@ async def test_a_hanging_decoder_is_an_error_of_the_service_and_no_reward(
         assert result.error.code == "service_error"
         assert "not decoded within" in result.error.message
         assert not engine.requests
+
+
+async def test_an_agent_that_waits_for_memory_for_pixels_is_not_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.sessions.conversation.IMAGE_SECONDS", 0.1)
+    room = PrioritySemaphore(1 << 20)
+    monkeypatch.setattr(model_backends, "image_room", lambda: room)
+    async with vision_service(tmp_path, [say("one")]) as (_, client, engine):
+        slot = await room.take((1 << 20,))
+        asked = task("chat", [("look", [0])]) | {"max_attempts": 1, "limits": {"agent_seconds": 1.0}}
+        group = await client.submit({"task": asked})
+        await asyncio.sleep(2.5)  # longer than the agent may run
+        assert (room.waiting, len(engine.requests)) == (1, 0)
+        slot.release()
+        [done] = await client.wait([group.id])
+        result = done.sessions[0].result
+        assert result is not None
+        assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)
