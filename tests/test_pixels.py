@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image as Pillow
+from PIL import ImageOps
 
 from outrider.errors import InvalidField, ServiceError
 from outrider.messages import image_from_bytes
 from outrider.tokens.rendering.image_grids import ImageSettings, read_image_settings
 from outrider.vision.pixels import MAX_PIXELS, UnreadableImage, decoded, pixels_of
-from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage
+from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage, item_size
 from support.vision import picture
 from support.vision_model import PREPROCESSOR, write_vision_tokenizer
 
@@ -101,6 +102,46 @@ def test_any_mode_is_shown_in_three_colours(mode: str) -> None:
         assert shown.getpixel((0, 0)) == (255, 255, 255)
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_as_its_exif_orientation_says(orientation: int) -> None:
+    image = Pillow.new("RGB", (64, 96), "red")
+    image.paste("blue", (0, 0, 32, 48))
+    exif = image.getexif()
+    exif[0x112] = orientation
+    file = io.BytesIO()
+    image.save(file, "PNG", exif=exif)
+    turned = ImageOps.exif_transpose(Pillow.open(io.BytesIO(file.getvalue())))
+    shown = decoded(file.getvalue())
+    assert shown.size == ((96, 64) if orientation > 4 else (64, 96))
+    assert np.array_equal(np.asarray(shown), np.asarray(turned))
+
+
+def test_damaged_exif_data_turns_nothing() -> None:
+    file = io.BytesIO()
+    Pillow.new("RGB", (64, 96)).save(file, "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    assert decoded(file.getvalue()).size == (64, 96)
+
+
+def many_scans(side: int, scans: int) -> bytes:
+    """A progressive JPEG of side x side pixels whose last scan, of 99 bytes, is repeated."""
+    file = io.BytesIO()
+    Pillow.new("L", (side, side), 90).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    last = data[data.rindex(b"\xff\xc4") : -2]
+    return data[:-2] + last * scans + b"\xff\xd9"
+
+
+@pytest.mark.deep
+async def test_an_image_that_takes_minutes_is_unreadable_and_no_fault_of_the_service() -> None:
+    async with a_preparer() as preparer:
+        slow = many_scans(7000, 4000)
+        assert len(slow) < 1_000_000
+        assert await preparer.prepare(image_from_bytes("image/jpeg", slow)) == UnreadImage(
+            "the image takes too long to decode"
+        )
+        assert isinstance(await preparer.prepare(image_from_bytes("image/png", picture(64, 64))), PreparedImage)
+
+
 async def test_images_are_decoded_in_one_process_and_each_once() -> None:
     async with a_preparer() as preparer:
         image = image_from_bytes("image/png", picture(96, 64))
@@ -108,6 +149,7 @@ async def test_images_are_decoded_in_one_process_and_each_once() -> None:
         assert isinstance(both[0], PreparedImage)
         assert both[0] is both[1] is preparer.kept(image.digest)
         assert both[0].grid == (1, 4, 6)
+        assert 0 <= item_size(SETTINGS, both[0].grid) - len(both[0].item) < 512
         broken = await preparer.prepare(image_from_bytes("image/png", b"no"))
         assert isinstance(broken, UnreadImage)
         assert isinstance(
@@ -128,6 +170,21 @@ async def test_a_killed_process_is_the_services_fault_and_the_next_image_gets_an
             else:  # as if the image had made the decoder crash
                 assert isinstance(await preparer.prepare(other), UnreadImage)
             assert isinstance(await preparer.prepare(other), PreparedImage)
+
+
+async def test_a_process_that_hangs_is_the_services_fault_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_preparer() as preparer:
+        await preparer.prepare(image_from_bytes("image/png", picture(64, 64)))
+        hanging, other = preparer.process_id, image_from_bytes("image/png", picture(64, 96))
+        assert hanging is not None
+        os.kill(hanging, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr("outrider.vision.preparer.IMAGE_SECONDS", 0.1)
+            with pytest.raises(ServiceError, match="not decoded within"):
+                await preparer.prepare(other)
+        assert isinstance(await preparer.prepare(other), PreparedImage)
+        with pytest.raises(ProcessLookupError):
+            os.kill(hanging, 0)
 
 
 async def test_the_process_ends_with_its_preparer() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 
 from outrider.client.client import AsyncClient
 from outrider.config import ModelConfig
-from outrider.engines.base import Capability, EngineOptions, GenerateRequest
+from outrider.engines.base import Capability, Chunk, EngineOptions, GenerateRequest
 from outrider.lab.fakes.engine_servers import ServeSettings
 from outrider.lab.fakes.engine_servers.app import DEFAULT_SETTINGS, EngineProtocol, engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
+from outrider.lifecycle import StopReason
+from outrider.service import model_backends
 from outrider.service.service import Service
+from outrider.sessions.priority_semaphore import PrioritySemaphore
 from outrider.spec import EngineSpec
 from outrider.tokens.rendering.image_grids import PLACEHOLDER
 from outrider.tokens.rendering.tokenizer import Tokenizer
@@ -38,13 +42,14 @@ async def vision_service(
     *,
     protocol: EngineProtocol = "vllm",
     served: ServeSettings = DEFAULT_SETTINGS,
+    kind: type[ScriptedEngine] = ScriptedEngine,
     **settings: Any,
 ) -> AsyncIterator[tuple[Service, AsyncClient, ScriptedEngine]]:
     """The service with a model that reads images, its client, and the engine behind the server's protocol."""
     folder = tmp_path / "vision"
     write_vision_tokenizer(folder)
     script = EngineOptions(name="scripted", tokenizer=str(folder), options={"replies": list(replies)})
-    engine = ScriptedEngine(script)
+    engine = kind(script)
     model = ModelConfig(tokenizer=str(folder), renderer="qwen3-vl", **settings)
     async with serving(engine_app(engine, protocol, served)) as server:
         spec = EngineSpec(kind=protocol, name="sees", url=server)
@@ -202,3 +207,71 @@ async def test_an_engine_that_does_not_report_the_images_is_not_believed(tmp_pat
         assert "does not report that it has read the 1 images" in await refusal_of(
             client, task("chat", [("look", [0])])
         )
+
+
+class Slow(ScriptedEngine):
+    """An engine that ends no reply before `go` is set. `inside` is the number of its requests under way."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(options)
+        self.go = asyncio.Event()
+        self.inside = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.inside += 1
+        await self.go.wait()
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+async def test_calls_wait_for_memory_for_their_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = 1 << 15 | 1 << 9  # about the bytes of an image of 64x64 pixels, as sent
+    room = PrioritySemaphore(3 * one)
+    monkeypatch.setattr(model_backends, "image_room", lambda: room)
+    async with vision_service(tmp_path, [say("one")], kind=Slow) as (_, client, engine):
+        assert isinstance(engine, Slow)
+        group = await client.submit({"task": task("chat", [("look", [0])]), "n": 8})
+        async with asyncio.timeout(60):
+            while (engine.inside, room.waiting) != (3, 5):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        engine.go.set()
+        [done] = await client.wait([group.id])
+        assert [session.last_error for session in done.sessions] == [None] * 8
+        assert room.taken == (0,)
+        assert engine.inside == 8
+
+
+async def test_a_hanging_decoder_is_an_error_of_the_service_and_no_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.vision.preparer.IMAGE_SECONDS", 0.0)
+    async with vision_service(tmp_path, [say("one")]) as (_, client, engine):
+        group = await client.submit({"task": task("chat", [("look", [0])]) | {"max_attempts": 1}})
+        [done] = await client.wait([group.id])
+        result = done.sessions[0].result
+        assert result is not None
+        assert result.verdict is None
+        assert result.error is not None
+        assert result.error.code == "service_error"
+        assert "not decoded within" in result.error.message
+        assert not engine.requests
+
+
+async def test_an_agent_that_waits_for_memory_for_pixels_is_not_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.sessions.conversation.IMAGE_SECONDS", 0.1)
+    room = PrioritySemaphore(1 << 20)
+    monkeypatch.setattr(model_backends, "image_room", lambda: room)
+    async with vision_service(tmp_path, [say("one")]) as (_, client, engine):
+        slot = await room.take((1 << 20,))
+        asked = task("chat", [("look", [0])]) | {"max_attempts": 1, "limits": {"agent_seconds": 1.0}}
+        group = await client.submit({"task": asked})
+        await asyncio.sleep(2.5)  # longer than the agent may run
+        assert (room.waiting, len(engine.requests)) == (1, 0)
+        slot.release()
+        [done] = await client.wait([group.id])
+        result = done.sessions[0].result
+        assert result is not None
+        assert (result.stop_reason, result.error) == (StopReason.COMPLETED, None)

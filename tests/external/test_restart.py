@@ -20,6 +20,8 @@ from outrider.lab.fakes.engine_servers import engine_app, serving
 from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from support.service import say
 from support.tokenizer import write_tokenizer
+from support.vision import conversation, picture
+from support.vision_model import write_vision_tokenizer
 
 from .agents import QUESTIONS, SCRIPT
 from .world import Agent, Elsewhere, Owner, elsewhere
@@ -68,6 +70,36 @@ async def test_a_session_goes_on_in_the_next_service(tmp_path: Path) -> None:
             assert group["sessions"][0]["result"]["forks"] == {}
             assert [request.input_ids.tolist() for request in engine.requests][-1] == row["ids"][:-7] or row["ids"]
             assert (await world.owner.result(other))["stop_reason"] == "max_turns"
+
+
+async def test_a_session_with_images_goes_on_in_the_next_service(tmp_path: Path) -> None:
+    """The next service has no image decoded, and makes the same pixels from the images that the agent sends again."""
+    folder = tmp_path / "vision"
+    write_vision_tokenizer(folder)
+    model = {"tokenizer": str(folder), "renderer": "qwen3-vl"}
+    turns = [("look", [picture(64, 64, seed=seed) for seed in range(3)]), ("and now", [picture(96, 64, seed=4)])]
+    replies = ["one", "two"]
+    script = EngineOptions(name="e", tokenizer=str(folder), options={"replies": [say(reply) for reply in replies]})
+    engine = ScriptedEngine(script)
+    async with serving(engine_app(engine)) as url:
+        async with on_engine(tmp_path, url, model=model) as world:
+            opened = await world.owner.open()
+            first = await world.agent(opened).post(conversation("chat", turns[:1], [])["messages"])
+            assert first.status_code == 200, first.text
+        async with on_engine(tmp_path, url, model=model) as world:
+            await world.owner.open(group_id=opened["session"]["group_id"])
+            opened["base_url"] = f"{world.owner.url}/s/{opened['key']}"
+            second = await world.agent(opened).post(conversation("chat", turns, replies)["messages"])
+            assert second.status_code == 200, second.text
+            await world.owner.complete(opened, reward=1)
+            group = await world.owner.done(opened["session"]["group_id"])
+            [row] = group["samples"]
+        before, after = engine.requests
+        assert [image.item for image in after.images[:3]] == [image.item for image in before.images]
+        prompt = before.input_ids.tolist()
+        assert after.input_ids.tolist()[: len(prompt)] == prompt
+        assert [image["grid"] for image in row["images"]] == [[1, 4, 4]] * 3 + [[1, 4, 6]]
+        assert group["sessions"][0]["result"]["forks"] == {}
 
 
 async def test_a_report_outlives_the_service(tmp_path: Path) -> None:

@@ -6,16 +6,29 @@ from collections.abc import AsyncGenerator
 from typing import cast
 
 import msgspec
+import numpy as np
+import pytest
 
 from outrider.constraint import ConstraintKind
-from outrider.engines.base import Capability, ChatChunk, ChatRequest, EngineHealth, SamplingParams
+from outrider.engines.base import (
+    Capability,
+    ChatChunk,
+    ChatRequest,
+    Chunk,
+    EngineHealth,
+    GenerateRequest,
+    RequestImage,
+    SamplingParams,
+)
 from outrider.engines.pool.leader import pool_state
 from outrider.engines.pool.placement import EngineState, serving
 from outrider.engines.pool.pool import EnginePool
+from outrider.engines.pool.waits import Overdue
+from outrider.errors import EngineError, EngineRejected
 from outrider.messages import Message, Role
 from outrider.nodes.messages import GenerateChat
 from outrider.nodes.service_proxy import ForwardedEngine
-from outrider.trajectory import FinishReason, LogprobKind, TokenMode
+from outrider.trajectory import FinishReason, ImageSpan, LogprobKind, TokenMode
 
 from .test_calls import both
 
@@ -40,6 +53,37 @@ class Keeps:
 
     async def chat(self, request: ChatRequest) -> AsyncGenerator[ChatChunk, None]:
         yield ChatChunk(finish=FinishReason.STOP, prompt_ids=request.known_ids)
+
+
+class Sees(Keeps):
+    """An engine that takes ids, and images with them."""
+
+    name = "sees"
+    mode = TokenMode.TOKENS
+    capabilities = frozenset({Capability.READS_IMAGES})
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        assert not request.images
+        yield Chunk(ids=[1], logprobs=[0.0], finish=FinishReason.STOP)
+
+
+async def test_images_are_not_forwarded_and_the_error_is_the_engines_and_not_the_agents() -> None:
+    image = RequestImage(span=ImageSpan("d" * 64, 1, 1, (1, 2, 2)), item=b"AAAA")
+    request = GenerateRequest(
+        request_id="r",
+        session_key="k",
+        input_ids=np.asarray([1, 2, 3], dtype=np.int32),
+        sampling=SamplingParams(max_tokens=8),
+        images=(image,),
+    )
+    async with EnginePool() as leader, EnginePool() as node, both() as ends:
+        await leader.add_engine(Sees())
+        [state] = pool_state(leader).engines
+        await node.adopt(state, ForwardedEngine(ends.caller, None, state))
+        assert serving(node.members["sees"]).reads_images
+        with pytest.raises(EngineError, match="forwards no images") as raised:
+            [_ async for _ in node.calls.generate(request, Overdue())]
+        assert not isinstance(raised.value, EngineRejected)  # a rejection may be the client's fault
 
 
 async def test_a_node_gives_an_engine_of_the_service_the_ids_to_keep() -> None:

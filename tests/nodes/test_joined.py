@@ -13,10 +13,12 @@ from typing import Any, Self
 
 import pytest
 
-from outrider.config import Config, LanesConfig, SandboxesConfig
+from outrider.config import Config, LanesConfig, ModelConfig, SandboxesConfig
 from outrider.counts import Distribution
+from outrider.engines.base import EngineOptions
 from outrider.engines.pool.leader import pool_state
 from outrider.errors import Conflict, Forbidden, InvalidField, NotFound, Unauthorized
+from outrider.lab.fakes.scripted_engine import ScriptedEngine
 from outrider.lifecycle import StopReason
 from outrider.nodes import joined, remote_node
 from outrider.nodes.joined_settings import _copies, settings_for_node
@@ -24,13 +26,18 @@ from outrider.nodes.joining import JoiningMachine
 from outrider.nodes.messages import NodeHello, Ready
 from outrider.nodes.pool_publisher import PoolPublisher
 from outrider.nodes.remote_node import ServiceParts, _without_local
+from outrider.service.admission import validate_group
 from outrider.sessions.resources import Capacity, NodeResources
 from outrider.spec import EngineSpec, EvaluatorSpec, RegradeSpec, TokenSpec
+from outrider.tokens.rendering.image_grids import read_image_settings
 from outrider.wire.frames import Close, encode
 from outrider.wire.link import Disconnected, Socket
 from outrider.wire.resumable import HEADER
 from support.relay import CuttingProxy
+from support.service import say
 from support.stamping import StampingEngine
+from support.vision import picture, task
+from support.vision_model import write_vision_tokenizer
 
 from .acts import GRADER
 from .conftest import Running, Starts
@@ -139,6 +146,39 @@ async def test_sessions_of_a_machine_use_the_engine_near_it(
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("reachable", [True, False])
+async def test_a_machine_has_images_read_by_the_engine_that_it_reaches(
+    start: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reachable: bool
+) -> None:
+    monkeypatch.setattr(joined, "host_id", lambda: "another machine")
+    if reachable:  # as if the engine's address were not only this machine's
+        monkeypatch.setattr(remote_node, "_without_local", lambda state: state)
+    folder = tmp_path / "vision"
+    write_vision_tokenizer(folder)
+    engine = ScriptedEngine(EngineOptions(name="e", tokenizer=str(folder), options={"replies": [say("one")] * 2}))
+    model = ModelConfig(tokenizer=str(folder), renderer="qwen3-vl")
+    looks = task("chat", [("look", [0]), ("and here", [1])])
+    async with start(processes=0, model=model) as running, served(engine) as url:
+        await running.service.add_engine(EngineSpec(kind="vllm", name="sees", url=url))
+        async with Machine().at(running.url, tmp_path):
+            view = await running.done(await running.service.submit(validate_group({"task": looks})))
+        if not reachable:
+            [session] = view.sessions
+            assert session.result is not None
+            assert session.result.verdict is None
+            assert not engine.requests
+            assert "forwards no images" in str(session.result.error)
+            return
+        assert [session.last_error for session in view.sessions] == [None]
+        [sample] = view.samples or ()
+        assert [image.grid for image in sample.images] == [(1, 4, 4), (1, 4, 6)]
+        assert [len(request.images) for request in engine.requests] == [1, 2]
+        for image, shown in zip(sample.images, (picture(64, 64, seed=0), picture(96, 64, seed=1)), strict=True):
+            assert (await running.service.store.image(image.digest)).data == shown
+    assert node_processes() == set()
+
+
+@pytest.mark.deep
 async def test_a_machine_grades_again_what_another_has_kept(start: Starts, tokenizer: Path, tmp_path: Path) -> None:
     files = EvaluatorSpec(kind="callable", path="nodes.acts:grade_files")
     kept: dict[str, Any] = {"evaluator": {"kind": "callable", "path": GRADER, "carry": ["answer"], "keep": True}}
@@ -165,6 +205,19 @@ async def test_engines_of_this_machine_are_reached_through_it(start: Starts, tok
         assert engine.spec is not None
         (elsewhere,) = _without_local(pool_state(running.service.pool)).engines
         assert (elsewhere.spec, elsewhere.url) == (None, url)
+
+
+def test_a_node_elsewhere_reads_images_as_the_service_does(tmp_path: Path) -> None:
+    folder = tmp_path / "vision"
+    write_vision_tokenizer(folder)
+    (folder / "weights.bin").write_bytes(b"0")
+    config = Config.model_validate({"model": {"tokenizer": str(folder), "renderer": "qwen3-vl"}})
+    copies = _copies(settings_for_node(config, "far", CAPACITY).folders, tmp_path / "copies")
+    copy = Path(copies[str(folder)])
+    settings = read_image_settings(copy, "qwen3-vl", 1280)
+    assert settings is not None
+    assert settings == read_image_settings(folder, "qwen3-vl", 1280)
+    assert not (copy / "weights.bin").exists()
 
 
 def test_a_node_elsewhere_is_told_no_secret_and_gets_the_tokenizer(tokenizer: Path) -> None:

@@ -20,9 +20,12 @@ from outrider.config import OWN, Config, FrozenConfig, ModelConfig
 from outrider.nodes.messages import NodeSetup
 from outrider.sandbox.node_folder import NodeFolder
 from outrider.sessions.resources import Capacity
+from outrider.tokens.rendering.image_grids import SETTINGS_FILES
 from outrider.tokens.rendering.tokenizer import FILES
 
 M = TypeVar("M", ModelConfig, FrozenConfig)
+COPIED = (*FILES, *SETTINGS_FILES)
+"""The files of a model's folder that a node on another machine gets."""
 
 
 def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetup:
@@ -43,7 +46,7 @@ def settings_for_node(config: Config, name: str, capacity: Capacity) -> NodeSetu
         capacity=capacity,
         level=0,
         folders={
-            folder: {path.name: path.read_bytes() for path in (Path(folder, name) for name in FILES) if path.exists()}
+            folder: {path.name: path.read_bytes() for path in (Path(folder, name) for name in COPIED) if path.exists()}
             for folder in tokenizers
             if folder is not None
         },
@@ -90,7 +93,7 @@ def _copies(folders: Mapping[str, Mapping[str, bytes]], into: Path) -> dict[str,
         copy = into.joinpath(str(number), *names[-2:])
         copy.mkdir(parents=True)
         for name, data in files.items():
-            if name in FILES:
+            if name in COPIED:
                 (copy / name).write_bytes(data)
         copies[folder] = str(copy)
     return copies

@@ -22,7 +22,7 @@ from outrider.engines.base import ChatChunk, ChatRequest, Chunk, EngineHealth, G
 from outrider.engines.gates import GateReport
 from outrider.engines.pool.follower import PoolFollower
 from outrider.engines.pool.placement import EngineState
-from outrider.errors import OutriderError
+from outrider.errors import EngineError, OutriderError
 from outrider.lifecycle import SessionState
 from outrider.nodes import messages
 from outrider.nodes.calls import Handler, LinkCalls
@@ -329,6 +329,13 @@ class ForwardedEngine:
         return msgspec.structs.replace(self._health, ok=True)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Forward a request. Raises EngineError for a prompt with images: their pixel values are too long for a message
+        of a node, and without pixel values the model would read something else."""
+        if request.images:
+            raise EngineError(
+                f"engine {self.name!r} is reached through the service, which forwards no images",
+                hint="give the engine an address that nodes on other machines can reach",
+            )
         ids = np.asarray(request.input_ids, dtype=np.int32).tobytes()
         return self._calls.stream(
             messages.GenerateTokens(

@@ -22,7 +22,7 @@ from outrider.environment import install_command
 from outrider.errors import InvalidField
 from outrider.plugins import resolve
 from outrider.service.tokenizer_check import tokenizer_check
-from outrider.sessions.calls.call import FrozenModel, ModelBackend
+from outrider.sessions.calls.call import FrozenModel, ModelBackend, image_room
 from outrider.sessions.calls.limits import Intake
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer, make_renderer
@@ -70,7 +70,7 @@ async def open_models(
         Tokenizer.load(config.model.tokenizer), config.model.renderer, image_tokens=config.model.image_tokens
     )
     frozen_renderers = _frozen_renderers(config, renderer)
-    intake, offload = Intake(), OffloadThread()
+    intake, offload, room = Intake(), OffloadThread(), image_room()
     engine_names: set[str] = set()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(offload.close)
@@ -105,6 +105,7 @@ async def open_models(
                 context_tokens=context,
                 intake=intake,
                 images=images,
+                image_room=room,
                 offload=offload,
             )
 

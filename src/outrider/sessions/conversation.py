@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -54,7 +54,7 @@ from outrider.tokens.rendering.renderer import History
 from outrider.tokens.tree.request_index import PromptNode, parse_messages
 from outrider.tokens.tree.tree import TokenTree
 from outrider.trajectory import TokenMode, Turn
-from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage
+from outrider.vision.preparer import ImagePreparer, PreparedImage, UnreadImage, item_size
 
 T = TypeVar("T")
 
@@ -64,6 +64,10 @@ MAX_IMAGE_BYTES = 1 << 30
 """Maximum bytes of the pixel values of a prompt's images, as they are sent to the engine."""
 MAX_GRIDS = 4096
 """Maximum number of grids that a session keeps."""
+IMAGES = "the decoder of images"
+IMAGE_SECONDS = 10.0
+"""Decoding an image, and a wait for memory for pixels, are overdue after this many seconds: the image itself takes no
+longer, so other sessions or the machine are the cause."""
 STORE = "the store"
 STORE_SECONDS = 1.0
 """Storing a turn is overdue after this many seconds. Usually it takes milliseconds."""
@@ -323,8 +327,9 @@ class Conversation:
         self._calls.add(task)
         self._without_turn.add(task)
         self._idle.clear()
+        held = ExitStack()
         try:
-            call = await self._begin(request, dialect, received)
+            call = await self._begin(request, dialect, received, held)
             try:
                 with await self._allowance.share(call.promised_tokens) as share:
                     async with aclosing(call.start(share)) as chunks:
@@ -362,6 +367,7 @@ class Conversation:
         except Exception as error:  # for example, an error of the store
             raise self._mark_broken(error) from error
         finally:
+            held.close()
             self._calls.discard(task)
             self._without_turn.discard(task)
             if not self._calls:
@@ -477,7 +483,8 @@ class Conversation:
             if on_limit is not None:
                 on_limit()
 
-    async def _begin(self, request: ModelRequest, dialect: str, received: float) -> EngineCall:
+    async def _begin(self, request: ModelRequest, dialect: str, received: float, held: ExitStack) -> EngineCall:
+        """Return the call, ready to start. `held` gives back what the call holds until its end."""
         assigned = await self.backend.pool.calls.select(self.session_key, self._overdue)
         context = self.backend.context_tokens or assigned.context_tokens
         BodyCapacity(context, images=True).check_numbers(len(request.messages), len(request.tools))
@@ -511,7 +518,7 @@ class Conversation:
             readable,
             lambda: self.tree.join(readable, request.tools, request.tools_raw, thinking=thinking, context=context),
         )
-        images = await self._request_images(joined.prompt, readable)
+        images = await self._request_images(joined.prompt, readable, held)
         notes = described_notes(readable.described, first=len(readable) - len(joined.added))
         request = msgspec.structs.replace(request, ignored=request.ignored + notes)
         if self._wanted_thinking(request) not in (None, thinking):
@@ -557,20 +564,34 @@ class Conversation:
 
     async def _prepared(self, image: Image) -> PreparedImage | UnreadImage:
         assert self._images is not None
-        prepared = await self._images.prepare(image)
+        with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
+            prepared = await self._images.prepare(image, self.session_key)
         if len(self._grids) > MAX_GRIDS:
             self._grids.clear()
         self._grids[image.digest] = prepared.grid if isinstance(prepared, PreparedImage) else prepared.fault
         return prepared
 
-    async def _request_images(self, prompt: PromptNode, readable: ReadableMessages) -> tuple[RequestImage, ...]:
-        """Return the images of a prompt. An image that is not kept is decoded again, from the request's messages."""
+    async def _request_images(
+        self, prompt: PromptNode, readable: ReadableMessages, held: ExitStack
+    ) -> tuple[RequestImage, ...]:
+        """Return the images of a prompt. An image that is not kept is decoded again, from the request's messages. Waits
+        for memory for the pixel values, which `held` gives back."""
         spans = prompt.all_images()
         if not spans:
             return ()
         if len(spans) > MAX_IMAGES:
             raise _too_many_images()
         assert self._images is not None
+        size = sum(item_size(self._images.settings, span.grid) for span in spans)
+        if size > MAX_IMAGE_BYTES:
+            raise RequestError(
+                f"the images of the prompt have more than {MAX_IMAGE_BYTES >> 20} MiB of pixel values",
+                field="messages",
+                hint="send fewer or smaller images, or have the operator lower model.image_tokens",
+            )
+        with self._overdue.waiting(IMAGES, IMAGE_SECONDS):
+            slot = await self.backend.image_room.take((size,), owner=self.session_key)
+        held.callback(slot.release)
         found: dict[str, PreparedImage] = {}
         missing: set[str] = set()
         for span in spans:
@@ -582,17 +603,11 @@ class Conversation:
         if missing:
             messages = await self._read_images(readable, partial(parse_messages, readable))
             for image in (image for message in messages for image in images_in(message)):
-                if image.digest in missing and isinstance(prepared := await self._images.prepare(image), PreparedImage):
+                if image.digest in missing and isinstance(prepared := await self._prepared(image), PreparedImage):
                     found[image.digest] = prepared
                     missing.discard(image.digest)
         if missing or any(found[span.digest].grid != span.grid for span in spans):
             raise RequestError("an image of the recorded conversation cannot be decoded as before", field="messages")
-        if sum(len(found[span.digest].item) for span in spans) > MAX_IMAGE_BYTES:
-            raise RequestError(
-                f"the images of the prompt have more than {MAX_IMAGE_BYTES >> 20} MiB of pixel values",
-                field="messages",
-                hint="send fewer or smaller images, or have the operator lower model.image_tokens",
-            )
         return tuple(RequestImage(span=span, item=found[span.digest].item) for span in spans)
 
     def _wanted_thinking(self, request: ModelRequest) -> bool | None:

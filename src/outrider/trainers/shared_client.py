@@ -155,8 +155,10 @@ async def shared_client(url: str, token: str | None) -> AsyncIterator[SharedClie
             await shielded(partial(shared.client.__aexit__, None, None, None))
 
 
-async def run_group(settings: BridgeSettings, group: Mapping[str, Any], *, logprobs: bool) -> list[Trajectory]:
-    """Run a group made by `shared_settings.group_of`, and return its sessions in sample order. With `logprobs`, a
-    session without log-probabilities has an error."""
+async def run_group(
+    settings: BridgeSettings, group: Mapping[str, Any], *, logprobs: bool, images: bool = False
+) -> list[Trajectory]:
+    """Run a group made by `shared_settings.group_of`, and return its sessions in sample order. `logprobs` and `images`
+    as for `trajectories_of`."""
     async with shared_client(settings.url, settings.token) as client:
-        return trajectories_of(await client.run(group), settings, logprobs=logprobs)
+        return trajectories_of(await client.run(group), settings, logprobs=logprobs, images=images)

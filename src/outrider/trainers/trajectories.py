@@ -81,14 +81,17 @@ class Trajectory:
         return self.result.seconds.run
 
 
-def trajectories_of(group: GroupView, settings: BridgeSettings, *, logprobs: bool) -> list[Trajectory]:
+def trajectories_of(
+    group: GroupView, settings: BridgeSettings, *, logprobs: bool, images: bool = False
+) -> list[Trajectory]:
     """Return the sessions of a group in sample order. The group must have been requested with its samples. With
-    `logprobs`, a session with a row without log-probabilities has an error."""
+    `logprobs`, a session with a row without log-probabilities has an error. Without `images`, a session with a row with
+    images has an error."""
     found = []
     for session in group.sessions:
         samples = [sample for sample in group.samples or () if sample.session_id == session.id]
         try:
-            found.append(Trajectory(session, _rows_of(session, samples, settings, logprobs), None))
+            found.append(Trajectory(session, _rows_of(session, samples, settings, logprobs, images), None))
         except OutriderError as error:
             found.append(Trajectory(session, [], error))
     return found
@@ -124,7 +127,7 @@ def chosen_metrics(trajectory: Trajectory, settings: BridgeSettings) -> dict[str
 
 
 def _rows_of(
-    session: SessionView, samples: Sequence[Sample], settings: BridgeSettings, logprobs: bool
+    session: SessionView, samples: Sequence[Sample], settings: BridgeSettings, logprobs: bool, images: bool
 ) -> list[TrainingRow]:
     result = session.result
     if result is None:
@@ -137,7 +140,7 @@ def _rows_of(
     train = [sample for sample in samples if sample.reward is not None]
     if settings.rows == "main":
         train = [sample for sample in train if sample.kind is BranchKind.MAIN][:1]
-    rows = [_row(sample, settings.max_row_tokens, logprobs) for sample in train]
+    rows = [_row(sample, settings.max_row_tokens, logprobs, images) for sample in train]
     rows = [row for row in rows if any(row.mask)]
     if not rows:
         raise EngineError(
@@ -148,8 +151,9 @@ def _rows_of(
     return rows
 
 
-def _row(sample: Sample, longest: int | None, logprobs: bool) -> TrainingRow:
-    refuse_images(sample.images, f"session {sample.session_id}", field="task")
+def _row(sample: Sample, longest: int | None, logprobs: bool, images: bool) -> TrainingRow:
+    if not images:
+        refuse_images(sample.images, f"session {sample.session_id}", field="task")
     if logprobs and sample.logprob_kind is LogprobKind.NONE:
         raise EngineError(
             f"session {sample.session_id} has no log-probabilities, and the trainer asks for them",

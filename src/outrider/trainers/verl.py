@@ -24,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import msgspec
 import ray
 import torch
 from omegaconf import OmegaConf
+from PIL.Image import Resampling
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 try:
@@ -40,12 +42,14 @@ try:
     from verl.trainer.ppo.core_algos import register_adv_est
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ, apply_greedy_sampling_params
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+    from verl.utils.tokenizer import get_processor_token_id
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 except ImportError as error:
     from outrider.environment import install_command
 
     raise ImportError(f"outrider.trainers.verl needs verl 0.9.1 ({install_command('verl')}): {error}") from error
 
+from outrider.client.client import patiently
 from outrider.client.pass_rate import evaluation_task
 from outrider.engines.base import Chunk, GenerateRequest, SamplingParams
 from outrider.environment import environment, variables
@@ -59,8 +63,9 @@ from outrider.errors import (
     ServiceError,
 )
 from outrider.relay import Worker
+from outrider.tokens.rendering.image_grids import Grid
 from outrider.trainers.relay_thread import RelayThread
-from outrider.trainers.shared_client import run_group
+from outrider.trainers.shared_client import run_group, shared_client
 from outrider.trainers.shared_settings import group_of
 from outrider.trainers.trajectories import Trajectory
 from outrider.trainers.verl_rows import (
@@ -73,7 +78,8 @@ from outrider.trainers.verl_rows import (
     verl_task,
 )
 from outrider.trainers.verl_weights import ESTIMATORS, check_loop, check_weights
-from outrider.trajectory import FinishReason, VersionSpan
+from outrider.trajectory import FinishReason, SampleImage, VersionSpan
+from outrider.vision.pixels import UnreadableImage, decoded
 
 log = logging.getLogger("outrider.verl")
 
@@ -116,11 +122,11 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         number = row.get("session_id")  # only the V1 trainer numbers the sessions of a prompt
         if number is not None:
             check_loop(settings)
-        terms = terms_of(self.config, sampling_params)
+        terms = terms_of(self.config, sampling_params, self.processor)
         task = verl_task(settings, row, terms)
         give_own_seed(task, number, self.rollout_config.n)
         [trajectory] = await roll_out(settings, group_of(settings, task), terms, self.server_manager)
-        outputs = outputs_of(trajectory, settings, terms, step=_step(row))
+        outputs = await outputs_of(trajectory, settings, terms, self.processor, step=_step(row))
         if len(outputs) > 1:
             raise InvalidField(
                 f"session {trajectory.session.id} has {len(outputs)} rows, and verl's V0 trainer takes one",
@@ -160,14 +166,15 @@ class OutriderWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type
         n = int(prompt.pop("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
         if not prompt.pop("__do_sample__", True) and not validate:
             apply_greedy_sampling_params(sampling)
-        terms = terms_of(self.config, sampling)
+        terms = terms_of(self.config, sampling, self.processor)
         task = verl_task(settings, prompt, terms)
         group = group_of(settings, evaluation_task(task, "verl") if validate else task, n=n, evaluating=validate)
         outputs: dict[int, list[AgentLoopOutput]] = {}
         failures: list[OutriderError] = []
         for trajectory in await roll_out(settings, group, terms, self.llm_client):
             try:
-                outputs[trajectory.session.sample_index] = outputs_of(trajectory, settings, terms, step=_step(prompt))
+                found = await outputs_of(trajectory, settings, terms, self.processor, step=_step(prompt))
+                outputs[trajectory.session.sample_index] = found
             except OutriderError as error:
                 failures.append(error)
         if failures and (settings.complete == "all" or not outputs):
@@ -199,13 +206,15 @@ def settings_of(config: Any) -> VerlSettings:
     return verl_settings(OmegaConf.to_container(custom, resolve=True) if OmegaConf.is_config(custom) else custom)
 
 
-def terms_of(config: Any, sampling: Mapping[str, Any]) -> Terms:
+def terms_of(config: Any, sampling: Mapping[str, Any], processor: Any) -> Terms:
     rollout = config.actor_rollout_ref.rollout
+    media = [get_processor_token_id(processor, kind) for kind in ("image", "video")] if processor is not None else []
     return Terms(
         prompt_length=int(rollout.prompt_length),
         response_length=int(rollout.response_length),
         logprobs=bool(rollout.calculate_log_probs),
         sampling=sampling,
+        media_ids=frozenset(number for number in media if number is not None),
     )
 
 
@@ -214,7 +223,7 @@ async def roll_out(settings: VerlSettings, group: Mapping[str, Any], terms: Term
     settings = await with_address(settings)
     if settings.relay is not None:
         await attach_servers(llm_client, settings.url, settings.token, settings.relay)
-    return await run_group(settings, group, logprobs=terms.logprobs)
+    return await run_group(settings, group, logprobs=terms.logprobs, images=bool(terms.media_ids))
 
 
 async def with_address(settings: VerlSettings) -> VerlSettings:
@@ -235,11 +244,53 @@ async def with_address(settings: VerlSettings) -> VerlSettings:
     return settings.model_copy(update={"url": url, "token": token})
 
 
-def outputs_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[AgentLoopOutput]:
-    """Return verl's outputs of one session. Raises the errors of `columns_of`."""
+async def outputs_of(
+    trajectory: Trajectory, settings: VerlSettings, terms: Terms, processor: Any, *, step: int
+) -> list[AgentLoopOutput]:
+    """Return verl's outputs of one session. Raises the errors of `columns_of` and `pictures_of`."""
     found = columns_of(trajectory, settings, terms, step=step)
+    for fields in found:
+        if images := fields.pop("images"):
+            pictures = await pictures_of(settings, images, processor)
+            # The processor's own settings count, because the model has read the images with them.
+            fields |= {"multi_modal_data": {"images": pictures}, "mm_processor_kwargs": {}}
     seconds = {"generate_sequences": trajectory.seconds, "compute_score": trajectory.result.seconds.eval}
     return [RowOutput(**fields, metrics=AgentLoopMetrics(**seconds)) for fields in found]
+
+
+async def pictures_of(settings: VerlSettings, images: Sequence[SampleImage], processor: Any) -> list[Any]:
+    """Return the images of a row as Pillow's images, in the size in which the engine has read them. verl's processor
+    makes the pixel values from them. Raises InvalidField if the processor divides an image in another way."""
+    settings = await with_address(settings)
+    async with shared_client(settings.url, settings.token) as shared:
+        files = {
+            digest: (await patiently(partial(shared.client.image, digest))).data
+            for digest in {image.digest for image in images}
+        }
+    return await asyncio.to_thread(
+        lambda: [picture_in_grid(files[image.digest], image.grid, processor.image_processor) for image in images]
+    )
+
+
+def picture_in_grid(data: bytes, grid: Grid | None, image_processor: Any) -> Any:
+    """Decode an image, and scale it to its grid. Raises InvalidField, and ServiceError for broken data."""
+    assert grid is not None  # `columns_of` has refused other images
+    patch = int(image_processor.patch_size)
+    try:
+        picture = decoded(data)
+    except UnreadableImage as error:
+        raise ServiceError(f"an image of a row cannot be decoded: {error}") from error
+    size = (grid[2] * patch, grid[1] * patch)
+    if picture.size != size:
+        picture = picture.resize(size, Resampling.BICUBIC)
+    made = image_processor(images=[picture], return_tensors="pt")["image_grid_thw"].tolist()
+    if made != [list(grid)]:
+        raise InvalidField(
+            f"the engine has read an image as the grid {list(grid)}, and verl's processor makes {made[0]} of it",
+            field="actor_rollout_ref.model.path",
+            hint="use the same preprocessor_config.json in the service's and verl's folder of the model",
+        )
+    return picture
 
 
 def _step(row: Mapping[str, Any]) -> int:

@@ -42,12 +42,15 @@ class VerlSettings(BridgeSettings):
 @dataclass(frozen=True)
 class Terms:
     """verl's requirements for a rollout: `rollout.prompt_length` and `.response_length` in tokens, whether
-    log-probabilities are required (`.calculate_log_probs`), and verl's sampling parameters."""
+    log-probabilities are required (`.calculate_log_probs`), and verl's sampling parameters. `media_ids` are the
+    placeholders of images and videos of the model's processor; empty if verl has no processor, and then rows with
+    images are refused."""
 
     prompt_length: int
     response_length: int
     logprobs: bool
     sampling: Mapping[str, Any]
+    media_ids: frozenset[int] = frozenset()
 
 
 def verl_settings(custom: Mapping[str, Any] | None) -> VerlSettings:
@@ -87,14 +90,16 @@ def give_own_seed(task: dict[str, Any], number: Any, n: int) -> None:
 
 
 def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, step: int) -> list[dict[str, Any]]:
-    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session that trains. The fields of
+    """Return the fields of an AgentLoopOutput, without `metrics`, for each row of a session that trains, and the row's
+    `images`, which become `multi_modal_data`. The fields of
     the main conversation are last, because verl treats the last fields as those of the session. `step` is used as
     version if the engine reported no version. Raises the session's error, and EngineError if nothing in the session
     trains within verl's lengths.
 
     The response columns have equal length, and at least one token has mask 1. `token_rewards` has a number for each
     response id: the row's reward at the last id that trains, and the reward of a turn at the turn's end. `cut_tokens`
-    is the number of tokens that would have trained but were cut off by verl's lengths or by `max_row_tokens`.
+    is the number of tokens that would have trained but were cut off by verl's lengths, by `max_row_tokens`, or because
+    a placeholder before them belongs to no whole image.
     """
     if trajectory.error is not None:
         raise trajectory.error
@@ -112,6 +117,22 @@ def columns_of(trajectory: Trajectory, settings: VerlSettings, terms: Terms, *, 
     return rows
 
 
+def readable_end(row: TrainingRow, end: int, media_ids: frozenset[int]) -> int:
+    """Return the largest end of the row, `end` at most, before which each placeholder belongs to a whole image. Models
+    raise an error for other placeholders: a model may sample one, and verl's lengths may cut an image. Raises
+    InvalidField for an image without a span and a grid."""
+    images = row.sample.images
+    if any(image.span is None or image.grid is None for image in images):
+        raise InvalidField(
+            f"session {row.sample.session_id} has an image whose place and grid the engine did not report",
+            field="task",
+            hint="use an engine of kind vllm, or tasks without images",
+        )
+    whole = {at for image in images if image.span and image.span[1] <= end for at in range(*image.span)}
+    strays = (at for at, token in enumerate(row.ids[:end]) if token in media_ids and at not in whole)
+    return next(strays, end)
+
+
 def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) -> dict[str, Any]:
     sample = row.sample
     temperature = float(terms.sampling.get("temperature", 1.0))
@@ -124,7 +145,8 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
     # The ids of a prompt after the first `prompt_length` ids become part of the response, with mask 0. So the prompt is
     # not cut, and the sequence of ids is unchanged.
     start = min(row.start, terms.prompt_length)
-    end = start + terms.response_length
+    end = readable_end(row, min(start + terms.response_length, len(row.ids)), terms.media_ids)
+    start = min(start, end)
     mask = row.mask[start:end]
     trained = [version for version, trains in zip(row.versions[start:end], mask, strict=True) if trains]
     known = [version for version in trained if version >= 0] or [step]
@@ -146,6 +168,7 @@ def _columns(row: TrainingRow, info: dict[str, float], terms: Terms, step: int) 
         "reward_score": row.reward,
         "token_rewards": sample.token_rewards(min(end, len(row.ids)))[start:],
         "num_turns": 2 * len(sample.turns),
+        "images": [image for image in sample.images if image.span is not None and image.span[1] <= end],
         "extra_fields": {
             "reward_extra_info": dict(info),
             "min_global_steps": min(known),

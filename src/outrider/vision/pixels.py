@@ -1,8 +1,9 @@
 """Decodes an image and divides it into the patches of a model of the Qwen-VL families.
 
 The module needs Pillow (the extra `images`). The results equal those of the image processor in
-`transformers` (a test compares them). Transparent pixels are shown on white, as vLLM shows them. Invariant: `pixels_of`
-returns patches whose grid follows from the size of the image by `ImageSettings.size_of`.
+`transformers` (a test compares them). Transparent pixels are shown on white, and an image is turned as its EXIF
+orientation says, as vLLM shows them. Invariant: `pixels_of` returns patches whose grid follows from the size of the
+turned image by `ImageSettings.size_of`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -49,7 +51,7 @@ class Pixels(msgspec.Struct, frozen=True):
 
 def decoded(data: bytes) -> Picture:
     """Decode an image (the first one of an animation) to RGB. Raises UnreadableImage."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -59,6 +61,8 @@ def decoded(data: bytes) -> Picture:
                 if width * height > MAX_PIXELS:
                     raise UnreadableImage(f"the image has {width}x{height} pixels, more than {MAX_PIXELS:,}")
                 image.load()
+                with suppress(Exception):  # damaged EXIF data turns nothing, as in vLLM
+                    ImageOps.exif_transpose(image, in_place=True)
                 if image.mode == "RGB" and "transparency" not in image.info:
                     return image.copy()
                 shown = image.convert("RGBA")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from outrider.concurrency.cancellation import shielded
+from outrider.concurrency.turns import Turns
 from outrider.environment import install_command
 from outrider.errors import ServiceError
 from outrider.messages import Image
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
 KEPT_BYTES = 512 << 20
 """Maximum bytes of results that are kept. An image beyond this number is decoded again for each call."""
 IMAGE_SECONDS = 60.0
-"""Seconds after which the process is restarted. The slowest image takes seconds."""
+"""Seconds after which the process is restarted. An image has at most 10 s of processor time (`worker.py`), so the
+machine is the cause of a longer time, and not the image."""
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGSYS)
 MAX_ANSWER = 1 << 30
 LENGTH = 8
+ITEM_HEAD = 512
+"""Maximum bytes of an item besides its pixel values."""
 BOOT = """
 import sys, types
 root, *paths = sys.argv[1:]
@@ -80,10 +84,10 @@ class ImagePreparer:
         self._kept: OrderedDict[str, PreparedImage] = OrderedDict()
         self._bytes = 0
         self._process: Process | None = None
-        self._turn = asyncio.Lock()
+        self._turns = Turns(1)
 
     async def close(self) -> None:
-        async with self._turn:
+        async with self._turns.take(""):
             await self._end()
 
     @property
@@ -95,12 +99,13 @@ class ImagePreparer:
         """Return the result for an image if it is kept."""
         return self._kept.get(digest)
 
-    async def prepare(self, image: Image) -> PreparedImage | UnreadImage:
-        """Return the image as the model reads it. Raises ServiceError if the process fails."""
+    async def prepare(self, image: Image, owner: str = "") -> PreparedImage | UnreadImage:
+        """Return the image as the model reads it. Owners (sessions) take turns. Raises ServiceError if the process
+        fails."""
         if (known := self._kept.get(image.digest)) is not None:
             self._kept.move_to_end(image.digest)
             return known
-        async with self._turn:
+        async with self._turns.take(owner):
             if (known := self._kept.get(image.digest)) is not None:
                 return known
             answer = await shielded(lambda: self._ask(image.data))
@@ -135,6 +140,8 @@ class ImagePreparer:
             raise ServiceError(f"an image was not decoded within {IMAGE_SECONDS:g} s") from error
         except (OSError, EOFError, msgspec.DecodeError) as error:
             status = await self._end()
+            if -status == signal.SIGPROF:
+                return _Answer(fault="the image takes too long to decode")
             if -status in CRASHES:  # the image is the cause, because the same process has decoded others
                 return _Answer(fault=f"the image makes its decoder crash ({signal.Signals(-status).name})")
             raise ServiceError(
@@ -170,6 +177,11 @@ class ImagePreparer:
         except TimeoutError:
             process.kill()
             return await process.wait()
+
+
+def item_size(settings: ImageSettings, grid: Grid) -> int:
+    """Return about how many bytes the `item` of an image has, from its grid."""
+    return settings.values_of(grid) * 4 // 3 + ITEM_HEAD
 
 
 def has_pillow() -> bool:

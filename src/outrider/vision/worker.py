@@ -2,6 +2,7 @@
 
 Image decoders are native code that reads an agent's bytes. So the process is confined like a check of an answer: it can
 read Python's files, and cannot write a file, open a socket, start a program or send a signal; its memory is limited.
+The kernel kills the process with SIGPROF if an image takes more than IMAGE_CPU_SECONDS of processor time.
 Each message has a length (8 bytes, little-endian), then MessagePack. Invariant: the process ends with its standard
 input, so also when the process that started it is killed.
 """
@@ -10,18 +11,22 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 from typing import BinaryIO
 
 import msgspec
 
-from outrider.evaluators.checks.confinement import calculation, confine_zygote
+from outrider.evaluators.checks.confinement import SETITIMER, calculation, confine_zygote
 from outrider.sandbox.runtimes.guest.isolation import seccomp
 from outrider.tokens.rendering.image_grids import Grid, ImageSettings
 from outrider.vision.pixels import UnreadableImage, pixels_of, vllm_item
 
 MAX_MEMORY = 3 << 30
 """Maximum address space in bytes. An image of MAX_PIXELS pixels takes half a gigabyte."""
+IMAGE_CPU_SECONDS = 10.0
+"""Maximum processor time of an image in seconds. A JPEG of 200 KB may have thousands of scans of all pixels, and take
+minutes; a photograph of MAX_PIXELS pixels takes about one second."""
 LENGTH = 8
 
 
@@ -52,7 +57,8 @@ def main() -> None:
         (resource.RLIMIT_FSIZE, 0),
     ):
         resource.setrlimit(limit, (value, value))
-    seccomp.install(calculation(os.uname().machine))
+    machine = os.uname().machine
+    seccomp.install(calculation(machine, SETITIMER[machine]))
     serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
@@ -60,7 +66,9 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     decoder = msgspec.msgpack.Decoder(ImageRequest)
     while len(length := requests.read(LENGTH)) == LENGTH:
         request = decoder.decode(requests.read(int.from_bytes(length, "little")))
+        signal.setitimer(signal.ITIMER_PROF, IMAGE_CPU_SECONDS)
         answer = msgspec.msgpack.encode(answer_to(request))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(len(answer).to_bytes(LENGTH, "little"))
         answers.write(answer)
         answers.flush()

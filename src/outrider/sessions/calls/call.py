@@ -12,6 +12,7 @@ from outrider.dialects.base import Completion, Opening
 from outrider.engines.base import ChatChunk, Chunk
 from outrider.messages import Delta
 from outrider.sessions.calls.limits import Intake, TokenShare
+from outrider.sessions.priority_semaphore import PrioritySemaphore
 from outrider.spec import Limits
 from outrider.tokens.rendering.renderer import Renderer
 from outrider.trajectory import Ids, Turn
@@ -26,10 +27,19 @@ Step = Opening | Delta | Completion
 T_contra = TypeVar("T_contra", bound=Chunk | ChatChunk, contravariant=True)
 
 
+IMAGE_ROOM = 4 << 30
+"""Maximum bytes of the pixel values in all calls under way on a node, as they are sent to engines."""
+
+
+def image_room() -> PrioritySemaphore:
+    """Make the queue for memory for pixel values. No session has more than half of the memory."""
+    return PrioritySemaphore(IMAGE_ROOM, share=0.5)
+
+
 class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
     """The parts shared by all conversations of a node with one model. `renderer`, `pool` and
-    `images` (None if the model reads no images) belong to the model. All
-    models share `intake`, the limit of memory for arriving requests, and `offload`, the thread for long work on
+    `images` (None if the model reads no images) belong to the model. All models share `intake`, the limit of memory for
+    arriving requests, `image_room`, the queue for memory for pixel values, and `offload`, the thread for long work on
     requests."""
 
     renderer: Renderer
@@ -38,6 +48,7 @@ class ModelBackend(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int | None = None
     intake: Intake = msgspec.field(default_factory=Intake)
     images: ImagePreparer | None = None
+    image_room: PrioritySemaphore = msgspec.field(default_factory=image_room)
     offload: OffloadThread = msgspec.field(default_factory=OffloadThread)
 
 

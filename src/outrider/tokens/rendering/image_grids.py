@@ -60,6 +60,10 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
             scaled_height = math.ceil(height * ratio / unit) * unit
         return scaled_width, scaled_height
 
+    def values_of(self, grid: Grid) -> int:
+        """Return the number of pixel values of an image, a byte each before they are normalised."""
+        return math.prod(grid) * 3 * self.frames * self.patch**2
+
     def tokens_of(self, grid: Grid) -> int:
         """Return the number of placeholder tokens of an image."""
         return math.prod(grid) // self.merge**2
