@@ -48,10 +48,8 @@ PROGRAMS = {
         own_prompt="You are OpenHands agent", tools=("terminal", "file_editor"), kept=("finish", "think")
     ),
     "copilot": Program(own_prompt="You are the GitHub Copilot CLI", tools=("bash", "view")),
-    "cline": Program(own_prompt="You are Cline"),
-    "mistral-vibe": Program(own_prompt="You help users get complex tasks done"),
 }
-SLOW = {"copilot", "cline", "mistral-vibe", "mini-swe-agent", "qwen-code", "opencode", "openhands", "openhands-sdk"}
+SLOW = {"mini-swe-agent", "qwen-code", "opencode", "openhands", "openhands-sdk", "copilot"}
 NAMES = [pytest.param(name, marks=pytest.mark.nightly if name in SLOW else ()) for name in PROGRAMS]
 
 
