@@ -37,16 +37,21 @@ def with_section(text: str, preset: Preset) -> str:
 
 
 def options_table() -> str:
-    """Return the table of programs and common options, as in docs/harnesses.md."""
-    presets = [preset for preset in map(load_preset, preset_names()) if preset.install]
-    head = f"| Program | {' | '.join(map(_code, COMMON))} |\n|---|{'---|' * len(COMMON)}"
-    rows = [f"| {preset.name} | {' | '.join(_has(preset, name) for name in COMMON)} |" for preset in presets]
-    return "\n".join((head, *rows)) + "\n"
+    """Return the table of programs, with what each takes, as in docs/harnesses.md."""
+    columns = ("Program", "Version", "MCP servers", "Skills", *map(_code, COMMON))
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for preset in map(load_preset, preset_names()):
+        if preset.install is None:
+            continue
+        servers = ", ".join(preset.mcp.entries) if preset.mcp else "no"
+        takes = (preset.name, preset.install.version, servers, "yes" if preset.skills else "no")
+        lines.append(f"| {' | '.join((*takes, *(_has(preset, name) for name in COMMON)))} |")
+    return "\n".join(lines) + "\n"
 
 
 def with_options_table(text: str) -> str:
     """Return the text of docs/harnesses.md with the table of programs and common options."""
-    before, _, rest = text.partition("| Program | `effort` |")
+    before, _, rest = text.partition("| Program | Version |")
     after = rest.partition("\n\n")[2]
     return f"{before}{options_table()}\n{after}"
 
