@@ -56,6 +56,7 @@ async def test_a_session_goes_on_in_the_next_service(tmp_path: Path) -> None:
         async with on_engine(tmp_path, url) as world:
             again = await world.owner.open(group_id=opened["session"]["group_id"])
             assert (again["key"], again["session"]["attempt"]) == (opened["key"], 2)
+            await world.owner.open(group_id=other["session"]["group_id"])  # waits until the session runs again
             for conversation, key in ((agent, opened["key"]), (limited, other["key"])):
                 conversation.base_url = f"{world.owner.url}/s/{key}"
                 conversation._http = world.http
