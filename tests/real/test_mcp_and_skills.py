@@ -119,7 +119,7 @@ async def timeline_of(world: World, session: str) -> TimelineView:
             await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", sorted(READ_SKILL.keys() & set(PROGRAMS)))
 async def test_a_program_calls_real_servers_and_reads_a_skill(
     name: str, servers: tuple[Path, Path], policy_folder: Path, tmp_path: Path
 ) -> None:
@@ -155,7 +155,15 @@ async def test_a_program_calls_real_servers_and_reads_a_skill(
     assert all(turn.join != "fork" for turn in main)
 
 
-@pytest.mark.parametrize("name", [name for name in preset_names() if load_preset(name).skills])
+SLOW = {"cline", "mistral-vibe", "openclaw"}
+CERTIFIED = [
+    pytest.param(name, marks=pytest.mark.nightly if name in SLOW else ())
+    for name in preset_names()
+    if load_preset(name).skills
+]
+
+
+@pytest.mark.parametrize("name", CERTIFIED)
 async def test_a_program_is_certified_with_a_server_and_a_skill(name: str) -> None:
     rows = await certified(name, ("mcp", "skill"))
     assert_exact(rows["skill"])

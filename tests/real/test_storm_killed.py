@@ -82,8 +82,9 @@ class Nodes:
         said = re.search(r"ready at (\S+)", (await process.stdout.readline()).decode())
         if self.kills == kills:
             assert said, self.log.read_text()[-4000:]
-            # Without patience: the next node has another address, and a call would be repeated here for minutes.
-            self._client = await self._held.enter_async_context(AsyncClient(said[1], patience=0))
+            # The next node has another address, and by default a call would be repeated here for minutes. Without any
+            # patience, a call fails on a kept connection that the node has just closed.
+            self._client = await self._held.enter_async_context(AsyncClient(said[1], patience=5))
             self._up.set()
 
     async def kill(self) -> None:
@@ -144,7 +145,7 @@ class Storm:
             if number % WAVE == 0:
                 await self._progress.until(number - WAVE)
             spec = group.model_copy(update={"idempotency_key": f"{MARK}-{number}"})
-            view = await self._nodes.ask(lambda client, spec=spec: client.submit(spec, patience=0))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+            view = await self._nodes.ask(lambda client, spec=spec: client.submit(spec, patience=5))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
             self.accepted.append(view.id)
             if number >= len(FATES) and self._rng.random() < CANCELLED:
                 tasks.create_task(self._cancel(view.id, self._rng.uniform(0, 10)))

@@ -55,6 +55,8 @@ def tools_image() -> FakeImage:
     prefix = Path(sys.prefix).resolve()
     env = {"PATH": f"{prefix}/bin:/usr/bin:/bin", "PYTHONPATH": str(source), "OUTRIDER_HOME": str(cache_home())}
     folders = {source, prefix, Path(sys.base_prefix), cache_home(), Path(tempfile.gettempdir())}
+    if shared := os.environ.get(engines.CACHE):  # where the tests of tools have IPython
+        folders.add(Path(shared))
     folders |= {path for path in map(Path, ("/usr", "/lib", "/lib64")) if path.exists()}
     return FakeImage(python_image().root, env, tuple(sorted(folders)))
 
