@@ -29,7 +29,7 @@ class Read(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What the pages read of an event."""
+    """The fields of an event that the pages read."""
 
     kind: str
     group_id: str

@@ -214,9 +214,11 @@ class NetworkConfig(Section):
     """Further destinations for [tasks of one tenant](network.md#what-the-operator-allows)."""
     internal: tuple[PlaceText, ...] = ()
     """Servers, each as `HOST:PORT`, that may have a [private address](network.md#addresses)."""
-    pip_index: Annotated[str | None, Setting(default="`https://pypi.org/simple/`")] = None
+    pip_index: str | None = None
     """URL of the index of Python packages behind [`mirror:pip`](network.md#mirrors)."""
-    npm_registry: Annotated[str | None, Setting(default="`https://registry.npmjs.org/`")] = None
+    pip_files: str | None = None
+    """URL of the server of the packages, if the pages of `pip_index` lead to another server."""
+    npm_registry: str | None = None
     """URL of the registry behind `mirror:npm`."""
     apt_cache: Annotated[str | None, Setting(default="the servers of Debian and Ubuntu")] = None
     """URL of a caching HTTP proxy for packages of Debian and Ubuntu behind `mirror:apt`, such as
@@ -228,7 +230,7 @@ class NetworkConfig(Section):
     requests: Annotated[int, Field(ge=1)] = 10_000
     """Requests that one sandbox may make; a tunnel (HTTPS) is one."""
 
-    @field_validator("pip_index", "npm_registry", "apt_cache")
+    @field_validator("pip_index", "pip_files", "npm_registry", "apt_cache")
     @classmethod
     def _plain_addresses(cls, value: str | None) -> str | None:
         return plain_http(value)

@@ -113,10 +113,13 @@ async def test_a_mirror_has_a_name_of_its_own(tmp_path: Path) -> None:
             )
 
     async with a_server(answer=index) as server:
-        settings: dict[str, Any] = {"pip_index": f"http://index.test:{server.port}/simple/"}
+        settings: dict[str, Any] = {
+            "pip_index": f"http://index.test:{server.port}/simple/",
+            "pip_files": "https://files.test/",
+        }
         async with a_door(tmp_path, "mirror:pip", names={"index.test": [["127.0.0.1"]]}, **settings) as (door, _):
             got = await said(tmp_path, get("http://pip.mirror.internal/simple/x/", "Accept-Encoding: gzip"))
-            body = '<a href="https://files.test/x.whl">x</a> <a href="http://pip.mirror.internal/y.whl">y</a>'
+            body = '<a href="http://files.pip.mirror.internal/x.whl">x</a> <a href="http://pip.mirror.internal/y.whl">y</a>'
             assert got.partition("\r\n\r\n")[2] == body
             assert f"Content-Length: {len(body)}" in got
             assert b"gzip" not in server.heard[0]

@@ -295,15 +295,18 @@ def refused_field(service: Service, spec: GroupSpec, caller: Principal) -> str |
 
 async def test_a_task_that_asks_for_more_is_refused_when_submitted(tmp_path: Path) -> None:
     tenants = [{"tenant": "alice", "allow": ["*.alice.org:443"]}]
-    async with running_node(tmp_path=tmp_path, network={"allow": ["pypi.org"], "tenants": tenants}) as (opened, url):
+    async with running_node(tmp_path=tmp_path, network={"allow": ["docs.example"], "tenants": tenants}) as (
+        opened,
+        url,
+    ):
         service = opened.service
         alice, bob = (Principal(name, "submit", name) for name in ("alice", "bob"))
         admin = Principal("root", "admin", "operator")
         field = "task.runtime.network"
         for caller in (alice, bob, admin):
-            assert refused_field(service, asking("pypi.org:443", "PyPI.org:80"), caller) is None
-            assert refused_field(service, asking("pypi.org:22"), caller) == f"{field}.allow.0"
-            assert refused_field(service, asking("pypi.org", "*.pypi.org"), caller) == f"{field}.allow.1"
+            assert refused_field(service, asking("docs.example:443", "Docs.Example:80"), caller) is None
+            assert refused_field(service, asking("docs.example:22"), caller) == f"{field}.allow.0"
+            assert refused_field(service, asking("docs.example", "*.docs.example"), caller) == f"{field}.allow.1"
             assert refused_field(service, asking(agent=["*"]), caller) == f"{field}.agent.0"
             assert refused_field(service, asking(verifier=["mirror:pip"]), caller) == f"{field}.verifier.0"
         # A second tenant has none of what the first is allowed; an admin may use every list.
@@ -312,15 +315,27 @@ async def test_a_task_that_asks_for_more_is_refused_when_submitted(tmp_path: Pat
             assert refused_field(service, asking(wanted), bob) == f"{field}.allow.0"
             assert refused_field(service, asking(wanted), admin) is None
         async with AsyncClient(url) as client:
-            with pytest.raises(InvalidField, match=r"'evil.org' is not allowed.* only pypi.org") as refused:
+            with pytest.raises(InvalidField, match=r"'evil.org' is not allowed.* only docs.example") as refused:
                 await client.submit(asking("evil.org"))
         assert "network.allow" in str(refused.value.hint)
 
 
+@pytest.mark.parametrize(("mirror", "setting"), [("mirror:pip", "pip_index"), ("mirror:npm", "npm_registry")])
+async def test_a_mirror_without_an_index_is_refused_when_submitted(tmp_path: Path, mirror: str, setting: str) -> None:
+    async with running_node(tmp_path=tmp_path, network={"allow": [mirror]}) as (_, url), AsyncClient(url) as client:
+        with pytest.raises(InvalidField, match="has no package index here") as refused:
+            await client.submit(asking(verifier=[mirror]))
+    assert refused.value.field == "task.runtime.network.verifier.0"
+    assert f"network.{setting}" in str(refused.value.hint)
+
+
 async def test_kinds_that_cannot_filter_are_refused_by_name(tmp_path: Path) -> None:
-    async with running_node(tmp_path=tmp_path, network={"allow": ["pypi.org"]}) as (_, url), AsyncClient(url) as client:
+    async with (
+        running_node(tmp_path=tmp_path, network={"allow": ["docs.example"]}) as (_, url),
+        AsyncClient(url) as client,
+    ):
         for kind in ("process", "process-landlock", "memory"):
-            spec = asking("pypi.org").task
+            spec = asking("docs.example").task
             spec = spec.model_copy(update={"runtime": spec.runtime.model_copy(update={"kind": kind})})
             with pytest.raises(InvalidField, match="cannot have a network of their own") as refused:
                 await client.submit(GroupSpec(task=spec))
@@ -376,9 +391,9 @@ async def test_a_harbor_folder_with_a_public_network_is_graded_through_a_mirror(
 
 async def test_a_network_that_was_taken_away_ends_the_session_in_an_error(tmp_path: Path) -> None:
     """A node checks the task again: the settings may have changed since the group was submitted."""
-    async with running_node(tmp_path=tmp_path, network={"allow": ["pypi.org"]}) as (opened, _):
+    async with running_node(tmp_path=tmp_path, network={"allow": ["docs.example"]}) as (opened, _):
         sandboxes = opened.own_node._services.sandboxes
         sandboxes._network = NetworkRules(Config())
         with pytest.raises(InvalidField, match="is allowed to no task any more") as refused:
-            await sandboxes.make(asking("pypi.org").task.runtime, "session", 1)
+            await sandboxes.make(asking("docs.example").task.runtime, "session", 1)
         assert refused.value.field == "task.runtime.network.allow.0"

@@ -33,7 +33,7 @@ class Record(msgspec.Struct, frozen=True):
     session: SessionView
     turns: tuple[TurnView, ...]
     network: tuple[SpanView, ...] = ()
-    """Of the session's timeline: the servers that its sandboxes asked for."""
+    """The spans of the kind `network` in the session's timeline."""
 
 
 class SessionFile(msgspec.Struct, frozen=True):

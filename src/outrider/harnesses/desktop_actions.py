@@ -1,4 +1,4 @@
-"""What an agent can do on a desktop: look, and use mouse and keyboard.
+"""The actions of an agent on a desktop: a look at the screen, and the use of mouse and keyboard.
 
 The docstring of an action in `ACTIONS` is its description for a model. Actions with pixels name them in `pixels`.
 """

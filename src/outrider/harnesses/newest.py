@@ -73,7 +73,7 @@ def write_pin(preset: Preset, version: str) -> None:
 def _of_npm(package: str, recipe: Install, folder: Path, say: Progress) -> str:
     assert recipe.node is not None
     npm = npm_command(install_node(recipe.node, say))
-    # npm retries for minutes by itself.
+    # By default npm repeats a failed request for minutes.
     output = run([*npm, "view", "--json", "--fetch-retries=0", package, "version"], cwd=folder, seconds=ASK_SECONDS)
     try:
         return str(json.loads(output))

@@ -20,10 +20,8 @@ from outrider.spec import RUNTIME, NetworkSpec
 
 READS = frozenset({"GET", "HEAD"})
 """The methods for mirrors: packages are fetched, and not published."""
-PUBLIC_INDEXES = {"pip": "https://pypi.org/simple/", "npm": "https://registry.npmjs.org/"}
-"""The package indexes of mirrors for which the settings name none."""
-FILES_OF_INDEXES = {"https://pypi.org": ("https://files.pythonhosted.org",)}
-"""Further servers to which the pages of an index lead, by the index's server."""
+INDEX_SETTINGS = {"pip": "pip_index", "npm": "npm_registry"}
+"""The settings of [network] with the package indexes of mirrors. `mirror:apt` needs no setting."""
 APT_HOSTS = frozenset(
     {
         *("deb.debian.org", "security.debian.org", "snapshot.debian.org", "ftp.debian.org", "archive.debian.org"),
@@ -109,6 +107,14 @@ class NetworkRules:
                     field=f"{field}.network.{name}.{refused[0]}",
                     hint=HINT,
                 )
+            for index, text in enumerate(asked):
+                setting = INDEX_SETTINGS.get(Destination.read(text).mirror or "")
+                if setting is not None and getattr(self.settings, setting) is None:
+                    raise InvalidField(
+                        f"{text!r} has no package index here",
+                        field=f"{field}.network.{name}.{index}",
+                        hint=f"the operator names one with the setting network.{setting}",
+                    )
 
     def allowed(self, spec: NetworkSpec) -> dict[Phase, Allowed]:
         """Return the destinations of each phase. Raises InvalidField for a destination that is allowed to no tenant:
@@ -123,16 +129,14 @@ class NetworkRules:
         return Allowed(tuple(one for one in found if not one.mirror), mirrors, "apt" in names, self.settings)
 
     def mirror(self, name: str) -> Mirror:
-        """Return the mirror `pip` or `npm`."""
-        named = {"pip": self.settings.pip_index, "npm": self.settings.npm_registry}[name]
-        url = urlsplit(named or PUBLIC_INDEXES[name])
+        """Return the mirror `pip` or `npm`, whose package index the settings name."""
+        url = urlsplit(getattr(self.settings, INDEX_SETTINGS[name]))
         inside = INSIDE.format(name)
-        servers, replaced = {inside: server_of(url.geturl(), self.settings, internal=named is not None)}, []
-        origin = f"{url.scheme}://{url.netloc}"
-        for number, other in enumerate((origin, *FILES_OF_INDEXES.get(origin, ()))):
-            alias = inside if number == 0 else f"files.{inside}"
-            servers.setdefault(alias, server_of(other, self.settings))
-            replaced.append((other, f"http://{alias}"))
+        urls = {inside: url}
+        if name == "pip" and self.settings.pip_files is not None:
+            urls[f"files.{inside}"] = urlsplit(self.settings.pip_files)
+        servers = {alias: server_of(one.geturl(), self.settings, internal=True) for alias, one in urls.items()}
+        replaced = [(f"{one.scheme}://{one.netloc}", f"http://{alias}") for alias, one in urls.items()]
         at = f"http://{inside}{url.path or '/'}"
         hosts = " ".join(servers)
         variables = {

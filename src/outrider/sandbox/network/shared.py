@@ -1,4 +1,4 @@
-"""What the networks of a node's sandboxes share: the threads that resolve names, and the pace of bytes.
+"""Resources for the networks of all sandboxes of a node: the threads that resolve names, and the pace of bytes.
 
 Invariants: a slow look-up holds up nothing else of the node; the proxies take a bounded share of the event loop's time,
 however much the sandboxes load.

@@ -44,7 +44,8 @@ class E2BError(Exception):
 
 @dataclass(frozen=True)
 class E2BSettings:
-    """Where the API is. `sandbox_url` is the address of all sandboxes, "" if each has a name below `domain`."""
+    """The addresses of an E2B service, and its key. `sandbox_url` is the address of all sandboxes, "" if each has a
+    name below `domain`."""
 
     key: str = field(repr=False)
     url: str
