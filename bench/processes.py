@@ -159,9 +159,16 @@ async def floors(url: str) -> AsyncIterator[Floors]:
 
 @asynccontextmanager
 async def a_round_trip() -> AsyncIterator[RoundTrip]:
-    """Yield round trips to a server that replies to every request with a few bytes and runs no code of Outrider."""
-    async with _process(1, "echo") as echo, round_trips(echo.urls[0]) as trips:
+    """Yield round trips to the server of `echo`."""
+    async with echo() as server, round_trips(server.urls[0]) as trips:
         yield trips
+
+
+@asynccontextmanager
+async def echo() -> AsyncIterator[Process]:
+    """Run a server that replies to every request with a few bytes and runs no code of Outrider."""
+    async with _process(1, "echo") as process:
+        yield process
 
 
 @asynccontextmanager

@@ -4,7 +4,8 @@ A session is a sandbox, the built-in tool agent with two model calls and one bas
 evaluator, and the storage of its records. Up to 64 sessions run at once, as with the default lanes. The model costs
 nothing, so only the rest of a session is measured. `cpu_ms_each` is the processor time of the service and all its
 descendants (the zygote, its forks and their programs; see processor_time.py), so cores * 1000 / cpu_ms_each is the
-maximum number of sessions per second on this machine.
+maximum number of sessions per second on this machine. `traces_cpu_ms_each` is the processor time of a session's trace,
+which is made and sent to a collector after the session's end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 import orjson
 
 from bench.corpus import Corpus
-from bench.processes import a_round_trip
+from bench.processes import a_round_trip, echo
 from bench.processor_time import cpu_seconds
 from outrider.api.server import serving
 from outrider.config import Config, ModelConfig, PluginsConfig
@@ -31,6 +32,7 @@ from outrider.plugins import resolve
 from outrider.sandbox.runtimes.base import RuntimeKind
 from outrider.service.assembly import open_service
 from outrider.service.service import Service
+from outrider.service.trace_export import SETTLED_SECONDS, TraceExport
 from outrider.spec import EngineSpec, GroupSpec
 from outrider.trajectory import SessionResult, StageSeconds
 
@@ -62,20 +64,20 @@ async def measure(plan: Plan) -> dict[str, Any]:
     """Measure the rate and the stages of each runtime; for a runtime that cannot run on this machine, return the
     reason."""
     found: dict[str, Any] = {}
-    async with a_round_trip() as round_trip:
+    async with a_round_trip() as round_trip, echo() as collector:
         await round_trip.take(ROUND_TRIPS)
         for kind, sessions in plan.sessions.items():
-            found[kind] = await _of(kind, sessions, plan.command)
+            found[kind] = await _of(kind, sessions, plan.command, collector.urls[0])
             await round_trip.take(ROUND_TRIPS)
         return {"runtimes": found, "round_trip_ms": round_trip.median_ms()}
 
 
-async def _of(kind: str, sessions: int, command: str) -> dict[str, Any]:
+async def _of(kind: str, sessions: int, command: str, collector: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
         corpus = await asyncio.to_thread(Corpus.make, Path(folder))
         runtime: RuntimeKind = resolve("runtime", kind)
         can = runtime.available()
-        return await _rate(corpus, kind, sessions, command) if can.ok else {"unavailable": can.detail}
+        return await _rate(corpus, kind, sessions, command, collector) if can.ok else {"unavailable": can.detail}
 
 
 def grade(outcome: Outcome) -> float:
@@ -83,7 +85,7 @@ def grade(outcome: Outcome) -> float:
     return float(any(message.role is Role.TOOL and SAID in message.content for message in outcome.transcript))
 
 
-async def _rate(corpus: Corpus, kind: str, sessions: int, command: str) -> dict[str, Any]:
+async def _rate(corpus: Corpus, kind: str, sessions: int, command: str, collector: str) -> dict[str, Any]:
     call = orjson.dumps({"name": "bash", "arguments": {"command": command}}).decode()
     replies = [f"<tool_call>\n{call}\n</tool_call><|im_end|>", ANSWER]
     with tempfile.TemporaryDirectory(prefix="outrider-bench-") as data:
@@ -96,17 +98,28 @@ async def _rate(corpus: Corpus, kind: str, sessions: int, command: str) -> dict[
         )
         async with open_service(config) as (service, node), serving(service, node):
             await _finished(service, kind, WARM_SESSIONS, after=0)
+            traces = TraceExport(service.store, service.reader, collector, model="policy", failures=service.failures)
+            await traces.send()
             begun, used = time.perf_counter(), cpu_seconds()
             results = await _finished(service, kind, sessions, after=1)
-            seconds = time.perf_counter() - begun
+            seconds, spent = time.perf_counter() - begun, cpu_seconds() - used
             return {
                 "sessions": sessions,
                 "concurrency": config.lanes.run,
                 "per_second": sessions / seconds,
-                "cpu_ms_each": 1000 * (cpu_seconds() - used) / sessions,
+                "cpu_ms_each": 1000 * spent / sessions,
+                "traces_cpu_ms_each": 1000 * await _cpu_of_sending(traces) / sessions,
                 "cores": len(os.sched_getaffinity(0)),
                 "stage_ms": _stages(results),
             }
+
+
+async def _cpu_of_sending(traces: TraceExport) -> float:
+    """Send the traces of all sessions that have ended. Returns the processor seconds."""
+    await asyncio.sleep(SETTLED_SECONDS)
+    used = cpu_seconds()
+    await traces.send()
+    return cpu_seconds() - used
 
 
 async def _finished(service: Service, kind: str, sessions: int, *, after: int) -> list[SessionResult]:

@@ -208,8 +208,8 @@ def _sessions(found: Any) -> list[Sheet]:
         (
             kind,
             number(figures["per_second"]),
-            # Older results lack this figure, because the processor time of all processes was not measured.
-            number(figures["cpu_ms_each"]) if "cpu_ms_each" in figures else "-",
+            # Older results lack these figures.
+            *(number(figures[name]) if name in figures else "-" for name in ("cpu_ms_each", "traces_cpu_ms_each")),
             *(number(value) for value in figures["stage_ms"].values()),
         )
         for kind, figures in able.items()
@@ -218,7 +218,7 @@ def _sessions(found: Any) -> list[Sheet]:
     return [
         Sheet(
             title="Sessions: whole sessions per second, 64 at once",
-            columns=("runtime", "per s", "CPU ms", *stages),
+            columns=("runtime", "per s", "CPU ms", "of its trace", *stages),
             rows=rows,
             note="Two model calls, one bash call and an evaluation each. CPU is per session; stages are medians in ms."
             + "".join(f" {reason}." for reason in unable),

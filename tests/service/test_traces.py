@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from outrider.client.client import AsyncClient
 from outrider.errors import InvalidField
 from outrider.lifecycle import SessionState
 from outrider.schemas import AttemptView, SessionView, SpanView, TimelineView
+from outrider.service.trace_export import SETTLED_SECONDS
 from outrider.service.trace_spans import session_trace
 from support.service import call, running_service, say
 from support.trace_collector import attribute, collecting, connected, until
@@ -97,13 +99,30 @@ async def test_a_collector_that_is_down_gets_the_traces_later_also_from_the_next
 async def test_a_trace_that_the_collector_refuses_for_good_is_left_out(tmp_path: Path) -> None:
     with collecting() as (collector, url):
         collector.refused = "invoke_agent tools"
+        collector.status = 503
         running = running_service(tmp_path=tmp_path, replies=[say("x")], traces_to=url)
         async with running as (_, address), AsyncClient(address) as client:
-            await client.wait([(await client.submit({"task": TASK})).id])
             other = TASK | {"harness": {"command": ["sh", "-c", "curl -s $OPENAI_BASE_URL/models; exit 0"]}}
-            await client.wait([(await client.submit({"task": other})).id])
+            groups = [await client.submit({"task": task}) for task in (TASK, other, TASK)]
+            await client.wait([group.id for group in groups])
+            await asyncio.sleep(SETTLED_SECONDS)
+            collector.status = 200
             spans = await collector.trace()
     assert connected(spans).name == "invoke_agent command"
+
+
+@pytest.mark.deep
+async def test_a_message_holds_several_traces(tmp_path: Path) -> None:
+    with collecting() as (collector, url):
+        collector.status = 503
+        running = running_service(tmp_path=tmp_path, replies=[say("x")], traces_to=url)
+        async with running as (_, address), AsyncClient(address) as client:
+            await client.wait([(await client.submit({"task": TASK, "n": 4})).id])
+            await asyncio.sleep(SETTLED_SECONDS)
+            collector.status = 200
+            spans = await collector.trace()
+    assert len(collector.requests) == 1
+    assert len({span.trace_id for span in spans}) == 4
 
 
 async def test_without_the_exporter_the_error_names_what_to_install(

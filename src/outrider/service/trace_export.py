@@ -1,8 +1,9 @@
 """Sends a trace of each session that has ended to an OpenTelemetry collector, by OTLP over HTTP.
 
 The traces are made from the store, after the end of a session, so a rollout waits for nothing. The position in the
-events is stored: the next service continues there. Invariants: a trace is sent until the collector has accepted it,
-or has refused it for good; a collector that cannot be reached holds up nothing else.
+events is stored: the next service continues there. One message holds the traces of several sessions. Invariants: a
+trace is sent until the collector has accepted it, or has refused it for good; a collector that cannot be reached holds
+up nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.concurrency.chores import Chores, Failures
@@ -25,6 +26,8 @@ from outrider.store.store import Store
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 log = logging.getLogger("outrider.traces")
 
@@ -34,6 +37,8 @@ SETTLED_SECONDS = 3.0
 """Seconds between the end of a session and its trace. Nodes store the last entries of a timeline meanwhile."""
 LOOK_SECONDS = 1.0
 EVENTS_AT_ONCE = 200
+SPANS_AT_ONCE = 512
+"""A message with this many spans, or more, is sent. Most of the cost of a message does not depend on its size."""
 SEND_SECONDS = 10.0
 
 
@@ -60,12 +65,13 @@ class TraceExport:
         """Send traces until cancelled."""
         try:
             async with Chores(self._failures) as chores:
-                await chores.begin(NAME, self._turn, every=LOOK_SECONDS)
+                await chores.begin(NAME, self.send, every=LOOK_SECONDS)
         finally:
             await asyncio.to_thread(self._exporter.shutdown)
 
-    async def _turn(self) -> None:
-        """Send the traces of the sessions that have ended since the last turn."""
+    async def send(self) -> None:
+        """Send the traces of the sessions that have ended since the last call, or, at the first call of all, no
+        traces."""
         if self._cursor is None:
             kept = await self._store.position(NAME)
             self._cursor = await self._store.last_event() if kept is None else kept
@@ -73,22 +79,30 @@ class TraceExport:
                 await self._store.keep_position(NAME, self._cursor)
         while events := await self._store.events(after=self._cursor, limit=EVENTS_AT_ONCE):
             settled = [event for event in events if event.at <= time.time() - SETTLED_SECONDS]
-            for event in settled:
-                if event.kind == EventKind.SESSION_DONE:
-                    await self._send(event)
-                self._cursor = event.cursor
-            if settled:
-                await self._store.keep_position(NAME, self._cursor)
+            await self._send_of(settled)
             if len(settled) < len(events):
                 return
 
-    async def _send(self, event: EventView) -> None:
+    async def _send_of(self, events: Sequence[EventView]) -> None:
+        """Send the traces of the sessions that ended with these events. The position is stored after each message."""
+        traces: list[list[TraceSpan]] = []
+        for event in events:
+            if event.kind == EventKind.SESSION_DONE:
+                traces += await self._traces(event)
+            if event is events[-1] or sum(map(len, traces)) >= SPANS_AT_ONCE:
+                if traces:
+                    await asyncio.to_thread(self._export, traces)
+                traces = []
+                self._cursor = event.cursor
+                await self._store.keep_position(NAME, self._cursor)
+
+    async def _traces(self, event: EventView) -> list[list[TraceSpan]]:
+        """Return the trace of the session that ended with the event, or nothing if its group was removed meanwhile."""
         assert event.session_id is not None
         try:
-            spans = await self._spans(event.group_id, event.session_id)
-        except NotFound:  # the group was removed meanwhile
-            return
-        await asyncio.to_thread(self._export, spans)
+            return [await self._spans(event.group_id, event.session_id)]
+        except NotFound:
+            return []
 
     async def _spans(self, group_id: str, session_id: str) -> list[TraceSpan]:
         session, group = await self._reader.session(session_id), await self._store.group(group_id)
@@ -107,31 +121,34 @@ class TraceExport:
         )
         return await self._reader.offload(make)
 
-    def _export(self, spans: Sequence[TraceSpan]) -> None:
-        """Send spans. Raises ServiceError if the collector accepts no spans now."""
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
-        if self._exporter.export(sdk_spans(spans)) is SpanExportResult.SUCCESS:
+    def _export(self, traces: Sequence[Sequence[TraceSpan]]) -> None:
+        """Send traces. Raises ServiceError if the collector accepts no spans now."""
+        if self._accepts([span for trace in traces for span in trace]):
             return
         # A collector that accepts an empty message has refused these spans for good, and would refuse them again.
-        if self._exporter.export([]) is SpanExportResult.SUCCESS:
-            log.warning("the collector refuses trace %s, which is left out", spans[0].trace_id)
-        else:
+        if not self._accepts([]):
             raise ServiceError(
                 "the collector of traces does not accept them",
                 hint="is the setting traces_to the address of OTLP over HTTP, such as http://collector:4318/v1/traces?",
             )
+        if len(traces) == 1:
+            log.warning("the collector refuses trace %s, which is left out", traces[0][0].trace_id)
+            return
+        for trace in traces:
+            self._export([trace])
+
+    def _accepts(self, spans: Sequence[TraceSpan]) -> bool:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        return self._exporter.export(sdk_spans(spans)) is SpanExportResult.SUCCESS
 
 
 def sdk_spans(spans: Sequence[TraceSpan]) -> list[Any]:
     """Return the spans as those of OpenTelemetry's SDK."""
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-    resource = Resource.create({"service.name": "outrider"}, schema_url=SCHEMA)
-    scope = InstrumentationScope("outrider", schema_url=SCHEMA)
+    resource, scope = _origin()
 
     def context(trace_id: str, span_id: str) -> SpanContext:
         flags = TraceFlags(TraceFlags.SAMPLED)
@@ -158,3 +175,13 @@ def sdk_spans(spans: Sequence[TraceSpan]) -> list[Any]:
             )
         )
     return made
+
+
+@cache
+def _origin() -> tuple[Resource, InstrumentationScope]:
+    """Return the program that makes the spans, in OpenTelemetry's terms."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    resource = Resource.create({"service.name": "outrider"}, schema_url=SCHEMA)
+    return resource, InstrumentationScope("outrider", schema_url=SCHEMA)
