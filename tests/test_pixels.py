@@ -58,6 +58,7 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+@pytest.mark.deep  # transformers takes seconds to import
 @pytest.mark.parametrize("size", SIZES)
 def test_grids_and_pixels_are_those_of_the_models_own_processor(size: tuple[int, int]) -> None:
     pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")

@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,13 +119,21 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("process", STARTS)
+FAST = {"a node", "the help", "a trainer's client", "status", "run"}
+"""Processes whose tests run with the fast ones: each starts a Python."""
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.deep) for name in names]
+
+
+@pytest.mark.parametrize("process", each(STARTS))
 def test_a_start_imports_nothing_that_the_process_does_not_need(process: str) -> None:
     code, unneeded = STARTS[process]
     assert not unneeded & modules_after(code)
 
 
-@pytest.mark.parametrize("command", CLIENT_COMMANDS)
+@pytest.mark.parametrize("command", each(CLIENT_COMMANDS))
 def test_a_command_that_calls_a_service_imports_little(command: str) -> None:
     words = (*CLIENT_COMMANDS[command], "--url", "http://127.0.0.1:9")
     imported = modules_after(running(*words))

@@ -76,12 +76,7 @@ def test_a_name_that_is_not_there_would_be_seen() -> None:
 
 def test_each_word_has_one_class() -> None:
     [words] = page("docs/architecture.md").tables("Word")
-    kinds = [
-        node.name
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ClassDef)
-    ]
+    kinds = [kind for file in PACKAGE.rglob("*.py") for kind in re.findall(r"^ *class (\w+)", file.read_text(), re.M)]
     named = {row[0]: row[2].strip("`") for row in words.rows}
     assert {kind: kinds.count(kind) for kind in named.values()} == dict.fromkeys(named.values(), 1)
     for word, kind in named.items():

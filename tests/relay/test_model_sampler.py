@@ -24,7 +24,10 @@ from support.later import torch, transformers
 from support.relay import AT_ONCE, relay_served
 from support.tokenizer import write_tokenizer
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = [
+    pytest.mark.deep,  # torch and transformers take seconds to import
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+]
 
 VOCAB = 400
 CONTEXT = 256
@@ -85,7 +88,6 @@ async def together(sampler: ModelSampler, asked: Sequence[GenerateRequest]) -> l
     return [task.result() for task in tasks]
 
 
-@pytest.mark.deep
 async def test_log_probabilities_are_the_models_own(model: Any, sampler: ModelSampler) -> None:
     """Twenty prompts of all lengths at once, in eight rows: some wait, some join and leave in between."""
     prompts = [list(range(3, 4 + (n * 13) % 50)) for n in range(20)]
@@ -97,7 +99,6 @@ async def test_log_probabilities_are_the_models_own(model: Any, sampler: ModelSa
     assert model.training, "the trainer's mode is left as it was"
 
 
-@pytest.mark.deep
 async def test_company_changes_nothing(sampler: ModelSampler) -> None:
     asked = [request([9] * (1 + 5 * n), seed=n, temperature=0.8, top_p=0.9) for n in range(6)]
     alone = [await collect(sampler.engine.generate(each)) for each in asked]
@@ -106,7 +107,6 @@ async def test_company_changes_nothing(sampler: ModelSampler) -> None:
         assert single.logprobs == pytest.approx(shared.logprobs, abs=TOLERANCE)
 
 
-@pytest.mark.deep
 async def test_a_generation_goes_on_under_new_weights(model: Any, sampler: ModelSampler) -> None:
     """Each token's log-probability is that of the weights of its version, over all tokens before it."""
     prompts = [[3] * n for n in (1, 9, 30)]
@@ -138,7 +138,6 @@ async def test_a_generation_goes_on_under_new_weights(model: Any, sampler: Model
         assert max(abs(a - b) for a, b in zip(by_old, by_new, strict=True)) > 0.01, "the weights did change"
 
 
-@pytest.mark.deep
 async def test_trainer_and_sampler_take_turns(model: Any, sampler: ModelSampler) -> None:
     """The trainer comes in between two steps although the sampler always has work, and no step runs meanwhile."""
     stream = sampler.engine.generate(request(max_tokens=200))
@@ -207,7 +206,6 @@ async def test_a_model_that_fails_is_unavailable(model: Any) -> None:
             await collect(sampler.engine.generate(request()))
 
 
-@pytest.mark.deep
 async def test_it_serves_through_the_relay_while_a_trainer_updates(model: Any, sampler: ModelSampler) -> None:
     relay = RelayEngine(EngineOptions(name="trainer"))
     stop = threading.Event()

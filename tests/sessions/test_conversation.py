@@ -165,6 +165,7 @@ async def test_an_engines_failure_outranks_a_prompt_that_was_too_long(tmp_path: 
         assert isinstance(world.conversation.failure, EngineUnavailable)
 
 
+@pytest.mark.deep  # each of nine calls is tried again
 async def test_failures_that_nothing_makes_up_for_are_not_heaped_up(tmp_path: Path) -> None:
     async with a_world(tmp_path, [BREAKS_OFF]) as world:
         for tools in ([BASH], [], []) * 3:
